@@ -8,6 +8,7 @@ choice, so settings about waiting, hashing and the size of the index have no eff
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
@@ -16,6 +17,7 @@ import msgspec
 from extproc.config import validation
 from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
 from extproc.errors import ConfigError
+from extproc.scrape.kv_event_subscriber import BIND_PATTERN
 
 #: The producer, and the older scorer with a producer inside, which gives way to a producer of the file.
 PRODUCER: Final = "precise-prefix-cache-producer"
@@ -137,7 +139,7 @@ def convert_kv_events(
 def _convert_producer(
     plugin: NamedPlugin, warnings: list[str], *, where: str, path: validation.Path
 ) -> dict[str, object] | None:
-    """The section of a producer; None where it waits for engines to connect."""
+    """The section of a producer; None where it reads no events."""
     producer = validation.to_struct(plugin.parameters, _Producer, where=where, path=path)
     name = plugin.name or plugin.type
     indexer = producer.indexer_config or _Indexer()
@@ -168,23 +170,34 @@ def _convert_producer(
                 f"{_SPECULATIVE_S:g} s"
             )
     events = producer.kv_events_config or _KvEvents()
-    if events.zmq_endpoint:
-        warnings.append(
-            f"plugin {name}: zmqEndpoint is not bound: engines have to listen for subscribers, as "
-            "they do at an endpoint with a * such as tcp://*:5557"
-        )
-    if not events.discover_pods:
-        warnings.append(
-            f"plugin {name}: no KV events are read with discoverPods: false; what engines hold is "
-            "estimated, and corrected by what they report"
-        )
-        return None
     ports = events.pod_discovery_config or _PodDiscovery()
-    return {
+    section = {
         "enabled": True,
         "port": ports.socket_port,
         "replay_port": max(0, ports.replay_socket_port),
     }
+    if events.discover_pods:
+        if events.zmq_endpoint:
+            warnings.append(
+                f"plugin {name}: zmqEndpoint is not bound, because discoverPods is not false: engines "
+                "have to listen for subscribers, as they do at an endpoint with a * such as "
+                "tcp://*:5557"
+            )
+        return section
+    if not events.zmq_endpoint:
+        warnings.append(
+            f"plugin {name}: no KV events are read with discoverPods: false and no zmqEndpoint; what "
+            "engines hold is estimated, and corrected by what they report"
+        )
+        return None
+    if re.match(BIND_PATTERN, events.zmq_endpoint) is None:
+        raise ConfigError(
+            validation.location(where, (*path, "kvEventsConfig", "zmqEndpoint")),
+            wanted="an IP address or * to listen on, and a port",
+            got=validation.show(events.zmq_endpoint),
+            fix="write tcp://*:5557",
+        )
+    return section | {"bind": events.zmq_endpoint}
 
 
 def _convert_tokenizer(

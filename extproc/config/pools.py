@@ -102,8 +102,8 @@ def check_compatible(settings: Settings, *, where: str) -> None:
     """Reject sections that are valid separately and contradict each other.
 
     Raises:
-        ConfigError: Several sources in one pool, a name twice, a pool besides pools, or an extra
-            metric without a selector.
+        ConfigError: Several sources in one pool, a name twice, a pool besides pools, an extra
+            metric without a selector, or KV events of several pools on one port.
     """
     sections_of: list[tuple[validation.Path, pool_schema.PoolSource]] = [(("pool",), settings.pool)]
     sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
@@ -117,6 +117,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         for source in sources:
             source.check(pool, validation.location(where, (*path, *source.key.split("."))))
     _check_discovered(settings, where)
+    _check_bound_events(settings, where)
     for name, selector in settings.scrape.extra_metrics.items():
         path = ("scrape", "extra_metrics", name)
         engines.series(selector, where=validation.location(where, path))
@@ -147,6 +148,16 @@ def check_compatible(settings: Settings, *, where: str) -> None:
                 got="none of them",
                 fix="say where its endpoints come from",
             )
+
+
+def _check_bound_events(settings: Settings, where: str) -> None:
+    if settings.kv_events.bind and (settings.pools or settings.cluster.discover_pools != "none"):
+        raise ConfigError(
+            validation.location(where, ("kv_events", "bind")),
+            wanted="a single pool, because all would listen on the same port",
+            got="pools",
+            fix="remove it, so that engines are connected to",
+        )
 
 
 def _check_discovered(settings: Settings, where: str) -> None:

@@ -156,6 +156,7 @@ class SocketReader:
     def close(self) -> None:
         """Close the socket."""
         self._loop.remove_reader(self._descriptor)
+        self.socket.disable_monitor()
         self.socket.close(linger=0)
 
     def _on_readable(self) -> None:

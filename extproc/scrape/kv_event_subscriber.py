@@ -1,6 +1,6 @@
 """KV event subscriptions: a ZeroMQ socket per engine and rank, read in turns of the loop.
 
-libzmq connects, reconnects with back-off and jitter, and reads in a thread of its own; here messages
+Engines that connect to us come by `kv_event_listener`. Where we connect, libzmq connects, reconnects with back-off and jitter, and reads in a thread of its own; here messages
 are taken from its queues, a bounded number of blocks per turn. A subscription that begins, or is
 connected again, asks the engine's replay socket for what was missed, and reads on only behind that.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ from extproc.pool.store import PoolStore
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.scrape import kv_event_sockets
+from extproc.scrape.kv_event_listener import KvEventListener, plain_ip
 from extproc.scrape.kv_event_subscription import (
     BatchResult,
     EngineSubscription,
@@ -39,6 +40,9 @@ _FOLLOW_S = 0.2
 #: Blocks that are taken in per turn of the event loop (count), a few milliseconds.
 _BLOCKS_PER_TURN = 512
 
+#: Address to listen on, in the form of ZeroMQ; empty for none.
+BIND_PATTERN: Final = r"^(tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
+
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
@@ -51,6 +55,11 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             `kv-events`.
         port: TCP port on which engines publish, on the address of the endpoint. 5557 is that of
             vLLM. Label `kv-events-port` of an endpoint: another one.
+        bind: Address on which engines that connect are waited for, written as that of an engine that
+            listens: `tcp://*:5557`, or `tcp://[::]:5557` for IPv6 as well. Rank r connects to the port plus r. Only endpoints of the pool
+            may, from their own addresses; of several endpoints at an address each names its own
+            `ip:port` in its topic, as in `kv@10.0.0.1:8000@model`. Needs a single pool. Empty:
+            engines are connected to, so that replicas of extproc hear all of them.
         replay_port: TCP port on which engines send earlier events again. 0: they do not, as engines
             have none unless configured; what is cached when extproc starts is then not known, and
             a lost event is only repaired as the cache turns over. Label `kv-events-replay-port` of
@@ -67,6 +76,7 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     enabled: bool = False
     port: _Port = 5557
+    bind: Annotated[str, msgspec.Meta(pattern=BIND_PATTERN)] = ""
     replay_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
@@ -121,6 +131,9 @@ class KvEventSubscriber:
         self._store = store
         self._supervisor = supervisor
         self._subscriptions: dict[str, list[EngineSubscription]] = {}
+        #: Subscriptions by IP address and rank, and listeners by rank, where engines connect.
+        self._at: dict[tuple[str, int], list[EngineSubscription]] = {}
+        self._listeners: dict[int, KvEventListener] = {}
         #: Those that are to work in the next turn, in order.
         self._ready: dict[EngineSubscription, None] = {}
         self._turn: asyncio.Handle | None = None
@@ -132,8 +145,22 @@ class KvEventSubscriber:
         for subscriptions in self._subscriptions.values():
             yield from subscriptions
 
+    @property
+    def num_refused(self) -> int:
+        """Connections that were not taken for those of an engine (count)."""
+        return sum(listener.num_refused for listener in self._listeners.values())
+
+    @property
+    def listeners(self) -> Sequence[KvEventListener]:
+        """Listeners for engines that connect, by rank."""
+        return list(self._listeners.values())
+
     async def run(self) -> None:
-        """Follow the endpoint set until cancelled."""
+        """Follow the endpoint set until cancelled.
+
+        Raises:
+            OSError: A port to listen on is taken.
+        """
         self.context = kv_event_sockets.open_context()
         try:
             while True:
@@ -142,6 +169,9 @@ class KvEventSubscriber:
         finally:
             for address in list(self._subscriptions):
                 self._stop(address)
+            for listener in self._listeners.values():
+                listener.close()
+            self._listeners.clear()
             if self._turn is not None:
                 self._turn.cancel()
                 self._turn = None
@@ -168,6 +198,8 @@ class KvEventSubscriber:
         for address in left:
             self._stop(address)
         now = self.clock()
+        for listener in self._listeners.values():
+            listener.check(now)
         for subscription in self.subscriptions:
             subscription.check(now)
         if self.exact.index.sweep(0):
@@ -191,18 +223,38 @@ class KvEventSubscriber:
                 endpoint,
                 rank,
                 engine,
-                url=_url(endpoint, port + rank),
+                url="" if self.settings.bind else _url(endpoint, port + rank),
                 replay_url=_url(endpoint, replay_port + rank) if replay_port else "",
             )
             started.append(subscription)
+            if self.settings.bind:
+                self._at.setdefault((plain_ip(endpoint.ip), rank), []).append(subscription)
+                self._listen(rank)
             subscription.open()
 
     def _stop(self, address: str) -> None:
         stopped = self._subscriptions.pop(address, ())
         for subscription in stopped:
             subscription.close()
+            place = plain_ip(subscription.endpoint.ip), subscription.rank
+            others = [other for other in self._at.pop(place, ()) if other is not subscription]
+            if others:
+                self._at[place] = others
         if stopped:
             self.exact.forget(index_key(stopped[0].endpoint))
+
+    def _listen(self, rank: int) -> None:
+        """Listen for the engines of a rank, on the port plus the rank."""
+        if rank not in self._listeners:
+            host, _, port = self.settings.bind.removeprefix("tcp://").rpartition(":")
+            # Port 0 picks a free one for each rank.
+            number = int(port) and int(port) + rank
+            self._listeners[rank] = KvEventListener(
+                "" if host == "*" else host.strip("[]"),
+                number,
+                find=lambda ip: self._at.get((ip, rank), ()),
+                clock=self.clock,
+            )
 
     def _schedule_turn(self, wait_s: float) -> None:
         if self._turn is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import msgspec
 import xxhash
@@ -63,11 +63,22 @@ class SubscriptionChange(msgspec.Struct, frozen=True, gc=False):
     detail: str
 
 
+class MessageSource(Protocol):
+    """Connection on which an engine publishes."""
+
+    def receive(self) -> list[bytes] | None:
+        """Frames of the next message; None where there is none."""
+
+    def close(self) -> None:
+        """Close it, without a word to its subscription."""
+
+
 class EngineSubscription:
     """Subscription to one rank of an endpoint.
 
     Args:
         owner: Settings, and where counts and changes go.
+        url: Address that it publishes on; empty where it connects to us.
         replay_url: Address of its replay socket; empty for none.
     """
 
@@ -87,8 +98,7 @@ class EngineSubscription:
         self._owner = owner
         self._address = url
         self._replay_address = replay_url
-        #: Sockets with their file descriptors, and whether they may have messages.
-        self._sub: SocketReader | None = None
+        self._sub: MessageSource | None = None
         self._monitor: SocketReader | None = None
         self._replay: SocketReader | None = None
         self._is_connected = False
@@ -129,14 +139,35 @@ class EngineSubscription:
         return self._is_from_start and not self.engine.has_gap
 
     def open(self) -> None:
-        """Begin to connect."""
+        """Begin to connect, or wait for the engine to."""
+        if not self._address:
+            return
         context = self._owner.context
         if context is None:
             raise RuntimeError("subscriptions are opened while the loop of their owner runs")
         self._sub, self._monitor = kv_event_sockets.open_subscription(
-            context, self._address, self._wake
+            context, self._address, self.wake
         )
-        self._wake()
+        self.wake()
+
+    @property
+    def is_resting(self) -> bool:
+        """True while the engine is not listened to."""
+        return self._rests_until is not None
+
+    def attach(self, source: MessageSource) -> None:
+        """Listen to a connection of the engine, instead of an earlier one."""
+        if self._sub is not None:
+            self._sub.close()
+            self._on_disconnected()
+        self._sub = source
+        self._on_connected()
+
+    def detach(self, source: MessageSource) -> None:
+        """Note that a connection is lost."""
+        if self._sub is source:
+            self._sub = None
+            self._on_disconnected()
 
     def close(self) -> None:
         """Close the sockets."""
@@ -144,7 +175,6 @@ class EngineSubscription:
         if self._monitor is not None:
             self._monitor.close()
         if self._sub is not None:
-            self._sub.socket.disable_monitor()
             self._sub.close()
         self._sub = self._monitor = None
         self._is_connected = False
@@ -219,25 +249,32 @@ class EngineSubscription:
                 return _MESSAGE_COST + sum(map(len, frames)) // _MESSAGE_BYTES_PER_BLOCK
         return 0
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Work in the next turn."""
         self._owner.wake(self)
 
     # Connection.
 
     def _on_monitor(self, frames: list[bytes]) -> None:
         if kv_event_sockets.parse_connection_event(frames):
-            self._is_connected = True
-            self._has_replay = bool(self._replay_address)
-            # What is published before the engine knows of the subscription is not sent to us.
-            self._confirm_at = self._owner.clock() + _CONFIRM_S
-            if self._has_replay:
-                self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
-            # Else the number of its next batch says what was missed.
+            self._on_connected()
         else:
-            self._is_connected = False
-            self._held = None
-            self._end_replay_socket()
-            self._lose("the connection is gone")
+            self._on_disconnected()
+
+    def _on_connected(self) -> None:
+        self._is_connected = True
+        self._has_replay = bool(self._replay_address)
+        # What is published before the engine knows of the subscription is not sent to us.
+        self._confirm_at = self._owner.clock() + _CONFIRM_S
+        if self._has_replay:
+            self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
+        # Else the number of its next batch says what was missed.
+
+    def _on_disconnected(self) -> None:
+        self._is_connected = False
+        self._held = None
+        self._end_replay_socket()
+        self._lose("the connection is gone")
 
     def _lose(self, why: str) -> None:
         owner = self._owner
@@ -363,9 +400,9 @@ class EngineSubscription:
         self._has_progress = self._has_hole = False
         self._replay_until = owner.clock() + _REPLAY_TIMEOUT_S
         self._replay = kv_event_sockets.open_replay(
-            owner.context, self._replay_address, start, self._wake
+            owner.context, self._replay_address, start, self.wake
         )
-        self._wake()
+        self.wake()
 
     def _on_replay(self, frames: list[bytes]) -> None:
         """A batch that was sent again, behind an empty frame, and a topic from newer engines."""
@@ -420,7 +457,7 @@ class EngineSubscription:
                 self._note_lost(held[0])
             self._take(*held)
         self._go_live()
-        self._wake()
+        self.wake()
 
     def _end_replay_socket(self) -> None:
         if self._replay is not None:

@@ -20,6 +20,8 @@ class KvEventStats(msgspec.Struct, frozen=True):
         states: Address, rank and state of each subscription.
         blocks: Address, rank and blocks on the device of each.
         dropped_blocks: Stored blocks that were not taken in (count).
+        refused_connections: Connections to the bound port that were not taken for those of an engine
+            (count).
     """
 
     batches: Mapping[Any, int]
@@ -28,6 +30,7 @@ class KvEventStats(msgspec.Struct, frozen=True):
     states: Sequence[tuple[str, int, str]]
     blocks: Sequence[tuple[str, int, int]]
     dropped_blocks: int
+    refused_connections: int = 0
 
 
 def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:
@@ -73,6 +76,14 @@ def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamil
         "unknown, or there are too many. Only with `kv_events`.",
         ("pool",),
         [((pool,), counts.dropped_blocks) for pool, counts in stats.items()],
+    )
+    yield MetricFamily(
+        "counter",
+        "extproc_kv_event_refused_connections",
+        "Connections that were closed at `kv_events.bind`: no endpoint has their address, there were "
+        "too many from it, or they did not keep to the protocol. Only with `kv_events`.",
+        ("pool",),
+        [((pool,), counts.refused_connections) for pool, counts in stats.items()],
     )
     yield from _prompt_families(stats)
 

@@ -85,6 +85,22 @@ def test_a_producer_without_parameters_has_the_ports_of_upstream():
     assert not warnings
 
 
+def test_engines_that_connect_are_waited_for_without_discovery():
+    """An address that cannot be listened on is refused; several pools have no port each."""
+    parameters = "{kvEventsConfig: {discoverPods: false, zmqEndpoint: 'tcp://*:5600'}}"
+    producer = f"type: precise-prefix-cache-producer, parameters: {parameters}"
+    settings, warnings = read(plugins(producer))
+    assert (settings.kv_events.enabled, settings.kv_events.bind) == (True, "tcp://*:5600")
+    assert not warnings
+    with pytest.raises(ConfigError, match="zmqEndpoint"):
+        read(plugins(producer.replace("tcp://*:5600", "ipc:///tmp/events")))
+    pools = "pools: [{name: a, endpoints: ['10.0.0.1:8000']}]"
+    events = 'kv_events: {enabled: true, bind: "tcp://[::1]:5557"}'
+    head = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+    with pytest.raises(ConfigError, match="a single pool"):
+        loader.settings(loader.parse(f"{head}{pools}\n{events}\n", where="x"))
+
+
 def test_a_file_without_the_plugins_reads_no_events():
     """The estimate is what upstream's approximate producer does."""
     settings, _ = read(plugins("type: approx-prefix-cache-producer"))
@@ -110,7 +126,7 @@ def test_the_older_scorer_brings_its_producer():
     [
         (
             [PRODUCER + ", parameters: {kvEventsConfig: {discoverPods: false}}"],
-            "no KV events are read with discoverPods: false",
+            "no KV events are read with discoverPods: false and no zmqEndpoint",
         ),
         (
             [PRODUCER + ", parameters: {kvEventsConfig: {zmqEndpoint: 'tcp://0.0.0.0:5557'}}"],

@@ -33,6 +33,8 @@ class KvPublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
         form: Form of events: `map` as vLLM from 0.24, with the topic in replays; or `array`.
         rank: Data-parallel rank that batches name.
         topic: First frame of each message.
+        connect: Address to connect to, as in `tcp://10.0.0.1:5557`, instead of listening; the rank is
+            added to its port.
     """
 
     port: int = 0
@@ -40,6 +42,7 @@ class KvPublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
     form: Literal["map", "array"] = "map"
     rank: int = 0
     topic: bytes = b""
+    connect: str = ""
 
     def of_rank(self, rank: int) -> KvPublisherSettings:
         """Those of a rank, whose ports follow the first rank's; free ones stay free."""
@@ -101,13 +104,17 @@ class KvPublisher:
             socket.setsockopt(self._zmq.LINGER, 0)
 
     def bind(self, host: str) -> None:
-        """Listen on both ports; where one is taken, close the sockets.
+        """Listen on both ports, or connect and listen for replays; on an error close the sockets.
 
         Raises:
             zmq.ZMQError: A port is taken.
         """
         try:
-            self.port = _bind(self._pub, host, self._settings.port)
+            if self._settings.connect:
+                address, _, port = self._settings.connect.rpartition(":")
+                self._pub.connect(f"{address}:{int(port) + self._settings.rank}")
+            else:
+                self.port = _bind(self._pub, host, self._settings.port)
             self.replay_port = _bind(self._router, host, self._settings.replay_port)
         except self._zmq.ZMQError:
             self.close()

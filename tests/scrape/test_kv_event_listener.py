@@ -1,0 +1,287 @@
+"""Engines that connect to extproc, over real sockets on loopback, and peers that are none."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from extproc.endpoint import Endpoint
+from extproc.scrape import kv_event_listener
+from extproc.scrape.kv_event_listener import plain_ip
+from tests.scrape.kv_event_engines import HOST, Engine, Subscriber, depth, run_async, text
+
+zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+
+
+@contextlib.asynccontextmanager
+async def listening(*addresses, **settings):
+    """A subscriber that listens for the engines of some endpoints."""
+    subscriber = Subscriber(
+        {}, addresses=addresses or (f"{HOST}:8000",), bind=f"tcp://{HOST}:0", **settings
+    )
+    task = asyncio.ensure_future(subscriber.events.run())
+    try:
+        await subscriber.until(lambda: not addresses or subscriber.events.listeners)
+        await subscriber.until(lambda: subscriber.subscription is not None)
+        yield subscriber
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
+async def connected(subscriber, *, topic=b"", **settings):
+    """An engine that publishes to a subscriber, once it knows that it is subscribed to."""
+    port = subscriber.events.listeners[0].port
+    engine = Engine(connect=f"tcp://{HOST}:{port}", topic=topic, **settings)
+    task = asyncio.ensure_future(engine.publisher.run())
+    try:
+        await subscriber.until(lambda: engine.publisher.num_subscriptions)
+        yield engine
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await engine.close()
+
+
+async def connect(subscriber, *, host=HOST):
+    """A peer of our own at the port of a subscriber."""
+    port = subscriber.events.listeners[0].port
+    return await asyncio.open_connection(HOST, port, local_addr=(host, 0))
+
+
+async def is_closed(reader):
+    """Wait until the other side closes."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(4096):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_an_engine_that_connects_is_followed(form):
+    """Without a topic, it is known by the address that it connects from."""
+
+    async def test():
+        async with listening() as subscriber, connected(subscriber, form=form) as engine:
+            await subscriber.until(lambda: subscriber.state == "catching_up")
+            for number in range(20):
+                engine.run_prompt(text(number))
+            await subscriber.until(lambda: subscriber.state == "exact")
+            await subscriber.until(lambda: subscriber.holds(engine))
+            assert depth(subscriber, text(19)) == 4
+            assert subscriber.events.batches["applied"] == 20
+            assert subscriber.events.num_refused == 0
+
+    run_async(test())
+
+
+def test_an_engine_that_connects_again_is_asked_for_what_was_missed():
+    """Its replay socket is that of an engine that listens."""
+
+    async def test():
+        async with listening() as subscriber, connected(subscriber) as engine:
+            labels = {"kv-events-replay-port": str(engine.publisher.replay_port)}
+            subscriber.store.set_endpoints([Endpoint(f"{HOST}:8000", labels=labels)], 1.0)
+            engine.run_prompt(text(1))
+            await subscriber.until(lambda: depth(subscriber, text(1)) == 4)
+            await subscriber.until(lambda: subscriber.state == "exact")
+            (connection,) = subscriber.events.listeners[0].connections
+            connection.connection_lost(None)
+            assert subscriber.state == "lost"
+            engine.run_prompt(text(2))
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            await subscriber.until(lambda: subscriber.state == "exact")
+            assert subscriber.events.batches["lost"] == 0
+            assert subscriber.events.batches["replayed"] >= 2
+            assert subscriber.holds(engine)
+
+    run_async(test())
+
+
+def test_a_topic_names_the_endpoint_where_several_have_an_address():
+    """One that names none of them is refused."""
+
+    async def test():
+        addresses = f"{HOST}:8000", f"{HOST}:8001"
+        async with (
+            listening(*addresses) as subscriber,
+            connected(subscriber, topic=b"kv@127.0.0.1:8001@model") as engine,
+        ):
+            engine.run_prompt(text(1))
+            held = lambda: [sub.engine.held for sub in subscriber.events.subscriptions]  # noqa: E731
+            await subscriber.until(lambda: held() == [0, 4])
+            async with connected(subscriber, topic=b"kv@127.0.0.1@model") as other:
+                other.run_prompt(text(2))
+                await subscriber.until(lambda: subscriber.events.num_refused)
+            assert held() == [0, 4]
+
+    run_async(test())
+
+
+def test_an_address_that_no_endpoint_has_is_refused():
+    """Until discovery lists it, nothing that it sends is read."""
+
+    async def test():
+        async with listening("127.0.0.2:8000") as subscriber:
+            reader, writer = await connect(subscriber)
+            assert await is_closed(reader)
+            writer.close()
+            assert subscriber.events.num_refused == 1
+            assert not subscriber.events.listeners[0].connections
+            reader, writer = await connect(subscriber, host="127.0.0.2")
+            writer.write(GREETING + READY)
+            await subscriber.until(lambda: subscriber.state == "catching_up")
+            writer.close()
+            await subscriber.until(lambda: subscriber.state == "lost")
+
+    run_async(test())
+
+
+def test_connections_of_an_address_are_bounded():
+    """Further ones are closed, and places come free again."""
+
+    async def test():
+        async with listening() as subscriber:
+            peers = [await connect(subscriber) for _ in range(3)]
+            (listener,) = subscriber.events.listeners
+            await subscriber.until(lambda: len(listener.connections) == 3)
+            reader, writer = await connect(subscriber)
+            assert await is_closed(reader)
+            writer.close()
+            for _, writer in peers:
+                writer.close()
+            await subscriber.until(lambda: not listener.connections)
+            async with connected(subscriber) as engine:
+                engine.run_prompt(text(1))
+                await subscriber.until(lambda: depth(subscriber, text(1)) == 4)
+
+    run_async(test())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        GREETING.replace(b"NULL", b"CURV") + READY,
+        GREETING.replace(b"\x7f\x03", b"\x7f\x01") + READY,
+        GREETING + READY.replace(b"PUB", b"SUB"),
+        GREETING + b"\x00\x01a",
+        GREETING + READY + b"\x01\x01a" * 9,
+        GREETING + READY + b"\x02" + (1 << 40).to_bytes(8),
+        GREETING + READY + b"\x04\x09\x05ERROR\x00\x00\x00",
+        GREETING + READY + b"\x04\x01\x00" * 100,
+        GREETING + READY + b"\x06" + (2000).to_bytes(8) + bytes(2000),
+        GREETING + READY + b"\x01\x01a" + b"\x04\x01\x00",
+    ],
+)
+def test_a_peer_that_does_not_keep_to_the_protocol_is_refused(sent):
+    """Whatever it sends, the connection is closed, and the subscription is as before."""
+
+    async def test():
+        async with listening() as subscriber:
+            reader, writer = await connect(subscriber)
+            writer.write(sent)
+            assert await is_closed(reader)
+            writer.close()
+            await subscriber.until(lambda: subscriber.events.num_refused == 1)
+            await subscriber.until(lambda: subscriber.state == "lost")
+            assert not subscriber.supervisor.failures["kv_events"]
+
+    run_async(test())
+
+
+def test_a_peer_that_is_silent_is_given_up(monkeypatch):
+    """One that never greets, and one that answers no pings."""
+    monkeypatch.setattr(kv_event_listener, "_HANDSHAKE_S", 0.0)
+    monkeypatch.setattr(kv_event_listener, "_HEARTBEAT_S", 0.0)
+
+    async def test():
+        async with listening() as subscriber:
+            reader, writer = await connect(subscriber)
+            assert await is_closed(reader)
+            writer.close()
+            monkeypatch.setattr(kv_event_listener, "_HANDSHAKE_S", 1e9)
+            reader, writer = await connect(subscriber)
+            writer.write(GREETING + READY)
+            await subscriber.until(lambda: subscriber.state == "catching_up")
+            assert await is_closed(reader)
+            writer.close()
+            assert subscriber.state == "lost"
+            monkeypatch.setattr(kv_event_listener, "_MAX_SILENT", 1e9)
+            async with connected(subscriber):
+                (connection,) = subscriber.events.listeners[0].connections
+                for _ in range(10):
+                    await subscriber.until(connection.is_answered)
+                    connection.check(subscriber.now())
+                assert subscriber.state == "catching_up"
+
+    run_async(test())
+
+
+def test_what_a_peer_sends_waits_in_its_socket():
+    """A flood is read as far as it is worked off, and ends with the rest of its subscription."""
+
+    async def test():
+        async with listening() as subscriber:
+            reader, writer = await connect(subscriber)
+            frame = b"\x01\x00\x01\x08" + bytes(8) + b"\x02" + (900_000).to_bytes(8)
+            writer.write(GREETING + READY)
+            sizes = []
+            for _ in range(40):
+                writer.write(frame + bytes(900_000))
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(writer.drain(), 300)
+                connections = subscriber.events.listeners[0].connections
+                sizes += [connection.num_buffered for connection in connections]
+            await is_closed(reader)
+            writer.close()
+            assert max(sizes) < 4_000_000
+            assert subscriber.events.batches["malformed"] == 16
+            assert subscriber.state == "lost"
+            reader, writer = await connect(subscriber)
+            writer.write(GREETING + READY)
+            assert await is_closed(reader)
+            writer.close()
+            assert subscriber.events.num_refused == 1
+
+    run_async(test())
+
+
+def test_ranks_connect_to_the_ports_behind_the_first():
+    """Each has a listener of its own."""
+
+    async def test():
+        async with listening(ranks=2) as subscriber:
+            first, second = subscriber.events.listeners
+            _, writer = await asyncio.open_connection(HOST, second.port)
+            writer.write(GREETING + READY)
+            await subscriber.until(
+                lambda: (
+                    [sub.state for sub in subscriber.events.subscriptions]
+                    == ["lost", "catching_up"]
+                )
+            )
+            assert first.port != second.port
+            writer.close()
+
+    run_async(test())
+
+
+@pytest.mark.parametrize(
+    ("ip", "plain"),
+    [
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fe80::1%eth0", "fe80::1"),
+        ("2001:DB8:0::1", "2001:db8::1"),
+        ("engine", "engine"),
+    ],
+)
+def test_addresses_have_one_form(ip, plain):
+    """Both sides write them differently."""
+    assert plain_ip(ip) == plain
