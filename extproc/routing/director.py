@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 from extproc.decision import Decision, Outcome, Rejection
@@ -44,6 +44,21 @@ class RequestEventListener(Protocol):
         """A request is over; `ran` is False where its endpoint did not compute its prompt."""
 
 
+class PromptListener(Protocol):
+    """Reads the prompts of requests."""
+
+    def note(self, decision: Decision, raw: HttpRequest) -> None:
+        """Take note of a routed request."""
+
+    def render_ahead(self, decision: Decision, raw: HttpRequest) -> Awaitable[None] | None:
+        """Wait, for a bounded time, until a better choice can be made; None for no wait.
+
+        Args:
+            decision: The choice as it would be now.
+            raw: The request.
+        """
+
+
 class Director:
     """Routes requests over one pool.
 
@@ -54,7 +69,7 @@ class Director:
 
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
-        prompt_listener: Receives routed requests with their bodies; None where nothing reads them.
+        prompt_listener: Receives requests with their bodies; None where nothing reads them.
         scheduler: Chooses endpoints for requests that are parsed and hashed.
     """
 
@@ -72,7 +87,7 @@ class Director:
     ) -> None:
         self._store = store
         self._exact = exact
-        self.prompt_listener: Callable[[Decision, HttpRequest], None] | None = None
+        self.prompt_listener: PromptListener | None = None
         self._index = index
         self._cache_model = cache_model
         self._tokens = schedule.tokens
@@ -135,8 +150,8 @@ class Director:
         """Report requests to a listener from now on, such as other pickers."""
         self._event_listener = listener
 
-    def set_prompt_listener(self, listener: Callable[[Decision, HttpRequest], None]) -> None:
-        """Show routed requests to a listener from now on."""
+    def set_prompt_listener(self, listener: PromptListener) -> None:
+        """Show requests to a listener from now on."""
         self.prompt_listener = listener
 
     def reconfigure(self, routing: scheduler.RoutingConfig) -> None:

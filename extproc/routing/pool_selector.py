@@ -112,6 +112,19 @@ class PoolSelector:
             return RoutingResult(director.decide(prepared, now), only.name, director, prepared)
         return self._search(raw, now)
 
+    def route_again(self, result: RoutingResult, now: float) -> RoutingResult:
+        """Choose an endpoint for a prepared request anew, in the pool that it has.
+
+        Args:
+            result: Result of `route` with a prepared request.
+        """
+        if result.director is None or result.prepared is None:
+            return result
+        outcome: Outcome = result.director.decide(result.prepared, now)
+        if isinstance(outcome, Decision) and self._only is None:
+            outcome = msgspec.structs.replace(outcome, pool=result.pool)
+        return msgspec.structs.replace(result, outcome=outcome)
+
     def route_fallback(self, raw: HttpRequest, *, why: str) -> RoutingResult:
         """Use the first pool whose headers match, after `route` failed with a bug.
 

@@ -70,6 +70,9 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             `vllm launch render`, that is asked for the tokens of prompts. Empty: the engine that a
             prompt was routed to, which is also asked where this server fails.
         render_model: Model that prompts have at `render_url`. Empty: as in the request.
+        render_budget_ms: Milliseconds that a request may wait for the tokens of its prompt before the
+            choice, where they are not known from an earlier one. When they are over, it is routed by
+            the estimate. 0: no request waits, and a prompt is matched from its second request on.
         max_blocks: Blocks of an endpoint and rank that are remembered (count). 200000 are 3.2
             million tokens in blocks of 16, and take about 8 MB.
     """
@@ -81,6 +84,7 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
     render_model: str = ""
+    render_budget_ms: Annotated[float, msgspec.Meta(ge=0.0, le=10_000.0)] = 0.0
     max_blocks: Annotated[int, msgspec.Meta(ge=1)] = 200_000
 
 

@@ -1,6 +1,7 @@
 """Prompt renderer: asks engines for the tokens of prompts that were routed to them.
 
-It works behind the choice of the endpoint: no request waits for it. An engine is sent the bytes of
+It works behind the choice of the endpoint: no request waits for it, unless there is a budget of time
+for that. An engine is sent the bytes of
 the client, at `/render` beneath the path of the API, or at `/tokenize` where it has none, and only
 for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`). A server for rendering
 is asked before the engine, if there is one. Neither is trusted: redirects are not followed, compressed
@@ -30,6 +31,9 @@ from extproc.supervision import Supervisor
 
 #: What came of a prompt.
 PromptResult = Literal["mapped", "failed", "unsupported", "dropped"]
+
+#: What ended the wait of a request: its prompt is mapped, could not be, or the budget of time is spent.
+WaitResult = Literal["mapped", "failed", "expired"]
 
 #: Paths by API, in the order in which they are tried.
 _PATHS: Final[Mapping[str, Sequence[str]]] = {
@@ -93,18 +97,25 @@ class _RenderedPrompts(msgspec.Struct, array_like=True, gc=False):
     second: msgspec.Raw = msgspec.Raw()
 
 
-class _UnmappedPrompt(msgspec.Struct, frozen=True):
-    """A prompt to be mapped, by the engine at `address`; `endpoint` may be a rank of it."""
+class _UnmappedPrompt(msgspec.Struct, eq=False):
+    """A prompt to be mapped, by the engine at `address`.
+
+    Attributes:
+        sent_to: Endpoint that its request was routed to, maybe a rank of the engine; empty before.
+        sent_at: When, in monotonic seconds.
+        waits: Requests that wait for it, with their bytes.
+    """
 
     address: str
-    endpoint: str
     api: str
     body: bytes
     chain: Sequence[int]
     adapter: str
     prompt_bytes: int
     num_media: int
-    sent_at: float
+    sent_to: str = ""
+    sent_at: float = 0.0
+    waits: dict[asyncio.Future[None], int] = {}
 
 
 class _Engine(msgspec.Struct):
@@ -114,16 +125,18 @@ class _Engine(msgspec.Struct):
     paused_until: float = 0.0
 
 
-class RenderServer(msgspec.Struct, frozen=True):
-    """A server that only renders prompts.
+class RenderSettings(msgspec.Struct, frozen=True):
+    """Where prompts are rendered besides at their engines, and how long requests wait for it.
 
     Attributes:
-        url: Base URL.
+        url: Base URL of a server that only renders prompts, and is asked first; empty for none.
         model: Model that prompts have there; empty as in the request.
+        budget_s: Seconds that a request may wait for the tokens of its prompt; 0 for no wait.
     """
 
-    url: str
+    url: str = ""
     model: str = ""
+    budget_s: float = 0.0
 
 
 _decode = msgspec.json.Decoder(_Rendered).decode
@@ -140,10 +153,12 @@ class PromptRenderer:
         scheme: Of engines, `http` or `https`.
         tls: For `https`; None for the usual one.
         instance: Name of the pool, for the log.
-        server: Server that is asked before the engine; None for none.
+        settings: A server for rendering, and the budget of requests.
 
     Attributes:
         results: Prompts by result (count), all results from the start.
+        waits: Requests that waited, by result (count), all results from the start.
+        num_waiting_bytes: Bytes of the requests that wait.
     """
 
     def __init__(
@@ -156,9 +171,9 @@ class PromptRenderer:
         clock: Callable[[], float],
         supervisor: Supervisor,
         instance: str = "",
-        server: RenderServer | None = None,
+        settings: RenderSettings = RenderSettings(),  # noqa: B008 - frozen
     ) -> None:
-        self._server = server
+        self._settings = settings
         self._exact = exact
         self._adapters = adapters
         self._scheme = scheme
@@ -168,48 +183,92 @@ class PromptRenderer:
         self._instance = instance
         self._queue: asyncio.Queue[_UnmappedPrompt] = asyncio.Queue(_MAX_QUEUED)
         self._queued_bytes = 0
-        self._num_rendering = 0
+        #: Prompts that wait or are being rendered, by their last byte block.
+        self._unmapped: dict[int, _UnmappedPrompt] = {}
+        self.num_waiting_bytes = 0
         self._engines: dict[str, _Engine] = {}
         self.results: Counter[PromptResult] = Counter(dict.fromkeys(get_args(PromptResult), 0))
+        self.waits: Counter[WaitResult] = Counter(dict.fromkeys(get_args(WaitResult), 0))
 
     @property
     def num_unmapped(self) -> int:
         """Prompts that wait, or are being rendered (count)."""
-        return self._queue.qsize() + self._num_rendering
+        return len(self._unmapped)
 
     def note(self, decision: Decision, raw: HttpRequest) -> None:
         """Take note of a routed request; cheap where its prompt is mapped already."""
+        exact = self._exact
+        if exact.index.block_tokens or exact.is_any_live:
+            prompt = self._queue_prompt(decision, raw)
+            if prompt is not None:
+                prompt.sent_to, prompt.sent_at = decision.endpoints[0].address, self._clock()
+
+    def render_ahead(self, decision: Decision, raw: HttpRequest) -> asyncio.Future[None] | None:
+        """Render a prompt before its request is routed; None where nothing is waited for.
+
+        Nothing is while no engine has stored a block, or more requests wait than have a place.
+        """
+        budget_s, size = self._settings.budget_s, len(raw.body)
+        if not budget_s or not self._exact.index.block_tokens:
+            return None
+        if self.num_waiting_bytes + size > _MAX_QUEUED_BYTES:
+            return None
+        prompt = self._queue_prompt(decision, raw)
+        if prompt is None or len(prompt.waits) >= _MAX_QUEUED:
+            return None
+        loop = asyncio.get_running_loop()
+        wait = loop.create_future()
+        prompt.waits[wait] = size
+        self.num_waiting_bytes += size
+        timer = loop.call_later(budget_s, self._end_wait, wait, "expired")
+
+        def forget(_: asyncio.Future[None]) -> None:
+            self.num_waiting_bytes -= prompt.waits.pop(wait, 0)
+            timer.cancel()
+
+        wait.add_done_callback(forget)
+        return wait
+
+    def _end_wait(self, wait: asyncio.Future[None], result: WaitResult) -> None:
+        if not wait.done():  # its client may have left
+            self.waits[result] += 1
+            wait.set_result(None)
+
+    def _queue_prompt(self, decision: Decision, raw: HttpRequest) -> _UnmappedPrompt | None:
+        """The prompt of a request, which is to be mapped; None where it is already, or cannot be."""
         chain, request, exact = decision.block_hashes, decision.request, self._exact
-        if exact.prompts.covers(chain) or not (exact.index.block_tokens or exact.is_any_live):
-            return
-        address, now = decision.endpoints[0].host_port, self._clock()
-        if self._is_paused(address) and (self._server is None or self._is_paused(self._server.url)):
-            return
+        if exact.prompts.covers(chain):
+            return None
+        known = self._unmapped.get(chain[-1])
+        if known is not None:
+            return known
+        address, url = decision.endpoints[0].host_port, self._settings.url
+        if self._is_paused(address) and (not url or self._is_paused(url)):
+            return None
         if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
-            return
+            return None
         if b'"cache_salt"' in raw.body:
             self.results["unsupported"] += 1
-            return
+            return None
         edit = decision.body_edit
         body = bytes(raw.body) if edit is None else edit.apply(raw.body)
         if self._queue.full() or self._queued_bytes + len(body) > _MAX_QUEUED_BYTES:
             self.results["dropped"] += 1
-            return
+            return None
         self._queued_bytes += len(body)
         adapter = request.adapter or (request.model if request.model in self._adapters() else "")
-        self._queue.put_nowait(
-            _UnmappedPrompt(
-                address,
-                decision.endpoints[0].address,
-                request.api,
-                body,
-                chain,
-                adapter,
-                request.stable_bytes,
-                sum([span.count for span in request.media]),
-                now,
-            )
+        prompt = _UnmappedPrompt(
+            address,
+            request.api,
+            body,
+            chain,
+            adapter,
+            request.stable_bytes,
+            sum([span.count for span in request.media]),
         )
+        self._queue.put_nowait(prompt)
+        self._unmapped[chain[-1]] = prompt
+        return prompt
 
     async def run(self) -> None:
         """Map prompts until cancelled."""
@@ -234,18 +293,17 @@ class PromptRenderer:
         while True:
             prompt = await self._queue.get()
             self._queued_bytes -= len(prompt.body)
-            self._num_rendering += 1
-            result: PromptResult
+            result: PromptResult = "failed"
             try:
                 result = await self._render(session, prompt)
             except (aiohttp.ClientError, OSError, TimeoutError):
-                result = "failed"
                 self._pause(prompt.address, _FAILED_PAUSE_S)
             except Exception as error:  # noqa: BLE001 - one prompt must not end the worker
-                result = "failed"
                 self._supervisor.record_error("kv_events", error, instance=self._instance)
             finally:
-                self._num_rendering -= 1
+                del self._unmapped[prompt.chain[-1]]
+                for wait in list(prompt.waits):
+                    self._end_wait(wait, "mapped" if result == "mapped" else "failed")
             self.results[result] += 1
 
     async def _render(
@@ -256,9 +314,9 @@ class PromptRenderer:
             return "dropped"
         if self._exact.prompts.covers(prompt.chain):
             return "mapped"  # another one was the same
-        server = self._server
-        if server is not None and not self._is_paused(server.url):
-            result = await self._render_at_server(session, server, prompt)
+        url = self._settings.url
+        if url and not self._is_paused(url):
+            result = await self._render_at_server(session, prompt)
             if result is not None:
                 return result
         if self._is_paused(prompt.address):
@@ -285,21 +343,21 @@ class PromptRenderer:
         until = self._clock() + _SIZE_TIMEOUT_S
         while not self._exact.index.block_tokens:
             if self._clock() >= until:
-                return False
+                return None
             await asyncio.sleep(_SIZE_POLL_S)
         return True
 
     async def _render_at_server(
-        self, session: aiohttp.ClientSession, server: RenderServer, prompt: _UnmappedPrompt
+        self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
     ) -> PromptResult | None:
         """Map a prompt by the server for rendering; None where it cannot, and rests."""
-        body = prompt.body
-        if server.model:
+        body, settings = prompt.body, self._settings
+        if settings.model:
             edit = locate_model(
-                HttpRequest({"content-type": "application/json"}, body), server.model
+                HttpRequest({"content-type": "application/json"}, body), settings.model
             )
             body = body if edit is None else edit.apply(body)
-        url = f"{server.url}{_PATHS[prompt.api][0]}"
+        url = f"{settings.url}{_PATHS[prompt.api][0]}"
         try:
             async with _post(session, url, body) as response:
                 if response.status == 200:
@@ -308,7 +366,7 @@ class PromptRenderer:
                     return "failed"
         except (aiohttp.ClientError, OSError, TimeoutError):
             pass
-        self._pause(server.url, _FAILED_PAUSE_S)
+        self._pause(settings.url, _FAILED_PAUSE_S)
         return None
 
     def _map(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
@@ -335,7 +393,8 @@ class PromptRenderer:
             prompt_bytes=prompt.prompt_bytes,
             placeholders=placeholders,
         )
-        self._exact.record_sent(prompt.endpoint, prompt.chain, prompt.sent_at)
+        if prompt.sent_to:
+            self._exact.record_sent(prompt.sent_to, prompt.chain, prompt.sent_at)
         return "mapped"
 
     def _engine(self, address: str) -> _Engine:

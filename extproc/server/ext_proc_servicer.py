@@ -117,7 +117,7 @@ class ExternalProcessorServicer:
                 # No await beyond this point, until the answers are written.
                 for reply in handle(event):
                     await writes.run(context.write(codec.encode(reply)))
-                if stream.unparsed is not None or stream.queued is not None:
+                if stream.is_waiting:
                     await self._finish_request(entry)
             await self._refusal(task)
             result = "ok"
@@ -157,8 +157,13 @@ class ExternalProcessorServicer:
         await _write(context, replies)
 
     async def _finish_request(self, entry: _OpenStream) -> None:
-        """Wait for the parse of a large body or for admission, and answer."""
+        """Wait for the parse of a large body, for tokens or for admission, and answer."""
         await self._read_body(entry)
+        unrendered = entry.stream.unrendered
+        if unrendered is not None:
+            await unrendered.wait
+            del unrendered  # its prompt must not wait for the peer
+            await entry.write(entry.stream.resume_rendered())
         await _resume(entry)
 
     async def _read_body(self, entry: _OpenStream) -> None:

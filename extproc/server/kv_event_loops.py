@@ -11,7 +11,7 @@ from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.scrape.kv_event_subscriber import KvEventSubscriber
 from extproc.scrape.kv_event_subscription import SubscriptionChange
-from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer
+from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings
 from extproc.supervision import Supervisor
 from extproc.telemetry.kv_event_metrics import KvEventStats
 
@@ -66,11 +66,11 @@ class KvEventLoops:
             clock=clock,
             supervisor=supervisor,
             instance=f"pool {pool}",
-            server=RenderServer(events.render_url, events.render_model)
-            if events.render_url
-            else None,
+            settings=RenderSettings(
+                events.render_url, events.render_model, events.render_budget_ms / 1e3
+            ),
         )
-        parts.director.set_prompt_listener(self._renderer.note)
+        parts.director.set_prompt_listener(self._renderer)
 
     def loops(self) -> Iterator[Callable[[], Awaitable[None]]]:
         """Loops that run until they are cancelled."""
@@ -92,6 +92,7 @@ class KvEventLoops:
         return KvEventStats(
             batches=self._subscriber.batches,
             prompts=self._renderer.results,
+            waits=self._renderer.waits,
             usage_tokens=self._exact.usage_tokens,
             states=[(address, rank, state) for address, rank, state, _ in subscriptions],
             blocks=[(address, rank, engine.held) for address, rank, _, engine in subscriptions],

@@ -166,6 +166,11 @@ class ExtProcCall(ServerCall):
         if stream.unparsed is not None:
             self._wait()
             self._servicer.parse(self, stream.unparsed)
+        elif stream.unrendered is not None:
+            self._wait()
+            stream.unrendered.wait.add_done_callback(
+                self._on_rendered, context=self._servicer.context
+            )
         elif stream.queued is not None:
             self._wait()
             stream.queued.admission.add_done_callback(
@@ -220,6 +225,11 @@ class ExtProcCall(ServerCall):
         if not self._is_closed:
             self.gather_answers()
             self._resume(self.stream.resume, answer.result())
+
+    def _on_rendered(self, wait: asyncio.Future[None]) -> None:
+        """Answer a request whose wait for tokens is over."""
+        if not self._is_closed:
+            self._resume(self.stream.resume_rendered, wait)
 
     def on_parsed(self, read: HttpRequest | Rejection | Exception) -> None:
         """Answer a request whose large body was parsed, or could not be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -54,12 +55,27 @@ _CLIENT_LEFT = Rejection(499, "the stream ended before an endpoint was chosen", 
 _BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
 
 
+class UnrenderedRequest(msgspec.Struct, frozen=True, eq=False):
+    """Request that waits for the tokens of its prompt, for a bounded time.
+
+    Attributes:
+        wait: Done when it is over.
+        raw: The request.
+        result: Its pool, and its outcome without the tokens.
+    """
+
+    wait: asyncio.Future[None]
+    raw: HttpRequest
+    result: RoutingResult
+
+
 class StreamHandler(msgspec.Struct, eq=False):
     """State of a stream, which `open_stream` creates: HTTP exchange, reservation and times.
 
     Attributes:
         queued: The queued request; None while it is not queued.
         unparsed: The request while its large body is parsed in the worker; None otherwise.
+        unrendered: The request while it waits for the tokens of its prompt; None otherwise.
         address: The endpoint it was sent to, `ip:port`; empty before that.
         is_over: True once no further response follows.
     """
@@ -71,6 +87,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     _read_call_traceparent: Callable[[], str] = str
     queued: QueuedRequest | None = None
     unparsed: HttpRequest | None = None
+    unrendered: UnrenderedRequest | None = None
     address: str = ""
     is_over: bool = False
     _routed_s: float = 0.0
@@ -86,6 +103,12 @@ class StreamHandler(msgspec.Struct, eq=False):
     def is_routed(self) -> bool:
         """True once Envoy has the endpoint, and can go on without this process."""
         return self._reservation is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while its request waits for a parse, for tokens or for admission."""
+        waits = self.unparsed, self.unrendered, self.queued
+        return any(wait is not None for wait in waits)
 
     def end(self) -> None:
         """Send no further response."""
@@ -222,7 +245,35 @@ class StreamHandler(msgspec.Struct, eq=False):
             result = context.pool_selector.route(raw, now)
         except Exception as error:  # noqa: BLE001 - see `_route_fallback`
             return self._route_fallback(raw, now, error)
-        return self._apply(result, raw, now)
+        return () if self._waits_for_tokens(result, raw) else self._apply(result, raw, now)
+
+    def _waits_for_tokens(self, result: RoutingResult, raw: HttpRequest) -> bool:
+        """True if the request is to wait until its prompt is rendered; see `unrendered`."""
+        listener = None if result.director is None else result.director.prompt_listener
+        if listener is None or not isinstance(result.outcome, Decision) or result.prepared is None:
+            return False
+        try:
+            wait = listener.render_ahead(result.outcome, raw)
+        except Exception as error:  # noqa: BLE001 - a bug there must not cost the request
+            self._context.observer.on_exception(error)
+            return False
+        if wait is None:
+            return False
+        self.unrendered = UnrenderedRequest(asyncio.ensure_future(wait), raw, result)
+        return True
+
+    def resume_rendered(self, _: object = None) -> Iterable[ProcessingResponse]:
+        """Answer a request whose wait for tokens is over. Synchronous."""
+        waiting, self.unrendered = self.unrendered, None
+        if waiting is None:
+            raise RuntimeError("the request waits for no tokens; resume once after it did")
+        context = self._context
+        now = context.clock()
+        try:
+            result = context.pool_selector.route_again(waiting.result, now)
+        except Exception as error:  # noqa: BLE001 - see `_route_fallback`
+            return self._route_fallback(waiting.raw, now, error)
+        return self._apply(result, waiting.raw, now)
 
     def _route_fallback(
         self, raw: HttpRequest, now: float, error: Exception
@@ -309,7 +360,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         self._commit(decision, raw.headers, now, request_id or new_id, reservation=reservation)
         listener = None if self._director is None else self._director.prompt_listener
         if listener is not None:
-            self._attempt(partial(listener, decision, raw))
+            self._attempt(partial(listener.note, decision, raw))
         replies = exchange.apply_outcome(
             decision, request_id=new_id, traceparent=self._traceparent or ""
         )
@@ -411,7 +462,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         self._attempt(self._refund)
         if not self.is_over and result in _WITHOUT_ERROR:
             self._attempt(self._report_abandoned)
-        self.queued = None
+        self.queued = self.unrendered = None
 
     def _report_abandoned(self) -> None:
         """Report a request whose stream ended before it was answered."""
@@ -421,8 +472,12 @@ class StreamHandler(msgspec.Struct, eq=False):
         if len(exchange.status) == 3 and exchange.status.isdecimal():
             message = "Envoy answered before an endpoint was chosen"
             rejection = Rejection(int(exchange.status), message, cause="answered-by-envoy")
+        prepared = None
         if self.queued is not None:
             prepared = self.queued.prepared
+        elif self.unrendered is not None:
+            prepared = self.unrendered.result.prepared
+        if prepared is not None:
             labels = self._label(prepared.request, prepared.raw.headers)
         self._start_trace()
         self._observer.on_abandoned(

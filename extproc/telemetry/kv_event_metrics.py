@@ -16,6 +16,7 @@ class KvEventStats(msgspec.Struct, frozen=True):
     Attributes:
         batches: Batches by result.
         prompts: Prompts that were to be mapped, by result.
+        waits: Requests that waited for the tokens of their prompts, by result.
         usage_tokens: Cached prompt tokens by source of the prediction, predicted and observed.
         states: Address, rank and state of each subscription.
         blocks: Address, rank and blocks on the device of each.
@@ -26,6 +27,7 @@ class KvEventStats(msgspec.Struct, frozen=True):
 
     batches: Mapping[Any, int]
     prompts: Mapping[Any, int]
+    waits: Mapping[Any, int]
     usage_tokens: Mapping[Any, int]
     states: Sequence[tuple[str, int, str]]
     blocks: Sequence[tuple[str, int, int]]
@@ -89,6 +91,18 @@ def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamil
 
 
 def _prompt_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:
+    yield MetricFamily(
+        "counter",
+        "extproc_render_waits",
+        "Requests that waited for the tokens of their prompts before the choice, by what ended the "
+        "wait. Only with `kv_events.render_budget_ms`.",
+        ("pool", "result"),
+        [
+            ((pool, result), count)
+            for pool, counts in stats.items()
+            for result, count in counts.waits.items()
+        ],
+    )
     yield MetricFamily(
         "counter",
         "extproc_mapped_prompts",

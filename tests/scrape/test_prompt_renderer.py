@@ -16,13 +16,14 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import BlockStored
 from extproc.request import HttpRequest, InferenceRequest, MediaSpan
-from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer, _UnmappedPrompt
+from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings, _UnmappedPrompt
 from extproc.supervision import Supervisor
 from tests.scrape.conftest import Server, answer, serving
 
 CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob("*.json"))
 CHAIN = [11, 12]
 TOKENS = list(range(48))
+ALONE = RenderSettings()
 RENDERED = {"token_ids": TOKENS, "features": None}
 IMAGE = (MediaSpan("image", 0, 64, 16, is_sized=True),)
 
@@ -51,7 +52,7 @@ def exact():
 
 
 @contextlib.asynccontextmanager
-async def running(*script, render_server=None, prefixes=None):
+async def running(*script, settings=ALONE, prefixes=None):
     """A renderer beside an engine that answers by a script."""
     async with serving(Server(*script)) as server:
         clock = asyncio.get_running_loop().time
@@ -63,7 +64,7 @@ async def running(*script, render_server=None, prefixes=None):
             tls=None,
             clock=clock,
             supervisor=Supervisor(),
-            server=render_server,
+            settings=settings,
         )
         task = asyncio.ensure_future(renderer.run())
         try:
@@ -277,8 +278,8 @@ def test_a_server_for_rendering_is_asked_before_the_engine():
 
     async def test():
         async with serving(Server(reply(RENDERED))) as renders:
-            render_server = RenderServer(f"http://127.0.0.1:{renders.port}", "base")
-            async with running(render_server=render_server) as (server, prefixes, renderer):
+            settings = RenderSettings(f"http://127.0.0.1:{renders.port}", "base")
+            async with running(settings=settings) as (server, prefixes, renderer):
                 body = b'{"model": "ad", "a": 1}'
                 assert await mapped(server, renderer, body=body) == ["mapped"]
                 assert prefixes.prompts.covers(CHAIN)
@@ -295,9 +296,9 @@ def test_the_engine_is_asked_where_the_server_fails(status):
 
     async def test():
         async with serving(Server(reply({}, status=status))) as renders:
-            render_server = RenderServer(f"http://127.0.0.1:{renders.port}")
+            settings = RenderSettings(f"http://127.0.0.1:{renders.port}")
             script = (reply(RENDERED), reply(RENDERED))
-            async with running(*script, render_server=render_server) as (server, _, renderer):
+            async with running(*script, settings=settings) as (server, _, renderer):
                 assert await mapped(server, renderer) == ["mapped"]
                 assert await mapped(server, renderer, chain=[21, 22]) == ["mapped"]
                 assert (len(renders.requests), len(server.requests)) == (1, 2)
@@ -313,5 +314,82 @@ def test_prompts_beyond_the_queue_are_dropped():
             for number in range(400):
                 renderer.note(decision(server, chain=[number]), HttpRequest({}, b"{}"))
             assert renderer.results["dropped"] == 400 - 256
+
+    asyncio.run(test())
+
+
+#: Settings of a renderer for which requests wait.
+PATIENT = RenderSettings(budget_s=600.0)
+
+
+def test_a_request_waits_until_its_prompt_is_mapped():
+    """Others with the same prompt wait for the same answer; a mapped one does not wait."""
+
+    async def test():
+        async with running(reply(RENDERED), settings=PATIENT) as (server, prefixes, renderer):
+            raw = HttpRequest({}, b'{"a": 1}')
+            waits = [renderer.render_ahead(decision(server), raw) for _ in range(3)]
+            waits.pop().cancel()  # its client left
+            async with asyncio.timeout(300):
+                await asyncio.gather(*waits)
+            assert prefixes.prompts.covers(CHAIN)
+            assert not prefixes.prompts.find(CHAIN)[0].sent
+            assert renderer.render_ahead(decision(server), raw) is None
+            assert len(server.requests) == 1
+            assert renderer.waits == {"mapped": 2, "failed": 0, "expired": 0}
+            assert renderer.num_waiting_bytes == 0
+
+    asyncio.run(test())
+
+
+def test_a_prompt_that_cannot_be_mapped_ends_the_wait():
+    """And the next one does not wait while the engine rests."""
+
+    async def test():
+        script = reply({}, status="500 Internal Server Error")
+        async with running(script, settings=PATIENT) as (server, _, renderer):
+            raw = HttpRequest({}, b'{"a": 1}')
+            async with asyncio.timeout(300):
+                await renderer.render_ahead(decision(server), raw)
+            assert renderer.waits["failed"] == 1
+            assert renderer.render_ahead(decision(server), raw) is None
+
+    asyncio.run(test())
+
+
+def test_a_wait_ends_with_its_budget():
+    """The prompt is mapped behind it, as sent to where its request was routed meanwhile."""
+
+    async def test():
+        settings = RenderSettings(budget_s=0.01)
+        async with running(None, settings=settings) as (server, _, renderer):
+            raw = HttpRequest({}, b'{"a": 1}')
+            async with asyncio.timeout(300):
+                await renderer.render_ahead(decision(server), raw)
+            renderer.note(decision(server), raw)
+            assert renderer.waits == {"mapped": 0, "failed": 0, "expired": 1}
+            assert renderer.num_unmapped == 1
+            assert renderer.num_waiting_bytes == 0
+
+    asyncio.run(test())
+
+
+def test_no_request_waits_without_budget_or_blocks_or_place():
+    """What waits is bounded by its bytes and number."""
+
+    async def test():
+        empty = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
+        async with running(None, settings=PATIENT, prefixes=empty) as (server, _, renderer):
+            assert renderer.render_ahead(decision(server), HttpRequest({}, b"{}")) is None
+        async with running(None) as (server, _, renderer):
+            assert renderer.render_ahead(decision(server), HttpRequest({}, b"{}")) is None
+        async with running(None, settings=PATIENT) as (server, _, renderer):
+            raw = HttpRequest({}, b" " * 1_000_000)
+            waits = [renderer.render_ahead(decision(server), raw) for _ in range(20)]
+            assert [wait is None for wait in waits] == [False] * 16 + [True] * 4
+        async with running(None, settings=PATIENT) as (server, _, renderer):
+            raw = HttpRequest({}, b"{}")
+            waits = [renderer.render_ahead(decision(server), raw) for _ in range(300)]
+            assert sum(wait is None for wait in waits) == 300 - 256
 
     asyncio.run(test())

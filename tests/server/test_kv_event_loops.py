@@ -26,9 +26,9 @@ from extproc.simulator.http.kv_publisher import KvPublisherSettings
 class Pool:
     """Parts of a pool over one engine, with loops of KV events."""
 
-    def __init__(self, server, client):
+    def __init__(self, server, client, **events):
         self.server, self.client, self.answer = server, client, ""
-        settings = Settings(kv_events=KvEventsSection(enabled=True))
+        settings = Settings(kv_events=KvEventsSection(enabled=True, **events))
         self.parts = factory.build(settings)
         publisher = server.publisher
         self.endpoint = Endpoint(
@@ -50,7 +50,7 @@ class Pool:
         # Behind the time in which a prompt is on its way.
         decision = director.route(raw, time.monotonic() + (10.0 if settle else 0.0))
         reservation = director.reserve(decision, time.monotonic())
-        director.prompt_listener(decision, raw)
+        director.prompt_listener.note(decision, raw)
         response = await self.client.post(path, data=raw.body)
         reply = await response.json()
         usage = reply["usage"]
@@ -79,11 +79,11 @@ async def until(fact):
 
 
 @contextlib.asynccontextmanager
-async def running(**engine):
+async def running(*, budget_ms=0.0, **engine):
     settings = KvPublisherSettings(**engine)
     machine = {"kv_tokens": 4096, "block_tokens": 16}
     async with engine_server.engine(kv_events=settings, machine=machine) as (server, client):
-        pool = Pool(server, client)
+        pool = Pool(server, client, render_budget_ms=budget_ms)
         tasks = [asyncio.ensure_future(loop()) for loop in pool.loops.loops()]
         try:
             # What is published before the subscription has come in does not reach it.
@@ -141,6 +141,27 @@ async def test_follow_up_turns_are_predicted_with_the_answer():
             assert decision.matched_tokens == cached
             await pool.settled()
             texts += [pool.answer, words(2 + turn, 40)]
+
+
+@engine_server.run
+async def test_the_first_request_of_a_prompt_is_exact_where_it_waits():
+    """Another replica routed the same prompt before."""
+    async with running(budget_ms=10_000.0) as pool:
+        path, body = "/v1/chat/completions", chat(words(1, 150))
+        await pool.ask(path, chat(words(999)))
+        await pool.settled()
+        await pool.client.post(path, data=json.dumps(body).encode())
+        await pool.settled()
+        director = pool.parts.director
+        raw = HttpRequest({":path": path, ":method": "POST"}, json.dumps(body).encode())
+        estimated = director.route(raw, time.monotonic())
+        assert (estimated.match_source, estimated.matched_tokens) == ("estimate", 0)
+        await director.prompt_listener.render_ahead(estimated, raw)
+        assert pool.loops.stats().waits["mapped"] == 1
+        decision, usage = await pool.ask(path, body)
+        assert decision.match_source == "events"
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert decision.matched_tokens == min(cached, decision.request.prompt_tokens) > 300
 
 
 @engine_server.run
