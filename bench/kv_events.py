@@ -34,8 +34,14 @@ from extproc.scrape.kv_event_subscriber import KvEventsSection
 SIZE, BATCH, RATE = 16, 20, 200
 
 
-def batch(rng: random.Random, hashes: list[int], removed: list[int]) -> bytes:
-    """A batch as vLLM 0.32 publishes it: a chain that is stored, and blocks that are removed."""
+def batch(
+    rng: random.Random, hashes: list[int], removed: list[int], *, lower: bool = False
+) -> bytes:
+    """A batch as vLLM 0.32 publishes it: a chain that is stored, and blocks that are removed.
+
+    Args:
+        lower: Whether stored blocks are copied to the memory of the host.
+    """
     stored = {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -50,6 +56,9 @@ def batch(rng: random.Random, hashes: list[int], removed: list[int]) -> bytes:
     events = [
         {"type": "BlockRemoved", "block_hashes": [hashed], "medium": "GPU"} for hashed in removed
     ]
+    if lower:
+        offloaded = {"block_hashes": hashes, "token_ids": [], "block_size": 0, "medium": "CPU"}
+        events.insert(0, {"type": "BlockStored", **offloaded})
     return msgspec.msgpack.encode([0.0, [stored, *events], 0])
 
 
@@ -62,7 +71,8 @@ def measure_events(args: argparse.Namespace) -> None:
     def fill(held):
         hashes = [rng.getrandbits(64) for _ in range(BATCH)]
         is_full = len(held) >= args.blocks
-        payload = batch(rng, hashes, list(held[:BATCH]) if is_full else [])
+        removed = list(held[:BATCH]) if is_full else []
+        payload = batch(rng, hashes, removed, lower=args.lower and not is_full)
         if is_full:
             del held[:BATCH]
         held.extend(hashes)
@@ -160,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=100)
     parser.add_argument("--blocks", type=int, default=2000)
+    parser.add_argument("--lower", action="store_true", help="blocks are in host memory as well")
     parser.add_argument("--bytes", type=int, default=32_768)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=20)

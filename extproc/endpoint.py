@@ -139,6 +139,8 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         preemptions: Sequences that lost their KV blocks (count).
         adapter_loads: Adapters brought onto the device (count).
         adapter_load_s: Seconds that took, summed.
+        reloaded_tokens: Prompt tokens found in the memory of the host, or another tier below the device.
+        reload_s: Seconds that loading them took, summed.
     """
 
     steps: float | None = None
@@ -152,6 +154,8 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     preemptions: float | None = None
     adapter_loads: float | None = None
     adapter_load_s: float | None = None
+    reloaded_tokens: float | None = None
+    reload_s: float | None = None
 
 
 #: No counter was ever read.

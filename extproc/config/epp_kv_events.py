@@ -9,7 +9,7 @@ choice, so settings about waiting, hashing and the size of the index have no eff
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -62,9 +62,14 @@ class _TokenProcessor(_Parameters, frozen=True):
     hash_algorithm: str = ""
 
 
+class _Backend(_Parameters, frozen=True):
+    name: str
+    weight: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
+
+
 class _Indexer(_Parameters, frozen=True):
     kv_block_index_config: _AnyMap | None = None
-    kv_cache_backend_configs: tuple[_AnyMap, ...] | None = None
+    kv_cache_backend_configs: tuple[_Backend, ...] | None = None
     # Of earlier releases.
     token_processor_config: _AnyMap | None = None
     prefix_store_config: _AnyMap | None = None
@@ -150,11 +155,6 @@ def _convert_producer(
             got="a mapping",
             fix="remove it: engines are asked for the tokens of prompts",
         )
-    if indexer.kv_cache_backend_configs:
-        warnings.append(
-            f"plugin {name}: kvCacheBackendConfigs is not acted on: blocks on the device count, "
-            "those of other tiers do not"
-        )
     if producer.speculative_ttl:
         seconds = validation.parse_duration(producer.speculative_ttl)
         if seconds is None:
@@ -169,9 +169,20 @@ def _convert_producer(
                 f"plugin {name}: speculativeTTL is not acted on: a prompt counts as on its way for "
                 f"{_SPECULATIVE_S:g} s"
             )
-    events = producer.kv_events_config or _KvEvents()
+    section = _convert_events(
+        producer.kv_events_config or _KvEvents(), name, warnings, where=where, path=path
+    )
+    if section is not None:
+        section |= _convert_backends(indexer.kv_cache_backend_configs or (), name, warnings)
+    return section
+
+
+def _convert_events(
+    events: _KvEvents, name: str, warnings: list[str], *, where: str, path: validation.Path
+) -> dict[str, object] | None:
+    """Where events are published; None where none are read."""
     ports = events.pod_discovery_config or _PodDiscovery()
-    section = {
+    section: dict[str, object] = {
         "enabled": True,
         "port": ports.socket_port,
         "replay_port": max(0, ports.replay_socket_port),
@@ -198,6 +209,23 @@ def _convert_producer(
             fix="write tcp://*:5557",
         )
     return section | {"bind": events.zmq_endpoint}
+
+
+def _convert_backends(
+    backends: Sequence[_Backend], name: str, warnings: list[str]
+) -> dict[str, object]:
+    """Weights of tiers."""
+    section: dict[str, object] = {}
+    for backend in backends:
+        tier = backend.name.lower()
+        if tier == "cpu":
+            section["cpu_weight"] = backend.weight
+        elif tier != "gpu" or backend.weight != 1.0:
+            warnings.append(
+                f"plugin {name}: kvCacheBackendConfigs of {backend.name} is not acted on: blocks on the "
+                "device count in full, those in storage by kv_events.storage_weight"
+            )
+    return section
 
 
 def _convert_tokenizer(

@@ -148,7 +148,12 @@ def _build_prefix_cache(
     model = cache_model.CacheModel(
         index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
     )
-    exact = ExactPrefixes(prefix.schedule, max_blocks=events.max_blocks) if events.enabled else None
+    weights = events.cpu_weight, events.storage_weight
+    exact = (
+        ExactPrefixes(prefix.schedule, max_blocks=events.max_blocks, lower_weights=weights)
+        if events.enabled
+        else None
+    )
     return index, model, exact
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from extproc.decision import MatchSource
@@ -25,6 +25,9 @@ MAX_MAPPED_BLOCKS: Final = 1_000_000
 #: Seconds within which a prompt is on its way into the cache of the engine that it was sent to: a
 #: prefill of many tokens, and the event behind it.
 SETTLE_S: Final = 2.0
+
+#: No engine has blocks in lower tiers.
+NOTHING_LOWER: Final[Mapping[int, int]] = {}
 
 #: Engines of which a prompt remembers that it was just sent there (count).
 _MAX_SENT: Final = 16
@@ -184,11 +187,13 @@ class PromptMatch(NamedTuple):
         prompt: The mapped prompt that shares most with it.
         depth: Byte blocks that they share (count).
         ends: Depths in token blocks, ascending, with the bits of the engines that hold so many.
+        lower: Tokens that engines save by blocks of lower tiers behind these, by slot.
     """
 
     prompt: MappedPrompt
     depth: int
     ends: Sequence[tuple[int, int]]
+    lower: Mapping[int, int]
 
 
 class ExactPrefixes:
@@ -196,6 +201,7 @@ class ExactPrefixes:
 
     Args:
         max_blocks: Blocks of one engine at most (count).
+        lower_weights: Weights of lower tiers until an engine shows them; see `TokenBlockIndex`.
 
     Attributes:
         index: Blocks of the engines.
@@ -204,8 +210,14 @@ class ExactPrefixes:
             same requests, by source of the prediction and `predicted` or `observed`.
     """
 
-    def __init__(self, schedule: blocks.Schedule, *, max_blocks: int) -> None:
-        self.index = TokenBlockIndex(max_blocks)
+    def __init__(
+        self,
+        schedule: blocks.Schedule,
+        *,
+        max_blocks: int,
+        lower_weights: Sequence[float] = (0.0, 0.0),
+    ) -> None:
+        self.index = TokenBlockIndex(max_blocks, lower_weights)
         self.prompts = PromptMap(schedule.cuts)
         self.usage_tokens: Counter[tuple[MatchSource, str]] = Counter()
         self._engines: dict[tuple[str, int], list[EngineBlocks]] = {}
@@ -307,9 +319,11 @@ class ExactPrefixes:
         ends = index.holders(keys, count, prompt.first_end)
         if ends:
             prompt.first_end = ends[0][0]
-        return PromptMatch(prompt, num_shared, ends)
+        return PromptMatch(prompt, num_shared, ends, index.lower_tokens(keys, count, ends))
 
-    def tokens_by_slot(self, ends: Sequence[tuple[int, int]]) -> list[int]:
+    def tokens_by_slot(
+        self, ends: Sequence[tuple[int, int]], lower: Mapping[int, int] = NOTHING_LOWER
+    ) -> list[int]:
         """Tokens that engines will find, by the positions of their bits; see `match`."""
         index = self.index
         num_slots, size = index.num_slots, index.block_tokens
@@ -322,4 +336,6 @@ class ExactPrefixes:
             ends = ends[1:]
         for depth, bits in ends:
             note_depth(tokens, bits, depth * size)
+        for slot, saved in lower.items():
+            tokens[slot] += saved
         return tokens

@@ -2,7 +2,8 @@
 
 A block is known by a key of our own over every token up to its end (`kv_events.block_keys`). Each
 engine has a map from its own hashes to our keys, since removals name hashes only, and one map for
-all engines has the bits of those that hold a key. Both are packed: about 20 bytes for an entry.
+all engines has the bits of those that hold a key. Both are packed: about 20 bytes for an entry. Lower
+tiers, the memory of the host and storage, have bits of their own there, and one map per engine.
 
 Forgetting an engine takes no time: it gets another bit, and its old one is swept in small steps.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from extproc.prefix_cache import kv_events
@@ -32,6 +33,10 @@ _WIPE_COST: Final = 32
 _MAX_GROUPS: Final = 64
 
 
+#: Tiers below the device, from which an engine loads blocks instead of computing them: the memory of the
+#: host, and storage of any other kind.
+LOWER_TIERS: Final = ("CPU", "storage")
+
 _NOTHING: Final = array("Q")
 
 
@@ -44,7 +49,9 @@ class EngineBlocks:
         is_live: Whether its events arrive.
         dropped: Stored blocks that were not taken in: their parents are unknown, there are too many,
             or they have another size (count).
-        other_media: Blocks that were stored in other tiers than the device (count).
+        lower_bits: Its bits of the lower tiers, 0 for those in which it stored nothing yet.
+        lower_keys: Our keys by the engine's hashes, of blocks in lower tiers.
+        lower_weights: Of the lower tiers: the share of computing a token that is saved by loading it.
         keys: Our keys by the engine's hashes.
         copies: Further blocks of the same content by the engine's hashes (count). vLLM computes the
             last block of a prompt that fills it again, and stores it beside the first one; each is
@@ -66,16 +73,20 @@ class EngineBlocks:
         "is_live",
         "keys",
         "left_out",
+        "lower_bits",
+        "lower_keys",
+        "lower_weights",
         "num_copies",
-        "other_media",
     )
 
-    def __init__(self, bit: int) -> None:
+    def __init__(self, bit: int, lower_weights: Sequence[float]) -> None:
         self.bit = bit
+        self.lower_bits = [0] * len(LOWER_TIERS)
+        self.lower_keys = PackedMap()
+        self.lower_weights = list(lower_weights)
         self.is_complete = False
         self.is_live = False
         self.dropped = 0
-        self.other_media = 0
         self.keys = PackedMap()
         self.copies: dict[int, int] = {}
         self.num_copies = 0
@@ -90,8 +101,13 @@ class EngineBlocks:
 
     @property
     def held(self) -> int:
-        """Blocks of different content that it holds, as far as known (count)."""
+        """Blocks of different content that it holds on the device, as far as known (count)."""
         return len(self.keys)
+
+    def find_key(self, hashed: int) -> int | None:
+        """Our key by the engine's hash of a block, in any tier; None where it is unknown."""
+        key = self.keys.get(hashed)
+        return self.lower_keys.get(hashed) if key is None else key
 
     @property
     def is_exact(self) -> bool:
@@ -103,7 +119,9 @@ class TokenBlockIndex:
     """Blocks of all engines of a pool.
 
     Args:
-        max_blocks: Blocks of one engine at most, whatever it publishes (count).
+        max_blocks: Blocks of one engine at most, whatever it publishes; as many again in lower tiers
+            (count).
+        lower_weights: Weights of lower tiers until an engine shows them.
 
     Attributes:
         block_tokens: Tokens of a block, of the engine that first stored one; 0 before. Engines with
@@ -111,8 +129,14 @@ class TokenBlockIndex:
         version: Changes when an engine gets another bit, or another state.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(
+        self, max_blocks: int, lower_weights: Sequence[float] = (0.0,) * len(LOWER_TIERS)
+    ) -> None:
         self._max_blocks = max_blocks
+        self._lower_weights = lower_weights
+        #: Engines with lower tiers by their bit on the device, and bits of all lower tiers.
+        self._tiered: dict[int, EngineBlocks] = {}
+        self._lower_mask = 0
         self._holders = PackedMap(list)
         #: Masks of several engines, each once.
         self._shared: dict[int, int] = {}
@@ -136,7 +160,7 @@ class TokenBlockIndex:
     def open(self) -> EngineBlocks:
         """The blocks of a new engine: none."""
         self.version += 1
-        return EngineBlocks(self._take_bit())
+        return EngineBlocks(self._take_bit(), self._lower_weights)
 
     def close(self, engine: EngineBlocks) -> None:
         """Forget an engine."""
@@ -144,6 +168,10 @@ class TokenBlockIndex:
         engine.is_live = engine.is_complete = False
         self._retired.append((engine.bit, engine.keys))
         engine.keys = PackedMap()
+        if self._tiered.pop(engine.bit, None) is not None:
+            self._retired.append((sum(engine.lower_bits), engine.lower_keys))
+            engine.lower_bits = [0] * len(LOWER_TIERS)
+            engine.lower_keys = PackedMap()
         engine.copies = {}
         engine.num_copies = 0
 
@@ -153,7 +181,7 @@ class TokenBlockIndex:
         Args:
             is_complete: Whether it holds none now; else it is unknown which.
         """
-        if engine.keys:
+        if engine.keys or engine.lower_keys:
             is_live = engine.is_live
             self.close(engine)
             engine.bit = self._take_bit()
@@ -184,18 +212,28 @@ class TokenBlockIndex:
         """
         holders = self._holders
         while self._retired and max_blocks > 0:
-            bit, keys = self._retired[0]
+            bits, keys = self._retired[0]
             if not len(keys):
                 self._retired.popleft()
-                self._free.append(bit)
+                self._free.extend(_split(bits))
+                self._lower_mask &= ~bits
                 continue
             values = keys.pop_segment()
             max_blocks -= len(values)
             for key in values:
                 mask = holders.get(key)
-                if mask is not None and mask & bit:
-                    self._put(key, mask ^ bit)
+                if mask is not None and mask & bits:
+                    self._put(key, mask & ~bits)
         return bool(self._retired)
+
+    def set_lower_weight(self, engine: EngineBlocks, tier: int, weight: float) -> None:
+        """Note what an engine saves by loading blocks from a lower tier.
+
+        Args:
+            tier: Position in `LOWER_TIERS`.
+            weight: Share of computing them, 0..1.
+        """
+        engine.lower_weights[tier] = weight
 
     def apply(self, engine: EngineBlocks, event: kv_events.KvEvent) -> int:
         """Take in an event of an engine; returns its blocks (count, at least 1)."""
@@ -211,37 +249,75 @@ class TokenBlockIndex:
                 return _WIPE_COST
 
     def _store(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
-        if event.medium != kv_events.DEVICE:
-            engine.other_media += len(event.hashes)
-            return
         if not event.is_prefix:
             if len(engine.left_out) < _MAX_GROUPS:
                 engine.left_out.add(event.group)
             return
-        if event.group in engine.left_out or not event.tokens:
+        if event.group in engine.left_out:
             return
-        self.block_tokens = self.block_tokens or event.block_tokens
-        parent = (
-            kv_events.root_key(event.adapter)
-            if event.parent is None
-            else engine.keys.get(event.parent)
-        )
-        room = self._max_blocks - len(engine.keys)
-        if parent is None or event.block_tokens != self.block_tokens or room < len(event.hashes):
-            engine.dropped += len(event.hashes)
+        if event.medium != kv_events.DEVICE:
+            self._store_lower(engine, event)
+            return
+        if not event.tokens:
+            return
+        keys = self._keys_of(engine, event, self._max_blocks - len(engine.keys))
+        if not keys:
             engine.has_gap = True
             if engine.is_complete:
                 self.version += 1
                 engine.is_complete = False
             return
-        keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
-        if event.parent is not None:
-            self._note_continuation(parent, keys)
         if engine.group < 0:
             engine.group = event.group
         # From the root, they may be a report of blocks that a request reuses, which are no copies.
         is_counted = event.parent is not None and event.group == engine.group
         self._add(engine, event.hashes, keys, is_counted=is_counted)
+
+    def _keys_of(
+        self, engine: EngineBlocks, event: kv_events.BlockStored, room: int
+    ) -> Sequence[int]:
+        """Keys of stored blocks with tokens; none where they cannot be taken in.
+
+        Args:
+            room: Blocks that may be added (count).
+        """
+        self.block_tokens = self.block_tokens or event.block_tokens
+        parent = kv_events.root_key(event.adapter)
+        if event.parent is not None:
+            known = engine.find_key(event.parent)
+            if known is None:
+                engine.dropped += len(event.hashes)
+                return ()
+            parent = known
+        if event.block_tokens != self.block_tokens or room < len(event.hashes):
+            engine.dropped += len(event.hashes)
+            return ()
+        keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
+        if event.parent is not None:
+            self._note_continuation(parent, keys)
+        return keys
+
+    def _store_lower(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
+        """Take in blocks of a lower tier, which engines name by their hashes alone, or describe."""
+        room = self._max_blocks - len(engine.lower_keys)
+        known: Sequence[int | None]
+        if event.tokens:
+            known = self._keys_of(engine, event, room)
+        else:
+            known = [engine.find_key(hashed) for hashed in event.hashes[: max(0, room)]]
+            engine.dropped += len(event.hashes) - len(known) + known.count(None)
+        tier = _tier(event.medium)
+        bit = engine.lower_bits[tier] or self._open_tier(engine, tier)
+        for hashed, key in zip(event.hashes, known, strict=False):
+            if key is not None:
+                engine.lower_keys.set(hashed, key)
+                self._put(key, (self._holders.get(key) or 0) | bit)
+
+    def _open_tier(self, engine: EngineBlocks, tier: int) -> int:
+        bit = engine.lower_bits[tier] = self._take_bit()
+        self._lower_mask |= bit
+        self._tiered[engine.bit] = engine
+        return bit
 
     def _add(
         self, engine: EngineBlocks, hashes: Sequence[int], keys: Sequence[int], *, is_counted: bool
@@ -259,7 +335,10 @@ class TokenBlockIndex:
                 self._put(key, mask | bit)
 
     def _remove(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
-        if event.medium != kv_events.DEVICE or event.group in engine.left_out:
+        if event.group in engine.left_out:
+            return
+        if event.medium != kv_events.DEVICE:
+            self._remove_lower(engine, event)
             return
         known, holders, bit = engine.keys, self._holders, engine.bit
         for hashed in event.hashes:
@@ -271,6 +350,16 @@ class TokenBlockIndex:
             mask = holders.get(key)
             if mask is not None and mask & bit:
                 self._put(key, mask ^ bit)
+
+    def _remove_lower(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
+        bit, others = engine.lower_bits[_tier(event.medium)], sum(engine.lower_bits)
+        for hashed in event.hashes:
+            key = engine.lower_keys.get(hashed)
+            if key is not None:
+                mask = (self._holders.get(key) or 0) & ~bit
+                self._put(key, mask)
+                if not mask & others:
+                    engine.lower_keys.pop(hashed)
 
     def _remove_copy(self, engine: EngineBlocks, hashed: int, group: int) -> bool:
         """Remove a copy of a block; returns whether another one is left."""
@@ -287,8 +376,16 @@ class TokenBlockIndex:
         """True if any engine holds a key."""
         return self._holders.get(key) is not None
 
-    def holders(self, keys: Sequence[int], count: int, guess: int = 0) -> Sequence[tuple[int, int]]:
-        """Engines by the leading blocks of a chain that they hold.
+    def holders(
+        self,
+        keys: Sequence[int],
+        count: int,
+        guess: int = 0,
+        *,
+        start: int = 0,
+        lower: int = 0,
+    ) -> Sequence[tuple[int, int]]:
+        """Engines by the leading blocks of a chain that they hold on the device.
 
         Engines give up the end of a chain before its beginning, so this is a binary search for each
         depth at which engines end.
@@ -296,20 +393,22 @@ class TokenBlockIndex:
         Args:
             count: Blocks of it that count.
             guess: Depth at which the first engines ended before, and may end again; 0 for none.
+            start: Blocks at the beginning that do not matter (count).
+            lower: Bits of lower tiers to look at instead of the device; 0 for the device.
 
         Returns:
-            Depths, at least 1, ascending, and the bits of the engines that hold so many blocks.
+            Depths, above `start`, ascending, and the bits that hold so many blocks.
         """
-        if not count:
+        if count <= start:
             return ()
         get = self._holders.get
-        alive = get(keys[0]) or 0
+        alive = (get(keys[start]) or 0) & (lower or ~self._lower_mask)
         if not alive:
             return ()
         last = get(keys[count - 1]) or 0
         ends: list[tuple[int, int]] = []
         # The deepest block that all of `alive` hold, and what the next one lacks.
-        held = 1
+        held = start + 1
         while alive & ~last:
             above, lost = count, last & alive
             if held < guess < above:
@@ -330,6 +429,46 @@ class TokenBlockIndex:
         if alive:
             ends.append((count, alive))
         return ends
+
+    def lower_tokens(
+        self, keys: Sequence[int], count: int, ends: Sequence[tuple[int, int]]
+    ) -> Mapping[int, int]:
+        """What engines save by the blocks of lower tiers behind those on the device, by slot.
+
+        Each tier goes on where the one above it ends, and counts by its weight.
+
+        Args:
+            keys: Keys of the chain.
+            count: Blocks of it that count.
+            ends: What the engines hold on the device, from `holders`.
+        """
+        tiered = self._tiered
+        if not tiered:
+            return {}
+        left = sum(tiered)
+        at = [(depth, bits & left) for depth, bits in ends]
+        at.append((0, left & ~sum([bits for _, bits in at])))
+        saved: dict[int, float] = {}
+        for tier in range(len(LOWER_TIERS)):
+            further: list[tuple[int, int]] = []
+            for depth, bits in at:
+                engines = {
+                    engine.lower_bits[tier]: engine
+                    for engine in map(tiered.__getitem__, _split(bits))
+                }
+                engines.pop(0, None)
+                if engines:
+                    for end, held in self.holders(keys, count, start=depth, lower=sum(engines)):
+                        ended = [engines[bit] for bit in _split(held)]
+                        for engine in ended:
+                            more = (end - depth) * engine.lower_weights[tier]
+                            saved[engine.slot] = saved.get(engine.slot, 0.0) + more
+                        moved = sum([engine.bit for engine in ended])
+                        further.append((end, moved))
+                        bits ^= moved  # noqa: PLW2901 - the rest stays where it ended
+                further.append((depth, bits))
+            at = further
+        return {slot: int(blocks * self.block_tokens) for slot, blocks in saved.items()}
 
     def continuation(self, key: int) -> array[int]:
         """Keys of the blocks that went on from a block last, on any engine; empty for none."""
@@ -365,3 +504,16 @@ class TokenBlockIndex:
             return self._free.pop()
         self._num_bits += 1
         return 1 << (self._num_bits - 1)
+
+
+def _tier(medium: str) -> int:
+    """Position of a medium in `LOWER_TIERS`; names such as CPU_PINNED are the memory of the host."""
+    return 0 if medium.startswith("CPU") else 1
+
+
+def _split(bits: int) -> Iterator[int]:
+    """The bits of a mask, each as a mask."""
+    while bits:
+        bit = bits & -bits
+        yield bit
+        bits ^= bit

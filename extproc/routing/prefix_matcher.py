@@ -143,8 +143,8 @@ class ExactMatcher:
         if self._positions is not pool.positions or self._version != index.version:
             self._follow_pool()
         positions: Mapping[str, int] = pool.positions
-        if self._take_slots is None or members is not pool.members:
-            held = exact.tokens_by_slot(match.ends)
+        if self._take_slots is None or members is not pool.members or match.lower:
+            held = exact.tokens_by_slot(match.ends, match.lower)
             corrected = self._correct_singly(members, held, prompt_tokens, estimate)
             positions = {member.endpoint.address: n for n, member in enumerate(members)}
         else:

@@ -139,6 +139,21 @@ TABLE: tuple[EngineSpec, ...] = (
             ("step_tokens", series("vllm:iteration_tokens_total_sum")),
             ("adapter_loads", series("vllm:lora_adapter_load_seconds_count")),
             ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
+            (
+                "reloaded_tokens",
+                series(
+                    "vllm:prompt_tokens_cached_by_source_total{source=host}",
+                    "vllm:external_prefix_cache_hits_total",
+                ),
+            ),
+            # The second is that of vLLM before 0.25.
+            (
+                "reload_s",
+                series(
+                    "vllm:kv_offload_load_time_total",
+                    "vllm:kv_offload_total_time_total{transfer_type=CPU_to_GPU}",
+                ),
+            ),
         ),
     ),
     EngineSpec(

@@ -44,6 +44,7 @@ _BLOCKS_PER_TURN = 512
 BIND_PATTERN: Final = r"^(tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
 
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,8 +74,13 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         render_budget_ms: Milliseconds that a request may wait for the tokens of its prompt before the
             choice, where they are not known from an earlier one. When they are over, it is routed by
             the estimate. 0: no request waits, and a prompt is matched from its second request on.
-        max_blocks: Blocks of an endpoint and rank that are remembered (count). 200000 are 3.2
-            million tokens in blocks of 16, and take about 8 MB.
+        cpu_weight: Share of computing a token that an engine saves by loading it from the memory of its
+            host, while its metrics page does not show it. 0.8 is what the llm-d picker counts. 0: such
+            blocks do not count.
+        storage_weight: The same of disks and other storage, which no page shows. 0.5, because reading
+            from them takes several times as long, and others read as well.
+        max_blocks: Blocks of an endpoint and rank that are remembered, and as many again in tiers below
+            the device (count). 200000 are 3.2 million tokens in blocks of 16, and take about 8 MB.
     """
 
     enabled: bool = False
@@ -85,6 +91,8 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
     render_model: str = ""
     render_budget_ms: Annotated[float, msgspec.Meta(ge=0.0, le=10_000.0)] = 0.0
+    cpu_weight: _Share = 0.8
+    storage_weight: _Share = 0.5
     max_blocks: Annotated[int, msgspec.Meta(ge=1)] = 200_000
 
 
@@ -193,6 +201,8 @@ class KvEventSubscriber:
             running = self._subscriptions.get(endpoint.address)
             if running is not None and _is_same_source(running[0].endpoint, endpoint):
                 left.discard(endpoint.address)
+                for subscription in running:
+                    subscription.note_page(member)
                 if len(running) == 1:
                     running[0].note_capacity(member.load.kv_blocks)
                 continue

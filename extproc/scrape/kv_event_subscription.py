@@ -9,7 +9,9 @@ import msgspec
 import xxhash
 
 from extproc.endpoint import Endpoint
+from extproc.pool.snapshot import EndpointSnapshot
 from extproc.prefix_cache import kv_events
+from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
 from extproc.scrape import kv_event_sockets
 from extproc.scrape.kv_event_sockets import SocketReader
@@ -123,6 +125,7 @@ class EngineSubscription:
         self._has_hole = False
         self._num_malformed = 0
         self._rests_until: float | None = None
+        self._reload_time = ReloadTimeEstimator()
 
     @property
     def state(self) -> SubscriptionState:
@@ -206,6 +209,12 @@ class EngineSubscription:
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
+
+    def note_page(self, member: EndpointSnapshot) -> None:
+        """Take in what the metrics page of the engine shows of the time to reload blocks."""
+        weight = self._reload_time.update(member.load.counters, member.rates)
+        if weight is not None:
+            self._owner.exact.index.set_lower_weight(self.engine, 0, weight)
 
     def note_capacity(self, num_blocks: int | None) -> None:
         """Take the engine for exact once known blocks fill its cache.

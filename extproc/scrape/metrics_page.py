@@ -235,6 +235,8 @@ def _totals(families: MetricFamilies, engine: engines.EngineSpec) -> EngineCount
         # An absent family costs a walk over the page; a sum without its count is not searched.
         if name == "adapter_load_s" and totals["adapter_loads"] is None:
             continue
+        if name == "reload_s" and not totals["reloaded_tokens"]:
+            continue
         totals[name] = _total(families.numbers(series))
     return EngineCounters(**totals)
 

@@ -96,6 +96,10 @@ class KvEventLoops:
             usage_tokens=self._exact.usage_tokens,
             states=[(address, rank, state) for address, rank, state, _ in subscriptions],
             blocks=[(address, rank, engine.held) for address, rank, _, engine in subscriptions],
+            lower_blocks=[
+                (address, rank, len(engine.lower_keys), engine.lower_weights[0])
+                for address, rank, _, engine in subscriptions
+            ],
             refused_connections=self._subscriber.num_refused,
             dropped_blocks=sum(engine.dropped for *_, engine in subscriptions),
         )

@@ -20,6 +20,8 @@ class KvEventStats(msgspec.Struct, frozen=True):
         usage_tokens: Cached prompt tokens by source of the prediction, predicted and observed.
         states: Address, rank and state of each subscription.
         blocks: Address, rank and blocks on the device of each.
+        lower_blocks: Address, rank, blocks in lower tiers, and the weight of those in the memory of the
+            host, of each.
         dropped_blocks: Stored blocks that were not taken in (count).
         refused_connections: Connections to the bound port that were not taken for those of an engine
             (count).
@@ -31,6 +33,7 @@ class KvEventStats(msgspec.Struct, frozen=True):
     usage_tokens: Mapping[Any, int]
     states: Sequence[tuple[str, int, str]]
     blocks: Sequence[tuple[str, int, int]]
+    lower_blocks: Sequence[tuple[str, int, int, float]]
     dropped_blocks: int
     refused_connections: int = 0
 
@@ -60,6 +63,7 @@ def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamil
             for address, rank, held in counts.blocks
         ],
     )
+    yield from _lower_families(stats)
     yield MetricFamily(
         "counter",
         "extproc_kv_event_batches",
@@ -88,6 +92,31 @@ def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamil
         [((pool,), counts.refused_connections) for pool, counts in stats.items()],
     )
     yield from _prompt_families(stats)
+
+
+def _lower_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:
+    labels = ("pool", "endpoint", "rank")
+    known = [
+        ((pool, address, str(rank)), held, weight)
+        for pool, counts in stats.items()
+        for address, rank, held, weight in counts.lower_blocks
+    ]
+    yield MetricFamily(
+        "gauge",
+        "extproc_kv_event_lower_blocks",
+        "Blocks of an engine in the memory of its host or in storage, by its events. Only with "
+        "`kv_events`.",
+        labels,
+        [(values, held) for values, held, _ in known],
+    )
+    yield MetricFamily(
+        "gauge",
+        "extproc_kv_event_cpu_weight",
+        "Share of computing a token that an engine saves by loading it from the memory of its host: "
+        "learned, or `kv_events.cpu_weight`. Only with `kv_events`.",
+        labels,
+        [(values, weight) for values, _, weight in known],
+    )
 
 
 def _prompt_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:

@@ -85,6 +85,17 @@ def test_a_producer_without_parameters_has_the_ports_of_upstream():
     assert not warnings
 
 
+def test_weights_of_tiers_are_those_of_the_file():
+    """The device counts in full here as well."""
+    backends = "[{name: gpu, weight: 1.0}, {name: cpu, weight: 0.6}]"
+    parameters = f"{{indexerConfig: {{kvCacheBackendConfigs: {backends}}}}}"
+    settings, warnings = read(
+        plugins(f"type: precise-prefix-cache-producer, parameters: {parameters}")
+    )
+    assert settings.kv_events.cpu_weight == 0.6
+    assert not warnings
+
+
 def test_engines_that_connect_are_waited_for_without_discovery():
     """An address that cannot be listened on is refused; several pools have no port each."""
     parameters = "{kvEventsConfig: {discoverPods: false, zmqEndpoint: 'tcp://*:5600'}}"
@@ -136,9 +147,9 @@ def test_the_older_scorer_brings_its_producer():
         (
             [
                 PRODUCER
-                + ", parameters: {indexerConfig: {kvCacheBackendConfigs: [{name: cpu, weight: 0.8}]}}"
+                + ", parameters: {indexerConfig: {kvCacheBackendConfigs: [{name: ssd, weight: 0.8}]}}"
             ],
-            "those of other tiers do not",
+            "by kv_events.storage_weight",
         ),
         (
             ["type: token-producer, parameters: {modelName: m}"],

@@ -59,15 +59,15 @@ def test_index_keeps_adapters_and_extras_apart():
 
 
 def test_index_leaves_out_what_it_cannot_place():
-    """Blocks behind an unknown parent, of another size, in other tiers or beyond the bound."""
+    """Blocks behind an unknown parent, of another size, or beyond the bound."""
     index = TokenBlockIndex(2)
     engine = index.open()
     index.apply(engine, stored([1], [1], parent=99))
     index.apply(engine, BlockStored([2], None, array("I", [1, 2]).tobytes(), 2))
-    index.apply(engine, stored([3], [1], medium="CPU"))
+    index.apply(engine, BlockStored([3, 3], None, b"", 0, medium="CPU"))
     index.apply(engine, stored([4, 5, 6], [1, 2, 3]))
     index.apply(engine, BlockStored([7], None, b"", 0))
-    assert (engine.held, engine.dropped, engine.other_media) == (0, 5, 1)
+    assert (engine.held, engine.dropped, len(engine.lower_keys)) == (0, 7, 0)
 
 
 def test_index_leaves_out_groups_of_sliding_windows():
@@ -217,3 +217,121 @@ def test_index_agrees_with_sets_of_chains(events):  # noqa: C901 - an engine and
                 while expected < len(chain_of) and tuple(chain_of[: expected + 1]) in parts:
                     expected += 1
                 assert depth(index, engine, keys(*chain_of)) == expected
+
+
+WEIGHTS = (0.5, 0.25)
+
+
+def lower(hashes, **fields):
+    """Blocks in the memory of the host, by their hashes alone, as vLLM names them."""
+    return BlockStored(hashes, None, b"", 0, medium="CPU", **fields)
+
+
+def saved(index, engine, chain):
+    """Tokens that an engine saves by its lower tiers behind those on the device."""
+    ends = index.holders(chain, len(chain))
+    return index.lower_tokens(chain, len(chain), ends).get(engine.slot, 0)
+
+
+def test_blocks_of_lower_tiers_count_by_weight_behind_the_device():
+    """Memory of the host goes on where the device ends, and storage where that ends."""
+    index = TokenBlockIndex(100, WEIGHTS)
+    engine, other = index.open(), index.open()
+    chain = keys(1, 2, 3, 4, 5, 6)
+    for each in (engine, other):
+        index.apply(each, stored([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]))
+    assert saved(index, engine, chain) == 0
+    index.apply(engine, lower([1, 2, 3, 4]))
+    index.apply(engine, BlockStored([4, 5], None, b"", 0, medium="FS"))
+    assert depth(index, engine, chain) == 6
+    assert saved(index, engine, chain) == 0
+    index.apply(engine, BlockRemoved([2, 3, 4, 5, 6]))
+    assert (depth(index, engine, chain), depth(index, other, chain)) == (1, 6)
+    assert saved(index, engine, chain) == SIZE * (3 * 0.5 + 1 * 0.25)
+    assert saved(index, other, chain) == 0
+    # Block 4 stays in storage only, which still goes on from there.
+    index.apply(engine, BlockRemoved([4], medium="CPU"))
+    assert saved(index, engine, chain) == SIZE * (2 * 0.5 + 2 * 0.25)
+    index.apply(engine, BlockRemoved([1]))
+    assert depth(index, engine, chain) == 0
+    assert saved(index, engine, chain) == SIZE * (3 * 0.5 + 2 * 0.25)
+    index.apply(engine, BlockRemoved([1], medium="CPU"))
+    assert saved(index, engine, chain) == 0
+    assert len(engine.lower_keys) == 4
+    index.set_lower_weight(other, 0, 1.0)
+    assert engine.lower_weights == list(WEIGHTS)
+
+
+def test_blocks_of_lower_tiers_may_come_with_their_tokens():
+    """As SGLang publishes them; blocks on the device may follow one that is in memory only."""
+    index = TokenBlockIndex(100, WEIGHTS)
+    engine = index.open()
+    index.apply(engine, stored([1, 2], [1, 2], medium="CPU_PINNED"))
+    index.apply(engine, stored([3], [3], parent=2, medium="CPU_PINNED"))
+    index.apply(engine, stored([9], [3], parent=77, medium="CPU_PINNED"))
+    assert (len(engine.lower_keys), engine.dropped) == (3, 1)
+    assert saved(index, engine, keys(1, 2, 3, 4)) == SIZE * 3 * 0.5
+    index.apply(engine, stored([4], [4], parent=3))
+    assert index.block_tokens == SIZE
+    assert engine.held == 1
+    assert saved(index, engine, keys(1, 2, 3, 4)) == SIZE * 3 * 0.5
+
+
+def test_bits_of_lower_tiers_are_swept_with_their_engine():
+    """They are free again then, for a device too."""
+    index = TokenBlockIndex(100, WEIGHTS)
+    engine = index.open()
+    index.apply(engine, stored([1, 2], [1, 2]))
+    index.apply(engine, lower([1, 2]))
+    index.wipe(engine, is_complete=True)
+    assert saved(index, engine, keys(1, 2)) == 0
+    assert len(engine.lower_keys) == 0
+    assert index.sweep(0)
+    while index.sweep(1):
+        pass
+    assert index.num_keys == 0
+    others = [index.open() for _ in range(2)]
+    assert index.num_slots == 3
+    for other in others:
+        index.apply(other, stored([1], [1]))
+        assert depth(index, other, keys(1)) == 1
+    index.apply(engine, stored([1], [1]))
+    index.apply(engine, lower([1]))
+    index.apply(engine, BlockRemoved([1]))
+    assert saved(index, engine, keys(1)) == SIZE * 0.5
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),  # engine
+            st.sampled_from(["GPU", "CPU", "FS"]),
+            st.booleans(),
+            st.integers(1, 5),  # blocks of the chain from its beginning
+        ),
+        max_size=40,
+    )
+)
+def test_lower_tiers_match_sets(steps):
+    """Tiers that evict the end of a chain first are followed like sets of each."""
+    index = TokenBlockIndex(100, WEIGHTS)
+    engines = [index.open() for _ in range(3)]
+    chain = keys(1, 2, 3, 4, 5)
+    model = [{"GPU": 0, "CPU": 0, "FS": 0} for _ in engines]
+    for number, medium, is_stored, length in steps:
+        engine, depths = engines[number], model[number]
+        if is_stored:
+            index.apply(
+                engine,
+                stored(list(range(1, length + 1)), list(range(1, length + 1)), medium=medium),
+            )
+            depths[medium] = max(depths[medium], length)
+        else:
+            index.apply(engine, BlockRemoved(list(range(length, 6)), medium=medium))
+            depths[medium] = min(depths[medium], length - 1)
+    for engine, depths in zip(engines, model, strict=True):
+        device, host = depths["GPU"], max(depths["GPU"], depths["CPU"])
+        disk = max(host, depths["FS"])
+        expected = int(SIZE * ((host - device) * 0.5 + (disk - host) * 0.25))
+        assert saved(index, engine, chain) == expected
+        assert depth(index, engine, chain) == device

@@ -64,6 +64,22 @@ def pool():
     return Pool()
 
 
+def test_blocks_in_the_memory_of_the_host_count_by_their_weight(pool):
+    """Behind those on the device; the more an engine takes to load them, the less."""
+    pool.store(A, 20)
+    pool.store(B, 20)
+    pool.map_prompt()
+    index = pool.exact.index
+    index.apply(pool.engines[A], BlockStored(list(range(16)), None, b"", 0, medium="CPU"))
+    index.apply(pool.engines[A], BlockRemoved(list(range(10, 20))))
+    assert pool.matched() == {A: 160, B: 320}
+    index.set_lower_weight(pool.engines[A], 0, 0.5)
+    assert pool.matched() == {A: 160 + 48, B: 320}
+    assert pool.decide().match_source == "events"
+    index.set_lower_weight(pool.engines[A], 0, 1.0)
+    assert pool.matched() == {A: 256, B: 320}
+
+
 def test_events_say_what_is_cached(pool):
     """Once a prompt is mapped, its blocks count where engines hold them, to the block."""
     pool.store(A, 20)
