@@ -17,6 +17,7 @@ import msgspec
 from extproc.config import validation
 from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
 from extproc.errors import ConfigError
+from extproc.scrape import local_tokenizer
 from extproc.scrape.kv_event_subscriber import BIND_PATTERN
 
 #: The producer, and the older scorer with a producer inside, which gives way to a producer of the file.
@@ -174,6 +175,8 @@ def _convert_producer(
     )
     if section is not None:
         section |= _convert_backends(indexer.kv_cache_backend_configs or (), name, warnings)
+        pool = indexer.tokenizers_pool_config or {}
+        section |= _convert_folders(pool.get("local"), pool.get("modelName"))
     return section
 
 
@@ -272,11 +275,25 @@ def _convert_tokenizer(
             "ratio of bytes to tokens that is learned for a model"
         )
         return {}
+    folders = _convert_folders(tokenizer.uds_tokenizer_config, tokenizer.model_name)
+    if folders:
+        return folders
     if tokenizer.uds_tokenizer_config is not None:
         warnings.append(
             f"plugin {name}: udsTokenizerConfig is not acted on: engines are asked for the tokens "
-            "of prompts"
+            "of prompts, unless modelTokenizerMap has a folder that is here, and the extra tokenizer "
+            "is installed"
         )
     if not renderer.url:
         return {}
     return {"render_url": renderer.url.rstrip("/"), "render_model": tokenizer.model_name}
+
+
+def _convert_folders(tokenizers: object, model: object) -> dict[str, object]:
+    """The folder of a tokenizer that is on this machine; none for those of sidecars alone."""
+    folders = tokenizers.get("modelTokenizerMap") if isinstance(tokenizers, Mapping) else None
+    path = folders.get(model) if isinstance(folders, Mapping) else None
+    if not isinstance(path, str):
+        return {}
+    folder = path.removesuffix("/tokenizer.json")
+    return {"tokenizer_path": folder} if local_tokenizer.is_available(folder) else {}

@@ -26,6 +26,7 @@ from extproc.scrape.kv_event_subscription import (
     EngineSubscription,
     SubscriptionChange,
 )
+from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             `vllm launch render`, that is asked for the tokens of prompts. Empty: the engine that a
             prompt was routed to, which is also asked where this server fails.
         render_model: Model that prompts have at `render_url`. Empty: as in the request.
+        tokenizer_path: Folder of a Hugging Face model with its tokenizer.json and chat template, by which
+            prompts are tokenized in a thread of extproc instead; needs the extra `tokenizer`. For
+            engines that render no prompts, and pools of one base model. Empty: engines are asked.
         render_budget_ms: Milliseconds that a request may wait for the tokens of its prompt before the
             choice, where they are not known from an earlier one. When they are over, it is routed by
             the estimate. 0: no request waits, and a prompt is matched from its second request on.
@@ -90,6 +94,7 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
     render_model: str = ""
+    tokenizer_path: str = ""
     render_budget_ms: Annotated[float, msgspec.Meta(ge=0.0, le=10_000.0)] = 0.0
     cpu_weight: _Share = 0.8
     storage_weight: _Share = 0.5
@@ -97,13 +102,15 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def require(settings: KvEventsSection) -> None:
-    """Refuse settings that need a package that is not installed.
+    """Refuse settings that need a package that is not installed, or a tokenizer that is not there.
 
     Raises:
-        ConfigError: The package is not installed.
+        ConfigError: The package is not installed, or the folder cannot be read.
     """
     if settings.enabled:
         kv_event_sockets.load_zmq()
+        if settings.tokenizer_path:
+            LocalTokenizer(settings.tokenizer_path)
 
 
 class KvEventSubscriber:

@@ -4,8 +4,9 @@ It works behind the choice of the endpoint: no request waits for it, unless ther
 for that. An engine is sent the bytes of
 the client, at `/render` beneath the path of the API, or at `/tokenize` where it has none, and only
 for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`). A server for rendering
-is asked before the engine, if there is one. Neither is trusted: redirects are not followed, compressed
-answers are not read, and nothing is built of an answer but its tokens.
+is asked before the engine, if there is one, and a tokenizer of our own before both. Neither server is
+trusted: redirects are not followed, compressed answers are not read, and nothing is built of an answer
+but its tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import asyncio
 import ssl
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Final, Literal, get_args
@@ -27,6 +29,7 @@ from extproc.parsing import canonical_prompt
 from extproc.parsing.model_edit import locate_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
+from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
 
 #: What came of a prompt.
@@ -132,11 +135,13 @@ class RenderSettings(msgspec.Struct, frozen=True):
         url: Base URL of a server that only renders prompts, and is asked first; empty for none.
         model: Model that prompts have there; empty as in the request.
         budget_s: Seconds that a request may wait for the tokens of its prompt; 0 for no wait.
+        tokenizer_path: Folder of a tokenizer of our own; empty for none.
     """
 
     url: str = ""
     model: str = ""
     budget_s: float = 0.0
+    tokenizer_path: str = ""
 
 
 _decode = msgspec.json.Decoder(_Rendered).decode
@@ -174,6 +179,7 @@ class PromptRenderer:
         settings: RenderSettings = RenderSettings(),  # noqa: B008 - frozen
     ) -> None:
         self._settings = settings
+        self._tokenize: Callable[[str, bytes], Awaitable[array[int] | None]] | None = None
         self._exact = exact
         self._adapters = adapters
         self._scheme = scheme
@@ -242,8 +248,9 @@ class PromptRenderer:
         known = self._unmapped.get(chain[-1])
         if known is not None:
             return known
-        address, url = decision.endpoints[0].host_port, self._settings.url
-        if self._is_paused(address) and (not url or self._is_paused(url)):
+        address, settings = decision.endpoints[0].host_port, self._settings
+        is_paused = not settings.url or self._is_paused(settings.url)
+        if is_paused and not settings.tokenizer_path and self._is_paused(address):
             return None
         if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
             return None
@@ -274,20 +281,35 @@ class PromptRenderer:
         """Map prompts until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         connector = aiohttp.TCPConnector(ssl=self._tls or True, limit=_NUM_WORKERS)
-        async with (
-            aiohttp.ClientSession(
-                connector=connector,
-                timeout=timeout,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            ) as session,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for number in range(_NUM_WORKERS):
-                supervised = self._supervisor.keep(
-                    "kv_events", partial(self._work, session), instance=f"renderer {number}"
-                )
-                tasks.create_task(supervised, name=f"prompt renderer {number}")
+        # One thread: the loop needs the other core.
+        thread = ThreadPoolExecutor(1, "tokenizer")
+        try:
+            if self._settings.tokenizer_path:
+                self._tokenize = await self._load_tokenizer(thread)
+            async with (
+                aiohttp.ClientSession(
+                    connector=connector,
+                    timeout=timeout,
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    auto_decompress=False,
+                ) as session,
+                asyncio.TaskGroup() as tasks,
+            ):
+                for number in range(_NUM_WORKERS):
+                    supervised = self._supervisor.keep(
+                        "kv_events", partial(self._work, session), instance=f"renderer {number}"
+                    )
+                    tasks.create_task(supervised, name=f"prompt renderer {number}")
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _load_tokenizer(
+        self, thread: ThreadPoolExecutor
+    ) -> Callable[[str, bytes], Awaitable[array[int] | None]]:
+        """Load the tokenizer, which takes a second, and run it in a thread."""
+        run = partial(asyncio.get_running_loop().run_in_executor, thread)
+        tokenizer = await run(LocalTokenizer, self._settings.tokenizer_path)
+        return partial(run, tokenizer.tokenize)
 
     async def _work(self, session: aiohttp.ClientSession) -> None:
         while True:
@@ -314,11 +336,24 @@ class PromptRenderer:
             return "dropped"
         if self._exact.prompts.covers(prompt.chain):
             return "mapped"  # another one was the same
+        if self._tokenize is not None:
+            try:
+                tokens = await self._tokenize(prompt.api, prompt.body)
+            except ValueError:
+                return "failed"
+            if tokens is not None:
+                return self._map(prompt, tokens)
         url = self._settings.url
         if url and not self._is_paused(url):
             result = await self._render_at_server(session, prompt)
             if result is not None:
                 return result
+        return await self._render_at_engine(session, prompt)
+
+    async def _render_at_engine(
+        self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
+    ) -> PromptResult:
+        """Map a prompt by its engine."""
         if self._is_paused(prompt.address):
             return "failed"
         engine = self._engine(prompt.address)
@@ -333,7 +368,7 @@ class PromptRenderer:
                     if not _is_refused(response.status):
                         self._pause(prompt.address, _FAILED_PAUSE_S)
                     return "failed"
-                return self._map(prompt, await _read(response))
+                return self._map_answer(prompt, await _read(response))
         engine.path = 0
         self._pause(prompt.address, _ABSENT_PAUSE_S)
         return "unsupported"
@@ -343,7 +378,7 @@ class PromptRenderer:
         until = self._clock() + _SIZE_TIMEOUT_S
         while not self._exact.index.block_tokens:
             if self._clock() >= until:
-                return None
+                return False
             await asyncio.sleep(_SIZE_POLL_S)
         return True
 
@@ -361,7 +396,7 @@ class PromptRenderer:
         try:
             async with _post(session, url, body) as response:
                 if response.status == 200:
-                    return self._map(prompt, await _read(response))
+                    return self._map_answer(prompt, await _read(response))
                 if _is_refused(response.status):
                     return "failed"
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -369,7 +404,7 @@ class PromptRenderer:
         self._pause(settings.url, _FAILED_PAUSE_S)
         return None
 
-    def _map(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
+    def _map_answer(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
         try:
             rendered = _read_rendered(answer)
             if rendered is None:
@@ -379,6 +414,14 @@ class PromptRenderer:
         except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
             self._pause(prompt.address, _FAILED_PAUSE_S)
             return "failed"
+        return self._map(prompt, tokens, placeholders)
+
+    def _map(
+        self,
+        prompt: _UnmappedPrompt,
+        tokens: array[int],
+        placeholders: Sequence[tuple[int, int, bytes]] = (),
+    ) -> PromptResult:
         if not tokens:
             return "failed"
         # `/tokenize` leaves the tokens of images out.

@@ -67,7 +67,10 @@ class KvEventLoops:
             supervisor=supervisor,
             instance=f"pool {pool}",
             settings=RenderSettings(
-                events.render_url, events.render_model, events.render_budget_ms / 1e3
+                events.render_url,
+                events.render_model,
+                events.render_budget_ms / 1e3,
+                events.tokenizer_path,
             ),
         )
         parts.director.set_prompt_listener(self._renderer)

@@ -96,6 +96,23 @@ def test_weights_of_tiers_are_those_of_the_file():
     assert not warnings
 
 
+def test_a_tokenizer_on_this_machine_is_used(tmp_path):
+    """Of token-producer and of the older scorer; one that is elsewhere is not."""
+    pytest.importorskip("tokenizers", reason="the extra tokenizer is not installed")
+    folders = f"{{modelTokenizerMap: {{m: {tmp_path}/tokenizer.json}}, socketFile: x}}"
+    tokenizer = f"type: token-producer, parameters: {{modelName: m, udsTokenizerConfig: {folders}}}"
+    pool = f"tokenizersPoolConfig: {{modelName: m, local: {folders}, hf: {{enabled: false}}}}"
+    scorer = f"type: precise-prefix-cache-scorer, parameters: {{indexerConfig: {{{pool}}}}}"
+    settings, warnings = read(plugins(PRODUCER, tokenizer))
+    assert settings.kv_events.tokenizer_path == ""
+    assert "udsTokenizerConfig is not acted on" in "".join(warnings)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings, warnings = read(plugins(PRODUCER, tokenizer))
+    assert settings.kv_events.tokenizer_path == str(tmp_path)
+    assert not warnings
+    assert read(plugins(scorer))[0].kv_events.tokenizer_path == str(tmp_path)
+
+
 def test_engines_that_connect_are_waited_for_without_discovery():
     """An address that cannot be listened on is refused; several pools have no port each."""
     parameters = "{kvEventsConfig: {discoverPods: false, zmqEndpoint: 'tcp://*:5600'}}"

@@ -186,9 +186,9 @@ def test_work_on_an_answer_is_bounded(body):
 
     async def test():
         async with running() as (server, _, renderer):
-            prompt = _UnmappedPrompt("e", "e", "chat", b"", CHAIN, "", 192, 0, 0.0)
+            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", 192, 0)
             tracemalloc.start()
-            renderer._map(prompt, body)
+            renderer._map_answer(prompt, body)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             assert peak < 12 * len(body)

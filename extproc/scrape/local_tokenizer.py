@@ -1,0 +1,247 @@
+"""Local tokenizer: tokens of prompts by the files of a model, for engines that render none.
+
+The folder is one of Hugging Face's: `tokenizer.json`, and for chats a template in `chat_template.jinja`
+or `tokenizer_config.json`. A prompt is rendered like vLLM does; what another setting of the request
+would change is left to engines. The only module that loads `tokenizers` and Jinja.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from extproc import distribution
+from extproc.errors import ConfigError
+
+#: Characters of a rendered prompt at most.
+_MAX_TEXT: Final = 4 * 1024 * 1024
+
+#: Fields of a request that change its tokens in ways of vLLM's own.
+_UNKNOWN: Final = frozenset(
+    {"chat_template", "continue_final_message", "prompt_embeds", "truncate_prompt_tokens"}
+)
+
+#: A template that reads the parts of a content itself, as `for part in message.content`.
+_READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
+
+#: Tokens of the tokenizer's configuration that templates use.
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+_decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class LocalTokenizer:
+    """Tokenizer of a model and its adapters. It takes CPU: call it in a thread.
+
+    Args:
+        folder: Folder of the model.
+
+    Raises:
+        ConfigError: A package of the extra `tokenizer` is not installed, or a file cannot be read.
+    """
+
+    def __init__(self, folder: str) -> None:
+        tokenizers = _load("tokenizers")
+        path = Path(folder)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+            config = _read_config(path)
+            source = _template_of(path, config)
+        except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare ones
+            raise _unreadable(folder, str(error)) from None
+        self._names = {
+            name: _text_of(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None
+        }
+        self._reads_parts = bool(_READS_PARTS.search(source))
+        self._template = _compile(source, folder) if source else None
+
+    def tokenize(self, api: str, body: bytes) -> array[int] | None:
+        """Tokens of a request; None where only its engine knows them.
+
+        Args:
+            api: `chat` or `completions`.
+            body: The request, JSON.
+
+        Raises:
+            ValueError: The body is no such request, or its template refuses it.
+        """
+        try:
+            request = _decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if any(request.get(name) for name in _UNKNOWN):
+            return None
+        if api != "chat":
+            return self._tokenize_completion(request)
+        if self._template is None:
+            return None
+        try:
+            messages = self._messages(request.get("messages"))
+            if messages is None:
+                return None
+            text = self._template.render(
+                {
+                    **self._names,
+                    **(request.get("chat_template_kwargs") or {}),
+                    "messages": messages,
+                    "tools": request.get("tools") or None,
+                    "documents": request.get("documents"),
+                    "add_generation_prompt": request.get("add_generation_prompt", True),
+                }
+            )
+        except Exception as error:  # noqa: BLE001 - of a template, on messages of any kind
+            raise ValueError(f"the template refuses the request: {error}") from None
+        return self._encode(text, add_special_tokens=bool(request.get("add_special_tokens")))
+
+    def _tokenize_completion(self, request: Mapping[str, Any]) -> array[int] | None:
+        prompt = request.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return self._encode(
+                prompt, add_special_tokens=request.get("add_special_tokens") is not False
+            )
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            try:
+                return array("I", prompt)
+            except OverflowError:
+                raise ValueError("a token id outside of 32 bits") from None
+        return None
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        if len(text) > _MAX_TEXT:
+            raise ValueError(f"a prompt of {len(text)} characters")
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # noqa: BLE001 - a panic of Rust is no Exception
+            raise ValueError(f"the tokenizer failed: {error}") from None
+        return array("I", encoding.ids)
+
+    def _messages(self, messages: object) -> Sequence[Mapping[str, Any]] | None:
+        """Messages as templates get them; None where a part is not text."""
+        if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
+            raise ValueError("no messages")
+        known = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                texts = [_text_part(part) for part in content]
+                if None in texts:
+                    return None
+                joined: object = "\n".join(text for text in texts if text is not None)
+                if self._reads_parts:
+                    joined = [{"type": "text", "text": text} for text in texts]
+                message = {**message, "content": joined}  # noqa: PLW2901 - the client's, completed
+            if message.get("tool_calls"):
+                calls = [_with_arguments(call) for call in message["tool_calls"]]
+                message = {**message, "tool_calls": calls}  # noqa: PLW2901 - the same
+            known.append(message)
+        return known
+
+
+def is_available(folder: str) -> bool:
+    """True if a folder has a tokenizer, and the packages that it takes are installed."""
+    try:
+        _load("tokenizers")
+        _load("jinja2")
+    except ConfigError:
+        return False
+    return (Path(folder) / "tokenizer.json").exists()
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "tokenizer_config.json"
+    return _decode(file.read_bytes()) if file.exists() else {}
+
+
+def _template_of(path: Path, config: Mapping[str, Any]) -> str:
+    """The chat template of a folder; empty for none. Of several by name it is the default one."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default", "")
+    return str(template)
+
+
+def _compile(source: str, folder: str) -> Any:
+    """A template, which reaches nothing but what it is given."""
+    jinja2, sandbox = _load("jinja2"), _load("jinja2.sandbox")
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise _unreadable(folder, f"its chat template: {error}") from None
+
+
+def _to_json(value: object, indent: int | None = None, **_: object) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _now(form: str) -> str:
+    return dt.datetime.now().astimezone().strftime(form)
+
+
+def _text_of(token: object) -> str:
+    """A named token, which older files describe by a mapping."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _text_part(part: object) -> str | None:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text":
+        return str(part.get("text", ""))
+    return None
+
+
+def _with_arguments(call: object) -> object:
+    """A tool call whose arguments are a mapping, as templates expect them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": _decode(arguments or "{}")}}
+
+
+def _unreadable(folder: str, why: str) -> ConfigError:
+    return ConfigError(
+        "kv_events.tokenizer_path",
+        wanted="a folder with the tokenizer.json of the model",
+        got=f"{folder}: {why}",
+        fix="name such a folder, or leave it empty: engines are asked for tokens then",
+    )
+
+
+def _load(name: str) -> Any:
+    import importlib  # noqa: PLC0415 - with packages that are an extra
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            "kv_events.tokenizer_path",
+            wanted=f"the Python package {name.partition('.')[0]}",
+            got="it is not installed",
+            fix=f"{distribution.install_command('tokenizer')}, or leave it empty",
+        ) from None
