@@ -198,8 +198,8 @@ class EngineConnection(asyncio.Protocol):
     def receive(self) -> list[bytes] | None:
         """Frames of the next message; None where there is none."""
         if self._first is not None:
-            frames, self._first = self._first, None
-            return frames
+            first, self._first = self._first, None
+            return first
         if self._transport is None:
             return None
         try:
