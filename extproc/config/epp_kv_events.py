@@ -63,14 +63,14 @@ class _TokenProcessor(_Parameters, frozen=True):
     hash_algorithm: str = ""
 
 
-class _Backend(_Parameters, frozen=True):
+class _CacheBackend(_Parameters, frozen=True):
     name: str
     weight: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
 
 
 class _Indexer(_Parameters, frozen=True):
     kv_block_index_config: _AnyMap | None = None
-    kv_cache_backend_configs: tuple[_Backend, ...] | None = None
+    kv_cache_backend_configs: tuple[_CacheBackend, ...] | None = None
     # Of earlier releases.
     token_processor_config: _AnyMap | None = None
     prefix_store_config: _AnyMap | None = None
@@ -183,7 +183,7 @@ def _convert_producer(
 def _convert_events(
     events: _KvEvents, name: str, warnings: list[str], *, where: str, path: validation.Path
 ) -> dict[str, object] | None:
-    """Where events are published; None where none are read."""
+    """Keys of the section that say where events are published; None where none are read."""
     ports = events.pod_discovery_config or _PodDiscovery()
     section: dict[str, object] = {
         "enabled": True,
@@ -215,7 +215,7 @@ def _convert_events(
 
 
 def _convert_backends(
-    backends: Sequence[_Backend], name: str, warnings: list[str]
+    backends: Sequence[_CacheBackend], name: str, warnings: list[str]
 ) -> dict[str, object]:
     """Weights of tiers."""
     section: dict[str, object] = {}

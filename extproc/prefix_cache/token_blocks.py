@@ -433,7 +433,7 @@ class TokenBlockIndex:
     def lower_tokens(
         self, keys: Sequence[int], count: int, ends: Sequence[tuple[int, int]]
     ) -> Mapping[int, int]:
-        """What engines save by the blocks of lower tiers behind those on the device, by slot.
+        """Tokens that engines save by the blocks of lower tiers behind those on the device, by slot.
 
         Each tier goes on where the one above it ends, and counts by its weight.
 

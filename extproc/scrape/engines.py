@@ -132,13 +132,6 @@ TABLE: tuple[EngineSpec, ...] = (
         totals=(
             ("preemptions", series("vllm:num_preemptions_total")),
             ("prompt_tokens", series("vllm:prompt_tokens_total")),
-            ("generated_tokens", series("vllm:generation_tokens_total")),
-            ("finished", series("vllm:request_success_total")),
-            ("finished_prompt_tokens", series("vllm:request_prompt_tokens_sum")),
-            ("steps", series("vllm:iteration_tokens_total_count")),
-            ("step_tokens", series("vllm:iteration_tokens_total_sum")),
-            ("adapter_loads", series("vllm:lora_adapter_load_seconds_count")),
-            ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
             (
                 "reloaded_tokens",
                 series(
@@ -146,6 +139,13 @@ TABLE: tuple[EngineSpec, ...] = (
                     "vllm:external_prefix_cache_hits_total",
                 ),
             ),
+            ("generated_tokens", series("vllm:generation_tokens_total")),
+            ("finished", series("vllm:request_success_total")),
+            ("finished_prompt_tokens", series("vllm:request_prompt_tokens_sum")),
+            ("steps", series("vllm:iteration_tokens_total_count")),
+            ("step_tokens", series("vllm:iteration_tokens_total_sum")),
+            ("adapter_loads", series("vllm:lora_adapter_load_seconds_count")),
+            ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
             # The second is that of vLLM before 0.25.
             (
                 "reload_s",

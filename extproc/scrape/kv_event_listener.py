@@ -246,7 +246,7 @@ class EngineConnection(asyncio.Protocol):
             if frames is None:
                 return
             topic = frames[0][:256].decode(errors="replace").split("@")
-            known = [each for each in known if _is_named(each, topic)]
+            known = [subscription for subscription in known if _is_named(subscription, topic)]
         if len(known) != 1 or known[0].is_resting:
             self._refuse()
             return

@@ -129,7 +129,7 @@ class _Engine(msgspec.Struct):
 
 
 class RenderSettings(msgspec.Struct, frozen=True):
-    """Where prompts are rendered besides at their engines, and how long requests wait for it.
+    """Settings of rendering besides that of engines, and how long requests wait for it.
 
     Attributes:
         url: Base URL of a server that only renders prompts, and is asked first; empty for none.
@@ -420,7 +420,7 @@ class PromptRenderer:
         self,
         prompt: _UnmappedPrompt,
         tokens: array[int],
-        placeholders: Sequence[tuple[int, int, bytes]] = (),
+        placeholders: Sequence[tuple[int, int, str]] = (),
     ) -> PromptResult:
         if not tokens:
             return "failed"

@@ -48,6 +48,7 @@ def test_a_real_page_is_read_completely():
             finished=120.0,
             finished_prompt_tokens=254591.0,
             preemptions=5.0,
+            reloaded_tokens=0.0,
         ),
     )
 
@@ -262,6 +263,30 @@ def test_joined_pages_of_ranks_are_summed():
     twice = metrics_page.read(LORA + LORA, 7.0)
     assert isinstance(twice, Load)
     assert (twice.prefix_hits, twice.kv_blocks) == (2 * 46944.0, 512)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (
+            'vllm:prompt_tokens_cached_by_source_total{source="device"} 9',
+            'vllm:prompt_tokens_cached_by_source_total{source="host"} 5',
+            "vllm:kv_offload_load_time_total 2",
+        ),
+        (
+            "vllm:external_prefix_cache_hits_total 5",
+            'vllm:kv_offload_total_time_total{transfer_type="GPU_to_CPU"} 7',
+            'vllm:kv_offload_total_time_total{transfer_type="CPU_to_GPU"} 2',
+        ),
+    ],
+)
+def test_the_time_to_reload_tokens_is_read(lines):
+    """By the names of different versions, and only where any was reloaded."""
+    load = read("vllm:num_requests_waiting 1", *lines)
+    assert (load.counters.reloaded_tokens, load.counters.reload_s) == (5.0, 2.0)
+    none = [line.replace(" 5", " 0") for line in lines]
+    load = read("vllm:num_requests_waiting 1", *none)
+    assert (load.counters.reloaded_tokens, load.counters.reload_s) == (0.0, None)
 
 
 def test_names_with_a_common_prefix_are_distinct():
