@@ -33,6 +33,7 @@ NOT_CHARTED = {
     "extproc_loop_failures": "the gauge of failing loops is charted",
     "extproc_mapped_prompts": "only with `kv_events`",
     "extproc_match_source_tokens": "only with `kv_events`",
+    "extproc_media_token_ratio": "of prompts with images, video or audio only",
     "extproc_model_list_polls": "scrapes show the same failures",
     "extproc_model_rewrites": "a matter of configuration",
     "extproc_peer_sync_inflight_requests": "only with Redis",
