@@ -51,5 +51,10 @@ class ConfigError(ExtprocError):
         return f"{self.where}: {super().__str__()}"
 
 
+def file_error(path: object, error: OSError, *, wanted: str = "a readable file") -> ConfigError:
+    """The error of a file that cannot be read or written."""
+    return ConfigError(str(path), wanted=wanted, got=error.strerror or "", fix="check the path")
+
+
 class ProtocolError(ExtprocError):
     """The data plane sent a message the ext_proc protocol does not allow at this point."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from extproc.cli import main
-from extproc.errors import ConfigError, ExtprocError
+from extproc.errors import ConfigError, ExtprocError, file_error
 
 #: What a server takes to answer; a dry run takes under a millisecond.
 _TIMEOUT_S = 10.0
@@ -288,9 +288,7 @@ def _read_bytes(name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            name, wanted="a readable file", got=error.strerror or "", fix="check the path"
-        ) from None
+        raise file_error(name, error) from None
 
 
 def _parse_headers(pairs: list[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from extproc.cli import explain
-from extproc.errors import ConfigError
+from extproc.errors import file_error
 from extproc.recording import parquet
 from extproc.recording.parquet import RecordingFile
 
@@ -99,12 +99,7 @@ def _open(path: Path) -> RecordingFile:
     try:
         return parquet.for_lines(path.open("wb"), path)
     except OSError as error:
-        raise ConfigError(
-            str(path),
-            wanted="a file that can be written",
-            got=error.strerror or "",
-            fix="check the path",
-        ) from None
+        raise file_error(path, error, wanted="a file that can be written") from None
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> explain.UnreachableError:

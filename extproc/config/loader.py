@@ -20,7 +20,7 @@ import yaml
 from extproc.config import discovery_sources, epp_config, pools, validation
 from extproc.config.settings import API_VERSION, KIND, Settings
 from extproc.discovery.static_discovery import YAML_FAILURES
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, file_error
 from extproc.protocol import body_buffer
 
 #: Levels a tree may have; the deepest setting stands at seven.
@@ -92,9 +92,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
-        ) from None
+        raise file_error(path, error) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             str(path),

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, file_error
 from extproc.recording import parquet, rows
 
 #: Longest line (bytes): a decision among ten thousand endpoints.
@@ -235,9 +235,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
                     )
                 yield line
     except OSError as error:
-        raise ConfigError(
-            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
-        ) from None
+        raise file_error(path, error) from None
 
 
 def _kind(row: rows.Row) -> str:

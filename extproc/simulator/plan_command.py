@@ -23,6 +23,7 @@ from extproc.errors import ConfigError
 from extproc.simulator import fleet_plan, replay, replay_command
 from extproc.simulator.fleet_plan import FleetPlanner, FleetSize, Objective
 from extproc.simulator.replay_command import count_of
+from extproc.simulator.simulate_command import write
 
 #: Simulated time over that of the recording, and seconds besides, in which all answers have to end.
 _UNTIL_RATIO, _UNTIL_S = 1.5, 600.0
@@ -84,11 +85,9 @@ def run(args: argparse.Namespace) -> int:
     for line in describe(objectives, planner.sizes, best):
         print(line)
     if args.json:
-        replay_command.write(args.json, msgspec.json.encode(planner.sizes) + b"\n")
+        write(args.json, msgspec.json.encode(planner.sizes) + b"\n")
     if args.plot:
-        replay_command.write(
-            args.plot, report_plots.draw_sizes(args.plot, objectives, planner.sizes)
-        )
+        write(args.plot, report_plots.draw_sizes(args.plot, objectives, planner.sizes))
     return 0 if best else 1
 
 

@@ -20,7 +20,7 @@ from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traces, replay_traffic
 from extproc.simulator.fleet import report, scenario, tables
 from extproc.simulator.replay_agreement import AgreementSummary
-from extproc.simulator.simulate_command import Progress
+from extproc.simulator.simulate_command import Progress, write
 
 #: Largest fleet that is simulated (count).
 MAX_ENGINES = 10_000
@@ -332,23 +332,6 @@ def verdict_line(comparison: replay.TtftComparison) -> str:
         return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, {interval}, is noise"
     word = "better" if percent < 0 else "worse"
     return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file of results.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            str(path),
-            wanted="a file that can be written",
-            got=error.strerror or "",
-            fix="check the path",
-        ) from None
 
 
 def count(text: str) -> int:

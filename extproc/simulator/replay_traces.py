@@ -16,7 +16,7 @@ from typing import Final, Literal
 import mmh3
 import msgspec
 
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, file_error
 from extproc.recording import parquet
 from extproc.recording.reader import read_lines
 from extproc.request import BYTES_PER_TOKEN
@@ -105,9 +105,7 @@ def _head_lines(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES).lstrip()
     except OSError as error:
-        raise ConfigError(
-            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
-        ) from None
+        raise file_error(path, error) from None
     yield from (line for line in head.splitlines() if line.strip())
 
 
@@ -267,9 +265,7 @@ def _objects(path: Path) -> Iterator[object]:
                 yield value
                 number += 1
     except OSError as error:
-        raise ConfigError(
-            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
-        ) from None
+        raise file_error(path, error) from None
 
 
 def _bad_sharegpt(path: Path, number: int, got: str) -> ConfigError:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from extproc.errors import ConfigError
+from extproc.errors import file_error
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import report, scenario, tables
 
@@ -110,7 +110,7 @@ def _report(args: argparse.Namespace, result: report.Report) -> None:
     if to_stdout:
         print(report.encoded(result).decode())
     elif args.json:
-        _write(args.json, report.encoded(result))
+        write(args.json, report.encoded(result))
 
 
 class Progress:
@@ -177,13 +177,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
+    """Write a file of results.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(
-            "--json", wanted="a file that can be written", got=str(error), fix="check the path"
-        ) from None
+        raise file_error(path, error, wanted="a file that can be written") from None
 
 
 def _say(text: str, *, quiet: bool) -> None:
