@@ -482,10 +482,9 @@ def _unknown_flag_error(word: str, name: str, known: Sequence[str]) -> ConfigErr
         return ConfigError(
             word, wanted="flags only", got="a word that belongs to none", fix="remove it"
         )
-    suggestion = validation.closest_name(name, known)
     return ConfigError(
         word,
         wanted="a flag of this command",
         got="an unknown one",
-        fix=f"did you mean --{suggestion}?" if suggestion else "see --help",
+        fix=validation.suggest(f"--{name}", [f"--{flag}" for flag in known], "see --help"),
     )

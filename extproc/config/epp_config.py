@@ -199,13 +199,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
         warnings.append(f"apiVersion {version} is deprecated: write {VERSIONS[0]}")
     for key, value in tree.items():
         if key not in _KEYS:
-            suggestion = validation.closest_name(key, _KEYS)
-            raise ConfigError(
-                validation.location(where, (key,)),
-                wanted=f"one of {', '.join(_KEYS)}",
-                got=f"the unknown key {key}",
-                fix=f"did you mean {suggestion}?" if suggestion else "remove it",
-            )
+            raise validation.unknown_key(key, _KEYS, where=where, path=())
         if _KEYS[key] and value:
             warnings.append(_KEYS[key])
     section, unmapped = epp_sections.convert_flow_control(tree, where=where)
@@ -380,13 +374,13 @@ def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, spot: st
     if not known.parameters:
         return
     for name in plugin.parameters:
-        suggestion = validation.closest_name(name, known.parameters)
+        suggestion = validation.suggest(name, known.parameters, "")
         if name not in known.parameters and suggestion:
             raise ConfigError(
                 f"{spot}.parameters.{name}",
                 wanted=f"one of {', '.join(known.parameters)}",
                 got=f"the unknown parameter {name}",
-                fix=f"did you mean {suggestion}?",
+                fix=suggestion,
             )
 
 
@@ -432,13 +426,10 @@ def _decoding(handler: NamedPlugin) -> str:
 
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
-    suggestion = validation.closest_name(name, known)
     few = len(known) <= _MOST_SHOWN
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(sorted(known))}" if few else "a plugin type that exists",
         got=name,
-        fix=f"did you mean {suggestion}?"
-        if suggestion
-        else "extproc check --plugins lists what there is",
+        fix=validation.suggest(name, known, "extproc check --plugins lists what there is"),
     )

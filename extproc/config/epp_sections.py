@@ -79,8 +79,7 @@ class _Section:
         self._tree: Mapping[str, object] = tree
         for key in tree:
             if key not in keys:
-                nearest = validation.closest_name(str(key), keys)
-                fix = f"did you mean {nearest}?" if nearest else "remove it"
+                fix = validation.suggest(str(key), keys, "remove it")
                 raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", got=key, fix=fix)
 
     def get(self, key: str) -> object:

@@ -218,12 +218,11 @@ def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProf
     named = presets.profiles()
     profile = named.get(strategy)
     if profile is None:
-        suggestion = validation.closest_name(strategy, named)
         raise ConfigError(
             validation.location(where, (*path, "strategy")),
             wanted=f"one of {', '.join(named)}",
             got=strategy,
-            fix=f"did you mean {suggestion}?" if suggestion else "name one, or write out a profile",
+            fix=validation.suggest(strategy, named, "name one, or write out a profile"),
         )
     return profile
 
@@ -318,10 +317,9 @@ def _require_metrics(
         if not isinstance(plugin, ExtraMetricReader):
             continue
         for name in sorted(plugin.extra_metrics - metrics.keys()):
-            suggestion = validation.closest_name(name, metrics)
             raise ConfigError(
                 validation.location(where, path),
                 wanted=f"every metric that {plugin.kind} reads in scrape.extra_metrics",
                 got=f"no {name} there",
-                fix=f"did you mean {suggestion}?" if suggestion else f"add a selector as {name}",
+                fix=validation.suggest(name, metrics, f"add a selector as {name}"),
             )

@@ -88,10 +88,10 @@ def is_for_files(key: str) -> bool:
     return not key.startswith("_")
 
 
-def closest_name(name: str, names: Iterable[str]) -> str:
-    """Return the most similar name; empty if none is similar."""
+def suggest(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Return advice to write the most similar name; `otherwise` if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return close[0] if close else ""
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def show(value: object) -> str:
@@ -137,7 +137,7 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
         for key, value in tree.items():
             below = fields.get(key) if isinstance(key, str) else None
             if below is None:
-                raise _unknown(key, fields, where=where, path=path)
+                raise unknown_key(key, fields, where=where, path=path)
             _refuse_unknown(value, below, where=where, path=(*path, key))
     elif isinstance(info, inspect.VarTupleType | inspect.ListType) and isinstance(tree, list):
         for at, value in enumerate(tree):
@@ -178,23 +178,22 @@ def _tagged_struct(
     for member in members:
         if member.tag == tag:
             return member
-    suggestion = closest_name(str(tag), tags)
     raise ConfigError(
         location(where, (*path, key)),
         wanted=f"one of {', '.join(tags)}",
         got=show(tag),
-        fix=f"did you mean {suggestion}?" if suggestion else f"write {tags[0]}",
+        fix=suggest(str(tag), tags, f"write {tags[0]}"),
     )
 
 
-def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
+def unknown_key(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
+    """Return the error of a key that is not among the fields of a struct."""
     names = sorted(fields)
-    suggestion = closest_name(str(key), names)
     return ConfigError(
         location(where, (*path, str(key))),
         wanted=f"one of {', '.join(names)}" if names else "no keys",
         got=f"the unknown key {key}",
-        fix=f"did you mean {suggestion}?" if suggestion else "remove it",
+        fix=suggest(str(key), names, "remove it"),
     )
 
 
@@ -260,12 +259,11 @@ def _fix(types: str, bound: str, actual: str) -> str:
 
 def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigError:
     names = [str(name) for name in info.values] if isinstance(info, inspect.LiteralType) else []
-    suggestion = closest_name(str(value), names)
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names),
         got=show(value),
-        fix=f"did you mean {suggestion}?" if suggestion and len(names) > 1 else f"write {names[0]}",
+        fix=suggest(str(value), names if len(names) > 1 else (), f"write {names[0]}"),
     )
 
 

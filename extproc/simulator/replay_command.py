@@ -20,7 +20,7 @@ from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traces, replay_traffic
 from extproc.simulator.fleet import report, scenario, tables
 from extproc.simulator.replay_agreement import AgreementSummary
-from extproc.simulator.simulate_command import Progress, write
+from extproc.simulator.simulate_command import Progress, count, write
 
 #: Largest fleet that is simulated (count).
 MAX_ENGINES = 10_000
@@ -332,13 +332,6 @@ def verdict_line(comparison: replay.TtftComparison) -> str:
         return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, {interval}, is noise"
     word = "better" if percent < 0 else "worse"
     return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
-
-
-def count(text: str) -> int:
-    """A number above 0, for a flag."""
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return int(text)
 
 
 def count_of(number: int, noun: str) -> str:

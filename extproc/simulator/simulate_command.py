@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=_count,
+        type=count,
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes; default: one per core",
@@ -171,8 +171,9 @@ def parse_seeds(text: str) -> Sequence[int]:
     return numbers
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+def count(text: str) -> int:
+    """A number above 0, for a flag."""
+    if not text.isascii() or not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return int(text)
 

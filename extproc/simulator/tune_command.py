@@ -20,7 +20,7 @@ import yaml
 from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_command
 from extproc.simulator.replay_tuning import Tuner, TuningResult
-from extproc.simulator.simulate_command import Progress
+from extproc.simulator.simulate_command import Progress, count
 
 #: Requests below which a part says nothing (count).
 _MIN_REQUESTS = 50
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     replay_command.add_source(parser)
     add = parser.add_argument
     add("--strategy", metavar="NAME", help="strategy to tune; default: that of the recording")
-    add("--trials", type=replay_command.count, default=40, metavar="N", help="(%(default)s)")
+    add("--trials", type=count, default=40, metavar="N", help="(%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
