@@ -9,7 +9,7 @@ batch size, with a detector of hot prefixes.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, TypeAlias
 
@@ -17,6 +17,7 @@ import msgspec
 
 from extproc.decision import CostResult, Decision, LazySequence
 from extproc.endpoint import AdapterResidency, Candidate
+from extproc.scheduling.encoder_caches import EncoderCaches
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 #: What costs are made of, in the order they are added up.
@@ -51,8 +52,10 @@ _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, Adap
 
 
 #: Inputs of the cost terms besides the candidate: tokens, the answer's limit, r, growth, 1 + w, m*,
-#: waste and 1/v. A plain tuple: every request makes one, and a named one takes ten times as long.
-_RequestTerms: TypeAlias = tuple[int, int | None, float, float, float, int, float, float]
+#: waste, 1/v, and tokens by which encoding makes it longer, by address. A plain tuple: every request makes one, and a named one takes ten times as long.
+_RequestTerms: TypeAlias = tuple[
+    int, int | None, float, float, float, int, float, float, Mapping[str, float] | None
+]
 
 
 class _MeanUncachedTokens:
@@ -86,7 +89,8 @@ class EstimatedTime(
     (own ones now, others' as of the last scrape):
 
     - queue = Q p: work that is there already.
-    - prefill = u p with u = L - m, at least one token.
+    - prefill = u p with u = L - m, at least one token; of media that neither the cached prefix covers
+      nor the endpoint was sent lately, `encoder_share` of their tokens come to u.
     - iteration = 1.5 s with s = `StepTimeModel.iteration_s(n)`, the seconds between tokens: the half that
       is left, on average, of the iteration under way, and the one that computes the prompt.
     - adapter: the load time where the adapter is not resident; where every slot is in use also the
@@ -143,6 +147,10 @@ class EstimatedTime(
             smaller it is; below 0.8 those whose conversations hardly grow lose throughput.
         crowding_full: Share from which there is none.
         crowding_end: Share from which nothing is found again.
+        encoder_share: Seconds that encoding an image takes, for each of its prefill; 0.25 is little
+            enough to cost nothing where none is saved (docs/concepts/media.md#encoder-caches).
+        encoder_cache_tokens: Tokens of media that an endpoint is taken to keep encoded; vLLM keeps the
+            largest item of a model at least.
     """
 
     kind: ClassVar[str] = "estimated-time"
@@ -167,20 +175,31 @@ class EstimatedTime(
     crowding_start: float = 0.8
     crowding_full: float = 0.96
     crowding_end: float = 1.5
+    encoder_share: float = 0.25
+    encoder_cache_tokens: int = 16_384
 
     def cost(  # noqa: C901 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         terms = self._read_request(context, candidates)
-        tokens, most, continued, growth, conversations_per_open, best, wasted, per_request = terms
+        (
+            tokens,
+            most,
+            continued,
+            growth,
+            conversations_per_open,
+            best,
+            wasted,
+            per_request,
+            media,
+        ) = terms
         others, waiting = self.others_share, self.waiting_share
         both, ceiling, roomy = self.own_share + others, self.kv_ceiling, self.crowding_start
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
-        prompt_tokens = float(max(tokens, 1))
-        longest = 0.0 if most is None else float(most)
+        prompt_tokens, longest = float(max(tokens, 1)), 0.0 if most is None else float(most)
         for c in candidates:
             rates = c.rates
             per_token, answer = rates.prefill_s, rates.output_tokens
@@ -190,6 +209,8 @@ class EstimatedTime(
             matched = c.matched_tokens
             if matched:
                 uncached = prompt_tokens - matched if matched < tokens else 1.0
+            if media is not None:
+                uncached += media[c.endpoint.address]
             work = uncached * per_token
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
@@ -240,14 +261,23 @@ class EstimatedTime(
             _most_matched(context, candidates),
             self.waste_share * (1.0 - context.foreign_share),
             self._works.per_request,
+            self._encoder_caches.encoding_tokens(context.request, candidates)
+            if context.request.media
+            else None,
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Learn how much of a prompt is computed."""
         del now
+        if decision.request.media:
+            self._encoder_caches.record_sent(decision)
         prompt_tokens, matched = decision.request.prompt_tokens, decision.matched_tokens
         if prompt_tokens:
             self._works.update(prompt_tokens - matched if matched < prompt_tokens else 1)
+
+    @cached_property
+    def _encoder_caches(self) -> EncoderCaches:
+        return EncoderCaches(max_tokens=self.encoder_cache_tokens, share=self.encoder_share)
 
     @cached_property
     def _works(self) -> _MeanUncachedTokens:
@@ -272,12 +302,20 @@ class EstimatedTime(
 
     def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
-        (tokens, most, continued, growth, conversations_per_open, best, wasted, per_request) = (
-            request_terms
-        )
+        (
+            tokens,
+            most,
+            continued,
+            growth,
+            conversations_per_open,
+            best,
+            wasted,
+            per_request,
+            media,
+        ) = request_terms
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
-        uncached = max(1, tokens - c.matched_tokens)
+        uncached = max(1, tokens - c.matched_tokens) + (media[c.endpoint.address] if media else 0.0)
         prefill = uncached * rates.prefill_s
         decode = answer * (rates.decode_s + rates.context_s * rates.context_tokens)
         iteration = rates.iteration_s(c.estimated_requests)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.request import MediaSpan
+from extproc.scheduling.encoder_caches import EncoderCaches
 from extproc.scheduling.framework import SchedulingContext, Signal
-
-#: Items that are remembered for all endpoints together (count), some 40 MB.
-_MAX_ENTRIES: Final = 262_144
 
 
 class MmEmbeddingsCacheScorer(
@@ -46,37 +42,13 @@ class MmEmbeddingsCacheScorer(
     entries_per_server: Annotated[int, msgspec.Meta(gt=0)] = 2048
 
     @cached_property
-    def _sent(self) -> OrderedDict[str, OrderedDict[int, None]]:
-        """Digests by address, the longest unused first; so are the addresses."""
-        return OrderedDict()
+    def _caches(self) -> EncoderCaches:
+        return EncoderCaches(max_items=self.entries_per_server)
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        items = _tokens_by_digest(context.request.media)
-        total = sum(items.values())
-        if not total:
-            return [0.0] * len(candidates)
-        scores = []
-        for candidate in candidates:
-            known = self._sent.get(candidate.endpoint.address, ())
-            scores.append(sum([tokens for item, tokens in items.items() if item in known]) / total)
-        return scores
+        return self._caches.known_shares(context.request, candidates)
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Remember the items of a request for its endpoint."""
-        items = _tokens_by_digest(decision.request.media)
-        if not items:
-            return
-        address = decision.endpoints[0].address
-        known = self._sent.setdefault(address, OrderedDict())
-        self._sent.move_to_end(address)
-        for item in items:
-            known[item] = None
-            known.move_to_end(item)
-        while len(known) > self.entries_per_server:
-            known.popitem(last=False)
-        while sum(map(len, self._sent.values())) > _MAX_ENTRIES:
-            self._sent.popitem(last=False)
-
-
-def _tokens_by_digest(media: Sequence[MediaSpan]) -> Mapping[int, int]:
-    return {span.digest: span.tokens for span in media if span.digest}
+        del now
+        self._caches.record_sent(decision)

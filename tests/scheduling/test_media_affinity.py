@@ -7,7 +7,7 @@ import pytest
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import InferenceRequest, MediaSpan
-from extproc.scheduling import media_affinity
+from extproc.scheduling import encoder_caches, media_affinity
 from extproc.testing import builders
 from tests.parsing.builders import chat, user
 from tests.support import pictures
@@ -53,7 +53,7 @@ def test_the_longest_unused_are_forgotten(monkeypatch):
     for digest in (1, 2, 1, 3):
         send(scorer, "a", item(digest))
     assert [scores(scorer, item(digest))[0] for digest in (1, 2, 3)] == [1.0, 0.0, 1.0]
-    monkeypatch.setattr(media_affinity, "_MAX_ENTRIES", 2)
+    monkeypatch.setattr(encoder_caches, "MAX_ENTRIES", 2)
     send(scorer, "b", item(4))
     assert scores(scorer, item(1)) == [0.0, 0.0]
     assert scores(scorer, item(4)) == [0.0, 1.0]

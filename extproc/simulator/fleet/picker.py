@@ -18,7 +18,7 @@ from extproc.flow_control.flow_queue import EndpointBits
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.pool.observed_page import ScrapeToken
-from extproc.request import InferenceRequest
+from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.scheduling.framework import Signal
 from extproc.scrape import schedule
 from extproc.simulator.fleet import flow_control
@@ -225,11 +225,14 @@ class ExtprocPicker:
 
     def _decide(self, sim_request: SimRequest, *, may_defer: bool = True) -> Outcome:
         work = sim_request.work
+        text_tokens = work.prompt_tokens - sum([span.tokens for span in work.media])
         request = InferenceRequest(
             api="completions",
             model=work.adapter or MODEL,
             prompt=work.opening.encode(),
             prompt_tokens=work.prompt_tokens,
+            prompt_bytes=BYTES_PER_TOKEN * text_tokens if work.media else 0,
+            media=work.media,
             max_tokens=work.output_tokens if self._knows_max_tokens else None,
             session=work.session,
             priority=work.priority,

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 import msgspec
 
 from extproc.decision import Rejection
+from extproc.request import MediaSpan
 
 #: Tokens of one block key; the block size of the engines (vLLM's default on CUDA).
 KEY_TOKENS = 16
@@ -30,6 +31,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
         tenant: Tenant of the request; empty for none.
         priority: Of its objective.
         node: Index of the only engine it may go to; -1 for any.
+        media: Images, videos and audio in it; pickers know their tokens.
     """
 
     prompt_tokens: int
@@ -41,6 +43,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     tenant: str = ""
     priority: int = 0
     node: int = -1
+    media: tuple[MediaSpan, ...] = ()
 
 
 class SimSession(msgspec.Struct, frozen=True, gc=False):

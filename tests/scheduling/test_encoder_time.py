@@ -1,0 +1,72 @@
+"""The time of encoders in the estimated time, and where it is spent already."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from extproc.decision import Decision
+from extproc.request import MediaSpan
+from extproc.scheduling.costs import EstimatedTime
+from extproc.testing import builders
+
+IMAGE = MediaSpan("image", 0, 4000, 1000, is_sized=True, digest=7)
+FIELDS = {"prompt_tokens": 1100, "prompt_bytes": 400, "media": (IMAGE,)}
+
+
+def costs(model, *, endpoints=None, **fields):
+    context = builders.context(**{**FIELDS, **fields})
+    return model.cost(context, builders.candidates(endpoints or {"a": {}, "b": {}})).costs
+
+
+def commit(model, name, media=(IMAGE,)):
+    request = builders.context(**{**FIELDS, "media": media}).request
+    endpoint = builders.candidate(name).endpoint
+    model.on_committed(Decision(request=request, endpoints=(endpoint,)), 1.0)
+
+
+def test_an_image_costs_the_time_of_its_encoder_once():
+    """A quarter of 1,000 tokens more, until the endpoint was sent it."""
+    model = EstimatedTime()
+    prefill_s = builders.candidate("a").rates.prefill_s
+    blind = costs(EstimatedTime(encoder_share=0.0))
+    assert costs(model) == pytest.approx([cost + 250 * prefill_s for cost in blind], rel=1e-3)
+    commit(model, "a")
+    first, second = costs(model)
+    assert second - first == pytest.approx(250 * prefill_s)
+    other = msgspec.structs.replace(IMAGE, digest=8)
+    assert len(set(costs(model, media=(other,)))) == 1
+
+
+def test_a_cached_prefix_covers_its_images():
+    """Where the KV blocks of an image are cached, nothing is encoded; before it, it is."""
+    shares = {}
+    for matched in (900, 800):
+        endpoints = {"a": {"matched_tokens": matched}}
+        seen = costs(EstimatedTime(), endpoints=endpoints)[0]
+        shares[matched] = seen - costs(EstimatedTime(encoder_share=0.0), endpoints=endpoints)[0]
+    assert shares[900] == 0.0
+    assert shares[800] > 0.0
+
+
+def test_the_longest_unused_images_are_forgotten():
+    """An endpoint keeps 2,500 tokens: two of these images, or one that is larger."""
+    model = EstimatedTime(encoder_cache_tokens=2500)
+    images = [msgspec.structs.replace(IMAGE, digest=digest) for digest in (1, 2, 3)]
+    for image in images:
+        commit(model, "a", (image,))
+    known = [costs(model, media=(image,)) for image in images]
+    assert [first < second for first, second in known] == [False, True, True]
+    large = msgspec.structs.replace(IMAGE, digest=4, tokens=9000)
+    commit(model, "a", (large,))
+    first, second = costs(model, media=(large,))
+    assert first < second
+
+
+def test_terms_explain_the_cost():
+    """The parts of a cost with an image sum up to it."""
+    model = EstimatedTime()
+    context = builders.context(**FIELDS)
+    result = model.cost(context, builders.candidates({"a": {}, "b": {}}))
+    sums = [sum(values) for values in zip(*(values for _, values in result.terms), strict=True)]
+    assert sums == pytest.approx(list(result.costs))
