@@ -358,7 +358,10 @@ class FlowController(Generic[ItemT, GrantT]):
         self._callbacks.reject(self._forget(queued, cause), rejection)
 
     def _forget(self, queued: QueuedItem, cause: str) -> ItemT:
-        item, _ = self._items.pop(queued)
+        items = self._items
+        item, _ = items.pop(queued)
+        if not items:
+            items.clear()  # its empty table stays as large as it was
         self.outcomes[cause] += 1
         return item
 

@@ -10,7 +10,6 @@ that it serves. So `PendingLoad` counts them as load before they are dispatched.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -118,10 +117,11 @@ class ConversationTracker:
         self.prompt_tokens += _ALPHA * (prompt_tokens - self.prompt_tokens)
         if latest is not None:
             # Of the same turns, so that neither runs ahead while engines fill.
-            self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
-            self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
+            at, ended = latest.at, latest.ended
+            self._interval_s += _ALPHA * (now - at - self._interval_s)
+            self._open_s += _ALPHA * (min(ended, now) - at - self._open_s)
         self._last_chain = None
-        last_turn = turns[chain[-1]] = LastTurn(weakref.ref(account), now)
+        last_turn = turns[chain[-1]] = LastTurn.begin(account, now)
         turns.move_to_end(chain[-1])
         if len(turns) > self._max_prompts:
             turns.popitem(last=False)

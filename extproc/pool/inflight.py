@@ -13,6 +13,7 @@ last w of ours were not.
 from __future__ import annotations
 
 import math
+import struct
 import weakref
 from collections.abc import Sequence
 from itertools import islice
@@ -22,6 +23,9 @@ import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
 from extproc.pool.request_tokens import ContextShare, PromptSize, SharedContext, TypicalWork
+
+_TIMES = struct.Struct("dd")
+_pack_times, _unpack_times = _TIMES.pack, _TIMES.unpack
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64
@@ -331,6 +335,8 @@ class InflightLoad:
         del self._open[reservation]
         self.adapter_slots = None
         self.in_flight -= 1
+        if not self.in_flight:
+            self._open.clear()  # its empty table stays as large as it was
         self.from_peers -= reservation.from_peers
         self.prompt_tokens -= reservation.prompt_tokens
         if reservation.context is not None:
@@ -377,13 +383,34 @@ class LastTurn(msgspec.Struct, eq=False, gc=False):
     Attributes:
         account: Account of the endpoint it was sent to; a weak reference, so that removed endpoints
             are freed.
-        at: When, monotonic seconds.
-        ended: Monotonic seconds at which its request ended; infinity while it is open.
+        times: When it was sent, and when its request ended, monotonic seconds; infinity while it is
+            open. Packed: Python makes a float of the memory of the last one that was freed, so tens
+            of thousands of them would lie, and stay, between what ended requests leave.
     """
 
     account: weakref.ref[InflightLoad]
-    at: float
-    ended: float = math.inf
+    times: bytes
+
+    @classmethod
+    def begin(cls, account: InflightLoad, now: float) -> LastTurn:
+        """A prompt that is sent now."""
+        return cls(weakref.ref(account), _pack_times(now, math.inf))
+
+    def end(self, now: float) -> None:
+        """Mark the end of its request."""
+        self.times = _pack_times(self.at, now)
+
+    @property
+    def at(self) -> float:
+        """Monotonic seconds at which it was sent."""
+        at: float = _unpack_times(self.times)[0]
+        return at
+
+    @property
+    def ended(self) -> float:
+        """Monotonic seconds at which its request ended; infinity while it is open."""
+        ended: float = _unpack_times(self.times)[1]
+        return ended
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -469,7 +496,7 @@ class Reservation(msgspec.Struct, eq=False):
             raise RuntimeError("reservation closed twice; close it in one finally block")
         self._account = None
         if self.last_turn is not None:
-            self.last_turn.ended = now
+            self.last_turn.end(now)
         account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
 
     def move(self, to: InflightLoad, now: float) -> None:

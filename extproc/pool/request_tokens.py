@@ -130,6 +130,9 @@ class SharedContext:
                 self.shared += size
         if not users:
             self.tokens = 0.0  # what rounding left
+            # Empty tables stay as large as they were.
+            users.clear()
+            counted.clear()
 
 
 #: Answered requests remembered (count): some seconds of a busy pool, and enough for a median that

@@ -338,8 +338,10 @@ class NativeExternalProcessor:
             parse.cancel()
         self._memory_trimmer.count(len(self._calls))
         self.shared.observer.on_stream_ended(result)
-        if self._all_ended is not None and not self._calls:
-            self._all_ended.set()
+        if not self._calls:
+            self._calls.clear()  # its empty table stays as large as it was
+            if self._all_ended is not None:
+                self._all_ended.set()
 
     async def follow_uploads(self) -> None:
         """Reject requests whose body stopped arriving, until cancelled."""

@@ -72,7 +72,7 @@ def conversation(known, turns, *, every_s, open_s):
     """Turns of one conversation, one after the other."""
     for n in range(turns):
         last_turn = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
-        last_turn.ended = every_s * n + open_s
+        last_turn.end(every_s * n + open_s)
 
 
 def test_idle_conversations_are_counted():
@@ -110,7 +110,8 @@ def test_no_conversation_is_idle_while_engines_fill():
     known, now = ConversationTracker(), 0.0
     for n in range(200):
         last_turn = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
-        now = last_turn.ended = now + 1.0 + n / 10
+        now += 1.0 + n / 10
+        last_turn.end(now)
     assert known.idle_per_open() == pytest.approx(0.0, abs=1e-9)
 
 
