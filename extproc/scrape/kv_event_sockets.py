@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +25,13 @@ _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
 
 #: Milliseconds between heartbeats, and without an answer until a connection counts as lost.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 500, 1500
+
+#: Bytes that a connection may have received and nothing read: all messages that wait, and buffers. One
+#: with more is closed, as a message may have parts without end, which libzmq keeps until the last one.
+MAX_UNREAD_BYTES: Final = 2 * _MAX_QUEUED * kv_events.MAX_BATCH_BYTES
+
+#: Place of `tcpi_bytes_received`, 64 bits, in `TCP_INFO` of Linux, and the size that reaches it.
+_RECEIVED_AT, _INFO_BYTES = 128, 136
 
 #: Sockets of a process at most (count): a subscription takes four.
 _MAX_SOCKETS: Final = 16_384
@@ -84,7 +94,7 @@ def open_subscription(
         sub.setsockopt(option, value)
     # Topics are free text of the engine: it is known by the socket.
     sub.setsockopt(module.SUBSCRIBE, b"")
-    events = module.EVENT_HANDSHAKE_SUCCEEDED | module.EVENT_DISCONNECTED
+    events = module.EVENT_CONNECTED | module.EVENT_HANDSHAKE_SUCCEEDED | module.EVENT_DISCONNECTED
     monitor = SocketReader(sub.get_monitor_socket(events), wake, module)
     reader = SocketReader(sub, wake, module)
     sub.connect(url)
@@ -115,11 +125,35 @@ def open_replay(
     return SocketReader(dealer, wake, module)
 
 
-def parse_connection_event(frames: list[bytes]) -> bool:
-    """True if a monitor says that a subscription is connected, False if it no longer is."""
+def parse_connection_event(frames: list[bytes]) -> tuple[bool | None, int]:
+    """Parse what a monitor says of the connection of a subscription.
+
+    Returns:
+        (None, descriptor) before the handshake; (True, -1) once it is connected, and (False, -1) when
+        it no longer is.
+    """
     module = load_zmq()
-    event = module.utils.monitor.parse_monitor_message(frames)["event"]
-    return bool(event == module.EVENT_HANDSHAKE_SUCCEEDED)
+    parsed = module.utils.monitor.parse_monitor_message(frames)
+    if parsed["event"] == module.EVENT_CONNECTED:
+        return None, int(parsed["value"])
+    return bool(parsed["event"] == module.EVENT_HANDSHAKE_SUCCEEDED), -1
+
+
+def received_bytes(descriptor: int, port: int) -> int:
+    """Bytes that a connection has received; 0 where the system does not say, or it is another one.
+
+    Args:
+        descriptor: Of its socket, which libzmq may have closed.
+        port: Port of the peer.
+    """
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getpeername()[1] != port:
+                return 0
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except (OSError, AttributeError, IndexError):
+        return 0
+    return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0]) if len(info) == _INFO_BYTES else 0
 
 
 class SocketReader:
@@ -131,6 +165,9 @@ class SocketReader:
     Args:
         socket: The socket; it is closed with the reader.
         wake: Called when there may be messages.
+
+    Attributes:
+        num_bytes: Bytes of all frames that were read.
     """
 
     def __init__(self, socket: zmq.Socket[Any], wake: Callable[[], None], zmq: Any) -> None:
@@ -141,17 +178,20 @@ class SocketReader:
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._is_ready = True
+        self.num_bytes = 0
 
     def receive(self) -> list[bytes] | None:
         """Frames of the next message; None where there is none."""
         if not self._is_ready:
             return None
         try:
-            return self.socket.recv_multipart(self._flags)
+            frames = self.socket.recv_multipart(self._flags)
         except self._again:
             self._is_ready = False
             self._loop.add_reader(self._descriptor, self._on_readable)
             return None
+        self.num_bytes += sum(map(len, frames))
+        return frames
 
     def close(self) -> None:
         """Close the socket."""

@@ -102,6 +102,9 @@ class EngineSubscription:
         self._replay_address = replay_url
         self._sub: MessageSource | None = None
         self._monitor: SocketReader | None = None
+        #: Descriptor of the connection to an engine, and bytes that were read before it.
+        self._descriptor = -1
+        self._bytes_before = 0
         self._replay: SocketReader | None = None
         self._is_connected = False
         self._is_reported_lost = False
@@ -180,6 +183,7 @@ class EngineSubscription:
         if self._sub is not None:
             self._sub.close()
         self._sub = self._monitor = None
+        self._descriptor = -1
         self._is_connected = False
         self._pending.clear()
         self._held = None
@@ -198,6 +202,8 @@ class EngineSubscription:
 
     def check(self, now: float) -> None:
         """End a replay that is silent and a rest that is over, and confirm the last batch."""
+        if self._num_unread_bytes() > kv_event_sockets.MAX_UNREAD_BYTES:
+            self.rest("it sends more than can be read")
         if self._replay is not None:
             # An answer that waits to be read shows a late event loop, not a silent socket.
             if now >= self._replay_until and not self.work(1):
@@ -209,6 +215,14 @@ class EngineSubscription:
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
+
+    def _num_unread_bytes(self) -> int:
+        """Bytes of the engine that libzmq keeps."""
+        if self._descriptor < 0 or not isinstance(self._sub, SocketReader):
+            return 0
+        port = int(self._address.rpartition(":")[2])
+        received = kv_event_sockets.received_bytes(self._descriptor, port)
+        return received - (self._sub.num_bytes - self._bytes_before)
 
     def note_page(self, member: EndpointSnapshot) -> None:
         """Take in what the metrics page of the engine shows of the time to reload blocks."""
@@ -265,7 +279,11 @@ class EngineSubscription:
     # Connection.
 
     def _on_monitor(self, frames: list[bytes]) -> None:
-        if kv_event_sockets.parse_connection_event(frames):
+        is_connected, descriptor = kv_event_sockets.parse_connection_event(frames)
+        if is_connected is None:
+            self._descriptor = descriptor
+            self._bytes_before = self._sub.num_bytes if isinstance(self._sub, SocketReader) else 0
+        elif is_connected:
             self._on_connected()
         else:
             self._on_disconnected()

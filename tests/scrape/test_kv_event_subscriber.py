@@ -10,9 +10,17 @@ import pytest
 
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
-from extproc.scrape import kv_event_subscriber
+from extproc.scrape import kv_event_sockets, kv_event_subscriber
 from extproc.scrape.kv_event_subscriber import KvEventsSection
-from tests.scrape.kv_event_engines import HOST, Engine, depth, run_async, running, text
+from tests.scrape.kv_event_engines import (
+    HOST,
+    Engine,
+    Subscriber,
+    depth,
+    run_async,
+    running,
+    text,
+)
 
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
@@ -305,6 +313,42 @@ def test_messages_of_other_forms_are_malformed():
             send((b"", (0).to_bytes(8), msgspec.msgpack.encode([0.0, [["Other", 1], 7]])))
             await subscriber.until(lambda: subscriber.events.batches["malformed"] == 4)
             assert subscriber.state in ("exact", "partial")
+
+    run_async(test())
+
+
+async def publish_without_end(reader, writer):
+    """Speak ZMTP 3 as a publisher, and send parts of one message that has no last one."""
+    writer.write(b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\5READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"PUB"
+    writer.write(bytes([4, len(ready)]) + ready)
+    with contextlib.suppress(ConnectionError):
+        await reader.readexactly(64)
+        while True:
+            writer.write(b"\3" + (100_000).to_bytes(8, "big") + bytes(100_000))
+            await writer.drain()
+    writer.close()
+
+
+def test_a_message_without_end_ends_the_subscription_for_a_while(monkeypatch):
+    """Libzmq keeps its parts, which no limit of it bounds; what was kept is free again."""
+    monkeypatch.setattr(kv_event_sockets, "MAX_UNREAD_BYTES", 5_000_000)
+
+    async def test():
+        server = await asyncio.start_server(publish_without_end, HOST, 0)
+        port = str(server.sockets[0].getsockname()[1])
+        subscriber = Subscriber({"kv-events-port": port})
+        task = asyncio.ensure_future(subscriber.events.run())
+        try:
+            await subscriber.until(lambda: subscriber.subscription is not None)
+            await subscriber.until(lambda: subscriber.subscription._rests_until is not None)
+            assert subscriber.state == "lost"
+            assert not subscriber.supervisor.failures["kv_events"]
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            server.close()
 
     run_async(test())
 
