@@ -5,7 +5,8 @@
 `processes`: pickers over 8 and 20 endpoints are loaded in turns by streams of `bench.stream_load`, 1,000
 a second, each round in another order: one that observes no request, one with metrics and the ring of
 decisions as always, one with `log.requests: all` besides, and one with a recording of decisions besides.
-Two rounds warm up. Ratios are taken to the first, within a round; the last one has the bar. `core`: requests pass the core alone,
+Two rounds warm up, and all processes have priority over other work where root runs them. Ratios are
+taken to the first, within a round; the last one has the bar. `core`: requests pass the core alone,
 without gRPC, with the body and the usage of an answer. `pages`: pages are rendered under the names of
 extproc alone, with those of llm-d, and with the table of series full; they are rendered in pieces,
 between which requests are routed.
@@ -33,7 +34,7 @@ import msgspec
 import uvloop
 
 import extproc.cli.main
-from bench import rig, soak
+from bench import agreement, rig, soak
 from bench.stream_load import load_streams
 from bench.transport import messages
 from extproc.config.settings import LogSection
@@ -342,11 +343,11 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=500)
     args = parser.parse_args()
     if "processes" in args.parts:
-        print_processes(
-            uvloop.run(
+        with agreement.has_priority():
+            used = uvloop.run(
                 compare_processes(args.rounds, args.seconds, args.transport, rate_per_s=args.rate)
             )
-        )
+        print_processes(used)
     if "core" in args.parts:
         asyncio.run(compare_core(args.core_rounds))
     if "pages" in args.parts:

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from bench import metrics, rig
+from bench import agreement, metrics, rig
 from bench.stream_load import load_streams
 from bench.transport import messages
 from extproc.demo import stack
@@ -113,7 +113,8 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true", help="write bench/results/traces.json")
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
-    figures = uvloop.run(compare(args.transport, args.rounds, args.seconds))
+    with agreement.has_priority():
+        figures = uvloop.run(compare(args.transport, args.rounds, args.seconds))
     for row in figures:
         least, most = row["ratio_95"]
         print(

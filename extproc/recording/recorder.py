@@ -195,6 +195,7 @@ class Recording:
         if self._dropped:
             lines.append(rows.LossRow(rows=self._dropped))
             self._dropped = 0
+        num_rows = 0
         for _ in range(min(most, len(self._entries))):
             entry = self._entries.popleft()
             if isinstance(entry, rows.HeaderRow):
@@ -207,7 +208,9 @@ class Recording:
                 lines += self._rows_of(entry)
             else:
                 lines.append(entry)
-            self._counts["recorded"] += 1
+            num_rows += 1
+        if num_rows:
+            self._counts["recorded"] += num_rows
         return self._encoder.encode_lines(lines) if lines else b""
 
     def _rows_of(self, entry: RoutedRequest) -> list[rows.Row]:

@@ -110,7 +110,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
             more than the line.
     """
 
-    def __init__(self, stream: TextIO, *, delay_s: float = 0.02) -> None:
+    def __init__(self, stream: TextIO, *, delay_s: float = 0.1) -> None:
         super().__init__(stream)
         self._delay_s = delay_s
         #: Lines, and what builds a line with its Unix time.
