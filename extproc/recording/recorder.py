@@ -169,17 +169,14 @@ class Recording:
         if self._is_headed or self._entries:
             self._entries.append(self._header())
 
-    def add(self, entry: RoutedRequest | rows.EndRow) -> None:
-        """Take in a decision or an end, or drop it where too many wait."""
-        num_candidates = len(entry.decision.candidates) if isinstance(entry, RoutedRequest) else 0
-        if (
-            len(self._entries) >= MAX_ENTRIES
-            or self._waiting_candidates + num_candidates > _MAX_CANDIDATES
-        ):
+    def add(self, entry: RoutedRequest | rows.EndRow, *, num_candidates: int = 0) -> None:
+        """Take in a decision with so many candidates or an end, or drop it where too many wait."""
+        waiting_candidates = self._waiting_candidates + num_candidates
+        if len(self._entries) >= MAX_ENTRIES or waiting_candidates > _MAX_CANDIDATES:
             self._dropped += 1
             self._counts["dropped"] += 1
             return
-        self._waiting_candidates += num_candidates
+        self._waiting_candidates = waiting_candidates
         self._entries.append(entry)
 
     def take(self, most: int) -> bytes:
@@ -198,16 +195,15 @@ class Recording:
         num_rows = 0
         for _ in range(min(most, len(self._entries))):
             entry = self._entries.popleft()
-            if isinstance(entry, rows.HeaderRow):
-                self.restart()
-                self._is_headed = True
-                lines.append(entry)
-                continue
             if isinstance(entry, RoutedRequest):
                 self._waiting_candidates -= len(entry.decision.candidates)
                 lines += self._rows_of(entry)
             else:
                 lines.append(entry)
+                if isinstance(entry, rows.HeaderRow):
+                    self.restart()
+                    self._is_headed = True
+                    continue
             num_rows += 1
         if num_rows:
             self._counts["recorded"] += num_rows
@@ -407,8 +403,9 @@ class Recordings:
             queued_s,
             pool,
         )
+        num_candidates = len(slim.candidates)
         for recording in self._active:
-            recording.add(entry)
+            recording.add(entry, num_candidates=num_candidates)
         return self._number
 
     def add_end(

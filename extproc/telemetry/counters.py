@@ -38,7 +38,7 @@ class PoolCounters:
     """Counters of one pool.
 
     Args:
-        settle: Counts what `ProcessCounters.defer` took in; before these are read.
+        settle: Counts what `ProcessCounters.deferred` holds; before these are read.
 
     Attributes:
         name: Name of the pool; empty for the default pool where there are several.
@@ -184,6 +184,8 @@ class ProcessCounters:
         event_loop_lag_s: Delay of timers of the event loop.
         event_loop_lag_cpu_s: Part of these delays in which the thread of the loop computed.
         supervisor: Keeps loops alive, and counts their failures.
+        deferred: Counts facts of requests later, with others of their kind: code and data that were
+            just used are in the caches.
 
     A rejection before a pool was found counts under the default pool, which has the empty name if there
     are several.
@@ -210,7 +212,7 @@ class ProcessCounters:
         self.xds = XdsCounters()
         self.supervisor = Supervisor()
         self._pools: dict[str, PoolCounters] = {}
-        self._deferred: deque[Callable[[], None]] = deque()
+        self.deferred: deque[Callable[[], None]] = deque()
 
     @property
     def pools(self) -> dict[str, PoolCounters]:
@@ -230,19 +232,14 @@ class ProcessCounters:
             counters = self._pools[pool] = PoolCounters(pool, self.settle)
         return counters
 
-    def defer(self, count: Callable[[], None]) -> None:
-        """Count something later, with others of its kind: code and data that were just used are in the caches.
-
-        Args:
-            count: Counts a fact of a request.
-        """
-        self._deferred.append(count)
-        if len(self._deferred) >= _MAX_DEFERRED:
+    def limit_deferred(self) -> None:
+        """Count what was deferred, where it is much; at the end of each request."""
+        if len(self.deferred) >= _MAX_DEFERRED:
             self.settle()
 
     def settle(self) -> None:
         """Count what was deferred."""
-        deferred = self._deferred
+        deferred = self.deferred
         while deferred:
             deferred.popleft()()
 

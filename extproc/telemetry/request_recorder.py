@@ -308,7 +308,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             self._number = streams.recordings.add_routed(
                 decision, slim, now=now, queued_s=self._queue_s or 0.0, pool=counters.name
             )
-        streams.counters.defer(self._count_routed)
+        streams.counters.deferred.append(self._count_routed)
 
     @property
     def decision(self) -> Decision | None:
@@ -338,7 +338,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             record.headers_s = duration_s
             if self._is_served and not is_stream:
                 record.first_token_s = duration_s
-        self._streams.counters.defer(self._count_headers)
+        self._streams.counters.deferred.append(self._count_headers)
 
     def _count_headers(self) -> None:
         """Count the time to response headers."""
@@ -383,7 +383,9 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             record.status, record.seconds = status, duration_s
             if self._number:
                 self._record_end(record, status, duration_s)
-        self._streams.counters.defer(self._count_end)
+        counters = self._streams.counters
+        counters.deferred.append(self._count_end)
+        counters.limit_deferred()
 
     def _count_end(self) -> None:
         """Count the end of a routed request, and its tokens."""

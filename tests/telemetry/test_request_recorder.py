@@ -137,7 +137,7 @@ def test_facts_of_requests_are_counted_before_they_are_read():
     assert held.routed_total == 0
     assert scene.counters.pools["default"].routed_total == 1
     for _ in range(1000):
-        scene.route()
+        scene.route().on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=1.0)
     assert held.routed_total > 800
 
 
