@@ -4,7 +4,7 @@
 
 Engines that hold `--blocks` blocks each store and remove batches of 20, decoded from their bytes.
 Then two pools route the same requests in turns, half of which continue one of 64 conversations: one
-has the events of all engines, the other none.
+has the events of all engines, the other none. Both know of the same prompts on the same engines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from extproc.scrape.kv_event_subscriber import KvEventsSection
 #: Tokens of a block, blocks of a stored event, and blocks per engine and second that are stored, and
 #: as many removed.
 SIZE, BATCH, RATE = 16, 20, 200
+
+#: Tokens of the cache of an engine, where requests are routed.
+CACHE = 200_000
 
 
 def batch(
@@ -113,10 +116,14 @@ def measure_events(args: argparse.Namespace) -> None:
 
 
 def routing_pool(args: argparse.Namespace, *, is_exact: bool) -> factory.PoolParts:
-    """A pool of busy engines; with events, all of them are exact and hold conversations."""
+    """A pool of busy engines, whose pages say how large their caches are."""
     events = KvEventsSection(enabled=is_exact)
     parts = factory.build(Settings(seed=1, kv_events=events))
     fleet(parts, args.engines, random.Random(1))
+    store = parts.store
+    for member in store.pool.members:
+        page = msgspec.structs.replace(member.load, kv_blocks=CACHE // SIZE, block_tokens=SIZE)
+        store.observe(store.begin_scrape(member.endpoint), page, NOW)
     return parts
 
 
@@ -126,17 +133,19 @@ def measure_routing(args: argparse.Namespace) -> None:
     requests = [HttpRequest(HEADERS, body) for body in bodies(rng, args.bytes, args.requests)]
     believed, exact = routing_pool(args, is_exact=False), routing_pool(args, is_exact=True)
     prefixes = exact.exact
-    engines = []
+    holders = []
     for member in exact.store.pool.members:
         engine = prefixes.open(index_key(member.endpoint), 0)
         prefixes.index.set_live(engine, is_live=True)
         prefixes.index.set_complete(engine)
-        engines.append(engine)
+        holders.append((engine, member))
     for request in requests:
         prepared = exact.director.prepare(request)
         text = prepared.request.prompt
         tokens = array("I", text[: len(text) // 4 * 4])
-        for engine in rng.sample(engines, 2):
+        for engine, member in rng.sample(holders, 2):
+            for parts in (believed, exact):
+                parts.index.record(index_key(member.endpoint), prepared.chain)
             full = len(tokens) // SIZE
             hashes = kv_events.block_keys(engine.bit, tokens.tobytes(), SIZE)
             event = kv_events.BlockStored(hashes, None, tokens[: full * SIZE].tobytes(), SIZE)

@@ -452,6 +452,11 @@ class Reservation(msgspec.Struct, eq=False):
     context: ContextShare | None = None
 
     @property
+    def is_open(self) -> bool:
+        """True until it is closed."""
+        return self._account is not None
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were predicted as cached."""
         return max(0, self.prompt_tokens - self.uncached_tokens)

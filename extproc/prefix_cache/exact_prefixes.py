@@ -11,9 +11,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from extproc.decision import MatchSource
+from extproc.endpoint import Endpoint
 from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.index import note_depth
 from extproc.prefix_cache.token_blocks import EngineBlocks, TokenBlockIndex
@@ -22,15 +23,59 @@ from extproc.prefix_cache.token_blocks import EngineBlocks, TokenBlockIndex
 #: has fewer. A million take 8 MB, and the table of their byte blocks some 40 MB: 16 million tokens.
 MAX_MAPPED_BLOCKS: Final = 1_000_000
 
-#: Seconds within which a prompt is on its way into the cache of the engine that it was sent to: a
-#: prefill of many tokens, and the event behind it.
-SETTLE_S: Final = 2.0
+#: Seconds after a prompt was sent, within which its events may not be there yet, although its request
+#: is over.
+_SETTLE_S: Final = 2.0
 
 #: No engine has blocks in lower tiers.
 NOTHING_LOWER: Final[Mapping[int, int]] = {}
 
-#: Engines of which a prompt remembers that it was just sent there (count).
+#: Engines of which a prompt remembers that it was sent there (count).
 _MAX_SENT: Final = 16
+
+#: Depths at which engines ended that a prompt remembers (count).
+_MAX_ENDS: Final = 4
+
+#: Prompts that are remembered as sent until they are mapped (count).
+_MAX_UNMAPPED: Final = 1024
+
+
+class SentRequest(Protocol):
+    """A request that was sent to an endpoint, such as `pool.inflight.Reservation`."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint."""
+
+    @property
+    def is_open(self) -> bool:
+        """True until it ended."""
+
+
+class SentPrompt(NamedTuple):
+    """A prompt that was sent to an engine.
+
+    Attributes:
+        at: When (monotonic seconds).
+        request: Its request.
+    """
+
+    at: float
+    request: SentRequest
+
+    def is_arriving(self, address: str, now: float) -> bool:
+        """True while its blocks may not be in the cache yet, but will be.
+
+        They are on their way until they are computed, behind all that waits there, and no engine
+        evicts them while it serves their request.
+
+        Args:
+            address: Address of the endpoint that it was sent to.
+        """
+        request = self.request
+        if request.is_open:
+            return request.endpoint.address == address
+        return now - self.at <= _SETTLE_S
 
 
 class MappedPrompt:
@@ -41,13 +86,13 @@ class MappedPrompt:
         max_cached: Blocks that an engine finds of the same prompt at most: it computes the last token
             again (count).
         chain: Hashes of its byte blocks.
-        first_end: Depth at which the first engines ended when it was matched; 0 for none.
+        ends: Depths at which the first engines ended when it was matched, ascending, with their bits.
         first_media: Position of the first block with an image, a video or audio; -1 for none.
-        sent: When it, or one that shares a beginning with it, was last sent to an engine, by address
-            of the endpoint (monotonic seconds), the latest last.
+        sent: It, or a prompt that shares a beginning with it, as last sent to an engine, by address
+            of the endpoint, the latest last.
     """
 
-    __slots__ = ("chain", "first_end", "first_media", "keys", "max_cached", "sent")
+    __slots__ = ("chain", "ends", "first_media", "keys", "max_cached", "sent")
 
     def __init__(
         self, chain: Sequence[int], keys: array[int], max_cached: int, first_media: int
@@ -55,9 +100,16 @@ class MappedPrompt:
         self.chain = chain
         self.keys = keys
         self.max_cached = max_cached
-        self.first_end = 0
+        self.ends: Sequence[tuple[int, int]] = ()
         self.first_media = first_media
-        self.sent: dict[str, float] = {}
+        self.sent: dict[str, SentPrompt] = {}
+
+    def note_sent(self, address: str, sent: SentPrompt) -> None:
+        """Note that it, or a prompt that shares a beginning with it, was sent to an engine."""
+        self.sent.pop(address, None)
+        if len(self.sent) >= _MAX_SENT:
+            del self.sent[next(iter(self.sent))]
+        self.sent[address] = sent
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +149,16 @@ class PromptMap:
         at = self._at
         if not chain or chain[0] not in at:
             return None
-        low, high = 0, len(chain) - 1
+        # The next turn of a conversation adds few blocks: the search begins at the end, with wider steps.
+        low, high, step = 0, len(chain) - 1, 1
+        probe = high
+        while probe > 0:
+            if chain[probe] in at:
+                low = probe
+                break
+            high = probe - 1
+            probe -= step
+            step *= 4
         while low < high:
             middle = (low + high + 1) // 2
             if chain[middle] in at:
@@ -118,8 +179,8 @@ class PromptMap:
         block_tokens: int,
         prompt_bytes: int,
         first_media: int = -1,
-    ) -> None:
-        """Map a prompt.
+    ) -> MappedPrompt | None:
+        """Map a prompt; returns None for one that is longer than all may be.
 
         Between prompts, block borders are estimated in proportion to bytes. Where two prompts part,
         the blocks that they share are counted.
@@ -131,7 +192,7 @@ class PromptMap:
             first_media: As of `MappedPrompt`.
         """
         if len(keys) > self._max_blocks:
-            return
+            return None
         packed = array("Q", keys)
         prompt = MappedPrompt(tuple(chain), packed, (tokens - 1) // block_tokens, first_media)
         at, cuts = self._at, self._cuts
@@ -141,7 +202,7 @@ class PromptMap:
             known = at.get(block)
             count = int(cuts[depth] * per_byte)
             if known is not None:
-                prompt.first_end, prompt.sent = known[0].first_end, known[0].sent
+                prompt.ends, prompt.sent = known[0].ends, known[0].sent
                 # As many as were counted or estimated for the prompts before it, as far as it agrees.
                 shared, count = known, known[1]
                 at[block] = prompt, count
@@ -159,6 +220,7 @@ class PromptMap:
         self._num_blocks += prompt.num_blocks
         while self._num_blocks > self._max_blocks:
             self._give_up_oldest()
+        return prompt
 
     def _count_shared(self, block: int, prompt: MappedPrompt, earlier: MappedPrompt) -> None:
         """Count the token blocks that two prompts share which part behind a byte block."""
@@ -221,6 +283,8 @@ class ExactPrefixes:
         self.prompts = PromptMap(schedule.cuts)
         self.usage_tokens: Counter[tuple[MatchSource, str]] = Counter()
         self._engines: dict[tuple[str, int], list[EngineBlocks]] = {}
+        #: Prompts that are not mapped yet, by the last byte block: where they were sent.
+        self._unmapped: OrderedDict[int, dict[str, SentPrompt]] = OrderedDict()
 
     def open(self, key: tuple[str, int], rank: int) -> EngineBlocks:
         """Blocks of a rank of an endpoint, empty; ranks are opened in order.
@@ -272,7 +336,7 @@ class ExactPrefixes:
             return
         extras = kv_events.media_extras(placeholders, size, len(tokens) // size)
         keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size, extras)
-        self.prompts.add(
+        prompt = self.prompts.add(
             chain,
             keys,
             tokens=len(tokens),
@@ -280,17 +344,23 @@ class ExactPrefixes:
             prompt_bytes=prompt_bytes,
             first_media=next((at for at, extra in enumerate(extras) if extra), -1),
         )
+        unmapped = self._unmapped.pop(chain[-1], None)
+        if prompt is not None and unmapped is not None:
+            for address, sent in unmapped.items():
+                prompt.note_sent(address, sent)
 
-    def record_sent(self, address: str, chain: Sequence[int], now: float) -> None:
-        """Note that a prompt is on its way to an engine."""
+    def record_sent(self, chain: Sequence[int], request: SentRequest, now: float) -> None:
+        """Note that a prompt is on its way to the engine of its request."""
+        address, sent = request.endpoint.address, SentPrompt(now, request)
         mapped = self.prompts.find(chain)
-        if mapped is None:
-            return
-        sent = mapped[0].sent
-        sent.pop(address, None)
-        if len(sent) >= _MAX_SENT:
-            del sent[next(iter(sent))]
-        sent[address] = now
+        if mapped is not None:
+            mapped[0].note_sent(address, sent)
+        if chain and not self.prompts.covers(chain):
+            unmapped = self._unmapped
+            unmapped.setdefault(chain[-1], {})[address] = sent
+            unmapped.move_to_end(chain[-1])
+            if len(unmapped) > _MAX_UNMAPPED:
+                unmapped.popitem(last=False)
 
     def record_usage(self, source: MatchSource, predicted: int, observed: int) -> None:
         """Note the cached tokens that an answer reports, beside those that were predicted."""
@@ -316,10 +386,10 @@ class ExactPrefixes:
             if answer:
                 keys = keys + answer
                 count = len(keys)
-        ends = index.holders(keys, count, prompt.first_end)
-        if ends:
-            prompt.first_end = ends[0][0]
-        return PromptMatch(prompt, num_shared, ends, index.lower_tokens(keys, count, ends))
+        ends = index.holders(keys, count, prompt.ends)
+        prompt.ends = ends if len(ends) <= _MAX_ENDS else ends[:_MAX_ENDS]
+        lower = index.lower_tokens(keys, count, ends) if index.has_lower_tiers else NOTHING_LOWER
+        return PromptMatch(prompt, num_shared, ends, lower)
 
     def tokens_by_slot(
         self, ends: Sequence[tuple[int, int]], lower: Mapping[int, int] = NOTHING_LOWER

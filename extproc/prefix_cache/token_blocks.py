@@ -21,6 +21,11 @@ from extproc.prefix_cache.packed_map import PackedMap
 #: Masks that are remembered as shared objects (count).
 _MAX_SHARED: Final = 65_536
 
+#: Engines that hold a block (count) from which on its mask is found at once, and how many such masks are
+#: remembered. They are those of system prompts, which most requests look up.
+_MANY_HOLDERS: Final = 8
+_MAX_FREQUENT: Final = 4096
+
 #: Chains that are remembered as what went on from a block (count), and blocks of each (count). They are
 #: answers, until the next turn is mapped.
 _MAX_CONTINUATIONS: Final = 16_384
@@ -140,6 +145,8 @@ class TokenBlockIndex:
         self._holders = PackedMap(list)
         #: Masks of several engines, each once.
         self._shared: dict[int, int] = {}
+        #: Masks of blocks that many engines hold, by key, once they were looked up.
+        self._frequent: dict[int, int] = {}
         self._continuations: OrderedDict[int, array[int]] = OrderedDict()
         self._num_bits = 0
         self._free: list[int] = []
@@ -151,6 +158,11 @@ class TokenBlockIndex:
     def num_slots(self) -> int:
         """Bits that were ever in use at a time (count)."""
         return self._num_bits
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """True if any engine stored blocks in a lower tier."""
+        return bool(self._tiered)
 
     @property
     def num_keys(self) -> int:
@@ -380,7 +392,7 @@ class TokenBlockIndex:
         self,
         keys: Sequence[int],
         count: int,
-        guess: int = 0,
+        guesses: Sequence[tuple[int, int]] = (),
         *,
         start: int = 0,
         lower: int = 0,
@@ -392,7 +404,7 @@ class TokenBlockIndex:
 
         Args:
             count: Blocks of it that count.
-            guess: Depth at which the first engines ended before, and may end again; 0 for none.
+            guesses: What was returned for a similar chain: engines may end at the same depths.
             start: Blocks at the beginning that do not matter (count).
             lower: Bits of lower tiers to look at instead of the device; 0 for the device.
 
@@ -401,34 +413,54 @@ class TokenBlockIndex:
         """
         if count <= start:
             return ()
-        get = self._holders.get
-        alive = (get(keys[start]) or 0) & (lower or ~self._lower_mask)
+        alive = self._mask_of(keys[start]) & (lower or ~self._lower_mask)
         if not alive:
             return ()
-        last = get(keys[count - 1]) or 0
+        last = self._mask_of(keys[count - 1])
         ends: list[tuple[int, int]] = []
-        # The deepest block that all of `alive` hold, and what the next one lacks.
         held = start + 1
         while alive & ~last:
-            above, lost = count, last & alive
-            if held < guess < above:
-                mask = (get(keys[guess]) or 0) & alive
-                if mask != alive:
-                    above, lost = guess + 1, mask
-                    if (get(keys[guess - 1]) or 0) & alive == alive:
-                        held = guess
-            while above - held > 1:
-                middle = (held + above) // 2
-                mask = (get(keys[middle - 1]) or 0) & alive
-                if mask == alive:
-                    held = middle
-                else:
-                    above, lost = middle, mask
-            ends.append((held, alive ^ lost))
-            alive, held = lost, above
+            end, held, left = self._find_end(keys, alive, (held, count, last & alive), guesses)
+            ends.append((end, alive ^ left))
+            alive = left
         if alive:
             ends.append((count, alive))
         return ends
+
+    def _find_end(
+        self,
+        keys: Sequence[int],
+        alive: int,
+        bounds: tuple[int, int, int],
+        guesses: Sequence[tuple[int, int]],
+    ) -> tuple[int, int, int]:
+        """Where the first engines end: the depth that all hold, the next one, and those that hold it.
+
+        Args:
+            alive: Bits of the engines.
+            bounds: A depth that all hold, one that fewer do, and those that hold it.
+            guesses: As of `holders`.
+        """
+        held, above, left = bounds
+        mask_of = self._mask_of
+        for guess, _ in guesses:
+            if held <= guess < above:
+                mask = mask_of(keys[guess]) & alive
+                if mask == alive:
+                    held = guess + 1
+                    continue
+                above, left = guess + 1, mask
+                if guess > held and mask_of(keys[guess - 1]) & alive == alive:
+                    held = guess
+                break
+        while above - held > 1:
+            middle = (held + above) // 2
+            mask = mask_of(keys[middle - 1]) & alive
+            if mask == alive:
+                held = middle
+            else:
+                above, left = middle, mask
+        return held, above, left
 
     def lower_tokens(
         self, keys: Sequence[int], count: int, ends: Sequence[tuple[int, int]]
@@ -443,8 +475,6 @@ class TokenBlockIndex:
             ends: What the engines hold on the device, from `holders`.
         """
         tiered = self._tiered
-        if not tiered:
-            return {}
         left = sum(tiered)
         at = [(depth, bits & left) for depth, bits in ends]
         at.append((0, left & ~sum([bits for _, bits in at])))
@@ -490,8 +520,20 @@ class TokenBlockIndex:
         if len(known) > _MAX_CONTINUATIONS:
             known.popitem(last=False)
 
+    def _mask_of(self, key: int) -> int:
+        """Bits that hold a key; 0 for none."""
+        mask = self._frequent.get(key)
+        if mask is None:
+            mask = self._holders.get(key) or 0
+            if mask.bit_count() >= _MANY_HOLDERS:
+                if len(self._frequent) >= _MAX_FREQUENT:
+                    self._frequent.clear()
+                self._frequent[key] = mask
+        return mask
+
     def _put(self, key: int, mask: int) -> None:
         """Set the holders of a key; masks of several engines are shared objects."""
+        self._frequent.pop(key, None)
         if not mask:
             self._holders.pop(key)
             return

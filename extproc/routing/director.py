@@ -296,8 +296,6 @@ class Director:
         prompt_tokens = size.tokens
         if chain:
             self._index.record(index_key(endpoint), chain)
-            if self._exact is not None:
-                self._exact.record_sent(endpoint.address, chain, now)
         if self.routing.hashes_prompts and prompt_tokens:
             self._cache_model.record_sent(
                 endpoint,
@@ -323,6 +321,8 @@ class Director:
         )
         if size.has_media:
             reservation.note_media()
+        if chain and self._exact is not None:
+            self._exact.record_sent(chain, reservation, now)
         if cached_tokens.estimated != cached_tokens.tokens:
             reservation.set_estimated_tokens(cached_tokens.estimated)
         if last_turn is not None:

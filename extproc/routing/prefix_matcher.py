@@ -12,7 +12,7 @@ from extproc.decision import Decision, MatchSource, Outcome
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
-from extproc.prefix_cache.exact_prefixes import SETTLE_S, ExactPrefixes
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.prefix_cache.token_blocks import EngineBlocks
 
@@ -102,7 +102,8 @@ class ExactMatcher:
         self._positions: object = None
         self._version = -1
         self._positions_by_slot: Mapping[int, int] = {}
-        #: The first end of the request that was matched last, and the tokens that follow from it.
+        #: Depth of the first end of the request that was matched last, the engines that hold so much,
+        #: and the tokens that follow from it.
         self._first_end = (-1, 0)
         self._first_tokens: list[int] = []
         #: Of the request that was matched last: the usual source, and others by address.
@@ -138,13 +139,14 @@ class ExactMatcher:
         match = exact.match(chain)
         if match is None:
             return self._estimate.match(chain, members, tokens)
-        estimate = _Estimate(self._estimate, chain, tokens)
+        estimate: _Estimate | None = None
         pool, index = self._store.pool, exact.index
         if self._positions is not pool.positions or self._version != index.version:
             self._follow_pool()
         positions: Mapping[str, int] = pool.positions
         if self._take_slots is None or members is not pool.members or match.lower:
             held = exact.tokens_by_slot(match.ends, match.lower)
+            estimate = _Estimate(self._estimate, chain, tokens)
             corrected = self._correct_singly(members, held, prompt_tokens, estimate)
             positions = {member.endpoint.address: n for n, member in enumerate(members)}
         else:
@@ -153,14 +155,19 @@ class ExactMatcher:
             if match.ends and match.ends[-1][0] * index.block_tokens > prompt_tokens:
                 corrected = [min(prompt_tokens, some) for some in corrected]
         known = tokens[match.depth]
-        for address, sent_at in match.prompt.sent.items():
+        for address, sent in match.prompt.sent.items():
             position = positions.get(address)
             if position is not None:
-                is_settled = now - sent_at > SETTLE_S
+                is_arriving = sent.is_arriving(address, now)
                 lost = self._eviction_ratio(members[position], now)
-                if lost or not is_settled:
+                if lost or is_arriving:
+                    estimate = estimate or _Estimate(self._estimate, chain, tokens)
                     corrected[position] = self._correct_sent(
-                        address, corrected[position], estimate, (known, lost), is_settled=is_settled
+                        address,
+                        corrected[position],
+                        estimate,
+                        (known, lost),
+                        is_arriving=is_arriving,
                     )
         return corrected
 
@@ -170,27 +177,33 @@ class ExactMatcher:
         """Tokens per member of the pool, while all of them are exact.
 
         Most prompts of a pool begin with few system prompts, which most engines hold: what follows
-        from the first end is stored.
+        from the first end alone is stored.
 
         Args:
             ends: As of `PromptMatch`.
         """
-        exact = self._exact
-        if sum([bits.bit_count() for _, bits in ends[1:]]) > _MANY:
-            return take_slots(exact.tokens_by_slot(ends))
-        first = ends[0] if ends else (0, 0)
+        first, further = (0, 0), 0
+        if ends:
+            for _, bits in ends[1:]:
+                further |= bits
+            if further.bit_count() > _MANY:
+                return take_slots(self._exact.tokens_by_slot(ends))
+            depth, bits = ends[0]
+            first = depth, bits | further
         if first != self._first_end:
             self._first_end = first
-            self._first_tokens = take_slots(exact.tokens_by_slot(ends[:1]))
-        tokens, positions = self._first_tokens.copy(), self._positions_by_slot
-        for depth, mask in ends[1:]:
-            bits = mask
-            while bits:
-                slot = bits.bit_length() - 1
-                bits ^= 1 << slot
-                position = positions.get(slot)
-                if position is not None:
-                    tokens[position] = depth * exact.index.block_tokens
+            self._first_tokens = take_slots(self._exact.tokens_by_slot((first,)))
+        tokens = self._first_tokens.copy()
+        if further:
+            size, positions = self._exact.index.block_tokens, self._positions_by_slot
+            for depth, mask in ends[1:]:
+                bits, held = mask, depth * size
+                while bits:
+                    slot = bits.bit_length() - 1
+                    bits ^= 1 << slot
+                    position = positions.get(slot)
+                    if position is not None:
+                        tokens[position] = held
         return tokens
 
     def with_source(self, outcome: Outcome) -> Outcome:
@@ -210,21 +223,21 @@ class ExactMatcher:
         estimate: _Estimate,
         eviction: tuple[int, float],
         *,
-        is_settled: bool,
+        is_arriving: bool,
     ) -> int:
         """Tokens of a member that the prompt, or one with the same beginning, was sent to.
 
         Args:
             eviction: Tokens of the prompt that the estimate can know of, and the share of those that
                 it has given up that is lost, 0..1.
-            is_settled: Whether its events are there by now.
+            is_arriving: Whether events of a prompt that was sent there may be outstanding.
         """
         known, lost = eviction
         estimated = estimate.tokens_at(address)
         if estimated < held and estimated < known and lost:
             self._sources[address] = "both"
             return int(held * (1.0 - lost * (1.0 - estimated / known)))
-        if estimated > held and not is_settled:
+        if estimated > held and is_arriving:
             self._sources[address] = "estimate"
             return estimated
         return held
@@ -263,11 +276,13 @@ class ExactMatcher:
         up is lost once those q tokens, less the free ones, are computed. While few wait, the
         estimate of the size of the cache K is at fault rather: q / (q + `_SIZE_ERROR` K) is lost.
         """
-        capacity = member.load.kv_tokens
         queued = member.account.queued(now) + member.foreign_tokens
-        if not capacity or queued <= 0.0:
+        capacity = member.load.kv_tokens
+        if queued <= 0.0 or not capacity:
             return 0.0
-        held = sum([len(engine.keys) for engine in self._engines[member.endpoint.address]])
+        held = 0
+        for engine in self._engines[member.endpoint.address]:
+            held += len(engine.keys)
         queued -= max(0, capacity - held * self._exact.index.block_tokens)
         return queued / (queued + _SIZE_ERROR * capacity) if queued > 0.0 else 0.0
 

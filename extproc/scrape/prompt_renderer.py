@@ -104,8 +104,6 @@ class _UnmappedPrompt(msgspec.Struct, eq=False):
     """A prompt to be mapped, by the engine at `address`.
 
     Attributes:
-        sent_to: Endpoint that its request was routed to, maybe a rank of the engine; empty before.
-        sent_at: When, in monotonic seconds.
         waits: Requests that wait for it, with their bytes.
     """
 
@@ -116,8 +114,6 @@ class _UnmappedPrompt(msgspec.Struct, eq=False):
     adapter: str
     prompt_bytes: int
     num_media: int
-    sent_to: str = ""
-    sent_at: float = 0.0
     waits: dict[asyncio.Future[None], int] = {}
 
 
@@ -205,9 +201,7 @@ class PromptRenderer:
         """Take note of a routed request; cheap where its prompt is mapped already."""
         exact = self._exact
         if exact.index.block_tokens or exact.is_any_live:
-            prompt = self._queue_prompt(decision, raw)
-            if prompt is not None:
-                prompt.sent_to, prompt.sent_at = decision.endpoints[0].address, self._clock()
+            self._queue_prompt(decision, raw)
 
     def render_ahead(self, decision: Decision, raw: HttpRequest) -> asyncio.Future[None] | None:
         """Render a prompt before its request is routed; None where nothing is waited for.
@@ -436,8 +430,6 @@ class PromptRenderer:
             prompt_bytes=prompt.prompt_bytes,
             placeholders=placeholders,
         )
-        if prompt.sent_to:
-            self._exact.record_sent(prompt.sent_to, prompt.chain, prompt.sent_at)
         return "mapped"
 
     def _engine(self, address: str) -> _Engine:

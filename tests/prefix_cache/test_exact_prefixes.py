@@ -2,6 +2,8 @@
 
 from array import array
 
+from extproc.endpoint import Endpoint
+from extproc.pool.inflight import InflightLoad
 from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes, PromptMap
 from extproc.prefix_cache.kv_events import BlockRemoved, BlockStored
@@ -31,6 +33,11 @@ def exact():
 
 def add(found, prompt):
     found.map_prompt(chain(prompt), tokens(prompt), adapter="", prompt_bytes=len(prompt))
+
+
+def sent(address):
+    """A request that was sent to an address."""
+    return InflightLoad(Endpoint(address)).open("", 100, cached_tokens=0, now=0.0)
 
 
 def text(*letters):
@@ -115,8 +122,9 @@ def test_match_says_what_each_engine_holds():
     assert match.depth == len(chain(prompt))
     assert depths == [(1, other.bit), (2, engine.bit)]
     assert found.tokens_by_slot(depths) == [8, 4]
-    found.record_sent("a", chain(prompt), 3.0)
-    assert mapped.sent == {"a": 3.0}
+    request = sent("a")
+    found.record_sent(chain(prompt), request, 3.0)
+    assert mapped.sent == {"a": (3.0, request)}
     found.forget(("b", 0))
     found.index.sweep(100)
     assert found.tokens_by_slot(found.match(chain(prompt)).ends) == [8, 0]
@@ -168,23 +176,44 @@ def test_the_next_turn_finds_the_answer_that_engines_stored():
 
 
 def test_a_prompt_remembers_few_engines():
-    """Prompts that go everywhere do not grow."""
+    """Prompts that go everywhere do not grow, and of those that are never mapped few are kept."""
     found, _ = exact()
     add(found, SYSTEM)
     for number in range(100):
-        found.record_sent(f"e{number}", chain(SYSTEM), float(number))
+        found.record_sent(chain(SYSTEM), sent(f"e{number}"), float(number))
     assert len(found.match(chain(SYSTEM)).prompt.sent) == 16
-    found.record_sent("e1", chain(b"unknown" * 64), 1.0)
+    for number in range(1100):
+        found.record_sent(chain(b"%08d" % number * 8), sent("a"), 1.0)
+    for number, addresses in ((0, []), (1099, ["a"])):
+        prompt = b"%08d" % number * 8
+        add(found, prompt)
+        assert list(found.match(chain(prompt)).prompt.sent) == addresses
 
 
 def test_a_prompt_remembers_where_those_that_it_goes_on_from_were_sent():
     """Their blocks are there, or on their way; what is sent later is its own."""
     found, _ = exact()
-    add(found, SYSTEM)
-    found.record_sent("a", chain(SYSTEM), 1.0)
     longer = SYSTEM + b"a" * 96
+    found.record_sent(chain(longer), sent("b"), 2.0)
+    add(found, SYSTEM)
+    found.record_sent(chain(SYSTEM), sent("a"), 1.0)
     add(found, longer)
-    found.record_sent("b", chain(longer), 2.0)
-    assert found.match(chain(longer)).prompt.sent == {"a": 1.0, "b": 2.0}
+    assert list(found.match(chain(longer)).prompt.sent) == ["a", "b"]
     add(found, SYSTEM + b"b" * 96)
-    assert found.match(chain(longer)).prompt.sent == {"a": 1.0, "b": 2.0}
+    assert list(found.match(chain(longer)).prompt.sent) == ["a", "b"]
+
+
+def test_a_sent_prompt_arrives_until_its_request_ends():
+    """However long it waits on the engine; and not where another endpoint answers in its place."""
+    found, _ = exact()
+    add(found, SYSTEM)
+    request = sent("a")
+    found.record_sent(chain(SYSTEM), request, 1.0)
+    arriving = found.match(chain(SYSTEM)).prompt.sent["a"].is_arriving
+    assert arriving("a", 100.0)
+    other = InflightLoad(Endpoint("b"))
+    request.move(other, 100.0)
+    assert not arriving("a", 100.0)
+    request.close(100.0)
+    assert not arriving("a", 100.0)
+    assert arriving("a", 2.0)

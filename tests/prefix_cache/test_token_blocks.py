@@ -30,7 +30,7 @@ def depth(index, engine, chain):
     """Leading blocks of a chain on an engine."""
     ends = index.holders(chain, len(chain))
     for guess in range(len(chain) + 2):
-        assert index.holders(chain, len(chain), guess) == ends
+        assert index.holders(chain, len(chain), [(guess, 1), (guess + 1, 2)]) == ends
     return next((d for d, bits in ends if bits & engine.bit), 0)
 
 
@@ -335,3 +335,23 @@ def test_lower_tiers_match_sets(steps):
         expected = int(SIZE * ((host - device) * 0.5 + (disk - host) * 0.25))
         assert saved(index, engine, chain) == expected
         assert depth(index, engine, chain) == device
+
+
+def test_masks_of_many_engines_follow_events():
+    """Also of blocks that were looked up, and are remembered."""
+    index = TokenBlockIndex(100)
+    engines = [index.open() for _ in range(20)]
+    for engine in engines:
+        index.apply(engine, stored([1, 2], [1, 2]))
+    chain = keys(1, 2, 3)
+    everyone = sum(engine.bit for engine in engines)
+    assert index.holders(chain, 3) == [(2, everyone)]
+    index.apply(engines[0], BlockRemoved([2]))
+    index.apply(engines[1], stored([3], [3], parent=2))
+    index.wipe(engines[2], is_complete=True)
+    index.sweep(100)
+    rest = everyone - sum(engine.bit for engine in engines[:2]) - 4
+    assert index.holders(chain, 3) == [(1, engines[0].bit), (2, rest), (3, engines[1].bit)]
+    for engine in engines[:2] + engines[3:]:
+        index.apply(engine, BlockRemoved([1, 2, 3]))
+    assert index.holders(chain, 3) == ()

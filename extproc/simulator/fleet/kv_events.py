@@ -59,17 +59,14 @@ class SimKvEvents:
             index.set_complete(engine)
         self._engines[n] = endpoint, engine
 
-    def map_prompt(
-        self, work: RequestSpec, chain: Sequence[int], *, address: str, now: float
-    ) -> None:
-        """Map the prompt of a request that was routed to an address."""
+    def map_prompt(self, work: RequestSpec, chain: Sequence[int]) -> None:
+        """Map the prompt of a request that was routed."""
         if chain and not self._exact.prompts.covers(chain):
             keys = work.keys[: work.prompt_tokens // KEY_TOKENS]
             words = array("I")
             words.frombytes(b"".join([_words(key) for key in keys]))
             prompt_bytes = work.prompt_tokens * BYTES_PER_TOKEN
             self._exact.map_prompt(chain, words, adapter="", prompt_bytes=prompt_bytes)
-            self._exact.record_sent(address, chain, now)
 
     def _on_changes(self, n: int, changes: Sequence[kv.BlockChange]) -> None:
         known = self._engines.get(n)

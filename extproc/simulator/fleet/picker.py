@@ -269,12 +269,7 @@ class ExtprocPicker:
             outcome, self._timeline.now
         )
         if self._kv_events is not None:
-            self._kv_events.map_prompt(
-                work,
-                outcome.block_hashes,
-                address=outcome.endpoints[0].address,
-                now=self._timeline.now,
-            )
+            self._kv_events.map_prompt(work, outcome.block_hashes)
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._nodes_of[outcome.endpoints[0].address]
         if n not in self._busy:
