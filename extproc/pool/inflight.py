@@ -248,6 +248,10 @@ class InflightLoad:
         reservation.context = self._context.open(blocks, tokens, growth=growth)
         self.active_context_tokens = self._context.tokens
 
+    def count_open_blocks(self, chain: Sequence[int]) -> int:
+        """Leading blocks of a prompt that open requests have, to a few; 0 while no plugin needs it."""
+        return self._context.count_blocks(chain)
+
     def add_pending(
         self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
     ) -> ContextShare:

@@ -110,6 +110,15 @@ class SharedContext:
         self.tokens, self.shared = total, shared
         return ContextShare(blocks, prompt_tokens, growth)
 
+    def count_blocks(self, blocks: Sequence[int]) -> int:
+        """Leading blocks of a chain that open requests have, in steps of those that are followed."""
+        users, count = self._users, 0
+        for block in blocks[::_STRIDE]:
+            if block not in users:
+                break
+            count += _STRIDE
+        return min(count, len(blocks))
+
     def close(self, share: ContextShare) -> None:
         """Remove a request that ended.
 

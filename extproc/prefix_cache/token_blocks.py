@@ -434,7 +434,7 @@ class TokenBlockIndex:
         bounds: tuple[int, int, int],
         guesses: Sequence[tuple[int, int]],
     ) -> tuple[int, int, int]:
-        """Where the first engines end: the depth that all hold, the next one, and those that hold it.
+        """Depth up to which all engines hold a chain, the next one that is known, and its holders.
 
         Args:
             alive: Bits of the engines.

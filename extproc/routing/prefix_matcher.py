@@ -158,8 +158,8 @@ class ExactMatcher:
         for address, sent in match.prompt.sent.items():
             position = positions.get(address)
             if position is not None:
-                is_arriving = sent.is_arriving(address, now)
-                lost = self._eviction_ratio(members[position], now)
+                member, is_arriving = members[position], sent.is_arriving(address, now)
+                lost = self._eviction_ratio(member, now)
                 if lost or is_arriving:
                     estimate = estimate or _Estimate(self._estimate, chain, tokens)
                     corrected[position] = self._correct_sent(
@@ -169,6 +169,8 @@ class ExactMatcher:
                         (known, lost),
                         is_arriving=is_arriving,
                     )
+                if member.load.waiting and corrected[position]:
+                    self._discount_idle(member, corrected, position, (chain, tokens))
         return corrected
 
     def _tokens_in_order(
@@ -285,6 +287,39 @@ class ExactMatcher:
             held += len(engine.keys)
         queued -= max(0, capacity - held * self._exact.index.block_tokens)
         return queued / (queued + _SIZE_ERROR * capacity) if queued > 0.0 else 0.0
+
+    def _discount_idle(
+        self,
+        member: EndpointSnapshot,
+        corrected: list[int],
+        position: int,
+        prompt: tuple[Sequence[int], Sequence[int]],
+    ) -> None:
+        """Take off what an engine will evict because requests wait there for more memory than is idle.
+
+        They take all blocks that no request holds, before it begins with this one. What open requests
+        have in common with it stays. Of the rest x / (x + `_SIZE_ERROR` K) is lost, with x the tokens
+        that those who wait lack.
+
+        Args:
+            member: Its endpoint.
+            corrected: Tokens by position, which are changed.
+            position: Its position.
+            prompt: Block hashes of the prompt, and tokens by depth.
+        """
+        load, account = member.load, member.account
+        if load.kv_usage is None or not load.kv_tokens or not account.in_flight:
+            return
+        context_tokens = account.active_context_tokens / account.in_flight
+        lacking = (load.waiting or 0.0) * context_tokens - (1.0 - load.kv_usage) * load.kv_tokens
+        if lacking <= 0.0:
+            return
+        held, (chain, tokens) = corrected[position], prompt
+        shared = min(held, tokens[account.count_open_blocks(chain)])
+        share = lacking / (lacking + _SIZE_ERROR * load.kv_tokens)
+        if shared < held:
+            corrected[position] = held - int((held - shared) * share)
+            self._sources[member.endpoint.address] = "both"
 
     def _follow_pool(self) -> None:
         """Look engines up again when the endpoint set or the subscriptions changed."""

@@ -146,6 +146,41 @@ def test_what_prompts_ahead_will_evict_does_not_count(pool, queued, free, expect
     assert pool.decide().match_source == ("events" if expected == 320 else "both")
 
 
+@pytest.mark.parametrize(
+    ("waiting", "context_tokens", "is_shared", "expected"),
+    [
+        (0, 100_000, False, 320),
+        (2, 80, False, 320),
+        (4, 100_000, False, 0),
+        (4, 100_000, True, 256),
+    ],
+)
+def test_idle_blocks_do_not_count_where_requests_wait_for_memory(
+    pool, waiting, context_tokens, is_shared, expected
+):
+    """They are evicted before it begins; what open requests have in common with it stays."""
+    pool.store(A, 20)
+    pool.map_prompt()
+    member = pool.fixture.store.pool.members[0]
+    account = member.account
+    sent = account.open("", 1, cached_tokens=0, now=-9.0)
+    pool.exact.record_sent(pool.chain, sent, -9.0)
+    sent.close(0.0)
+    # An open request, on an engine whose cache has 320 tokens, half of which are in use.
+    blocks = [1, *pool.chain[1:]]
+    if is_shared:
+        blocks = [*pool.chain[:4], 1, 2, 3, 4]
+    tokens = [0, *range(context_tokens - len(blocks) + 1, context_tokens + 1)]
+    opened = account.open("", context_tokens, cached_tokens=context_tokens, now=pool.fixture.now)
+    account.track_context(opened, blocks, tokens, growth=0.0)
+    page = Load(at=pool.fixture.now, waiting=waiting, kv_usage=0.5, kv_blocks=20, block_tokens=SIZE)
+    pool.fixture.store.observe(
+        pool.fixture.store.begin_scrape(member.endpoint), page, pool.fixture.now
+    )
+    pool.fixture.index.record((A, member.endpoint.incarnation), pool.chain)
+    assert pool.matched()[A] == pytest.approx(expected, abs=2)
+
+
 def test_the_estimate_is_corrected_by_its_own_predictions(pool):
     """What events say of an endpoint is no error of the estimate of its size."""
     pool.store(A, 20)
