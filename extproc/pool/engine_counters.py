@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from extproc.endpoint import Load
+from extproc.pool.inflight import IdleTime
 
 
 class AdapterSlotTracker:
@@ -67,7 +68,8 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
         context: Tokens of context that running requests have; None when unknown.
         loads: Adapters that were loaded onto the device (count).
         loading_s: Seconds of adapter loads where the engine tells them, else 0.
-        idled: Times at which our account had no open request left (count).
+        idle_s: Seconds in which nothing ran, as far as known (cumulative).
+        idled: Times at which our last request ended (count); -1 where nothing but ours runs.
     """
 
     at: float
@@ -77,6 +79,7 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
     context: float | None
     loads: int
     loading_s: float
+    idle_s: float
     idled: int
 
 
@@ -91,13 +94,14 @@ class CounterReader:
         self._passes = 0.0
 
     def read(
-        self, load: Load, *, ran: Iterable[str], idled: int, shared: float
+        self, load: Load, *, ran: Iterable[str], idle: IdleTime, is_alone: bool, shared: float
     ) -> WorkCounters | None:
         """Take in the next scrape.
 
         Args:
             ran: Adapters of requests that ended since the last one.
-            idled: Times at which none of our requests was left on the engine (count, cumulative).
+            idle: Time in which none of our requests was on the engine.
+            is_alone: Whether nothing else runs on it then.
             shared: Tokens of context that the cache holds once for several running requests.
 
         Returns:
@@ -116,7 +120,8 @@ class CounterReader:
             None if capacity is None or usage is None else capacity * usage + shared,
             self._device.loads if adapter_load_s is None else 0,
             adapter_load_s or 0.0,
-            idled,
+            idle.until(load.at) if is_alone else 0.0,
+            -1 if is_alone else idle.times,
         )
 
     def _work(self, last: Load | None, load: Load) -> tuple[float, float, float] | None:
@@ -143,13 +148,12 @@ class CounterReader:
 #: went within some two seconds.
 _ALPHA = 0.02
 
-#: Weight of a scrape in the hit ratio. Slow, because caches that are still cold say nothing of how
-#: well pickers agree.
-_ALPHA_HITS = 0.002
+#: Prompt tokens that the hit ratio is taken over: of some hundred prompts, because caches that are
+#: still cold say nothing of how well pickers agree.
+_RECENT_TOKENS = 1e6
 
-#: Pages without a hit that the hit ratio begins with (count): some seconds of a small fleet. A
-#: prefix counts as cached only after hits.
-_FIRST_PAGES = 50
+#: Prompt tokens without a hit that it begins with: a prefix counts as cached only after hits.
+_FIRST_TOKENS = 2e4
 
 
 class ForeignTraffic:
@@ -159,18 +163,32 @@ class ForeignTraffic:
 
     Attributes:
         share: Share of the requests in the engines that others sent, 0..1.
-        hit_ratio: Share of all prompt tokens that engines find in their caches, 0..1; the mean of all
-            pages at first, and 0 before any.
+        hit_ratio: Share of all prompt tokens that engines find in their caches, 0..1; 0 before any.
     """
 
-    __slots__ = ("_others", "_ours", "_pages", "hit_ratio", "share")
+    __slots__ = ("_matched", "_others", "_ours", "_prompts", "_tokens", "hit_ratio", "share")
 
     def __init__(self) -> None:
         self._ours = 0.0
         self._others = 0.0
-        self._pages = _FIRST_PAGES
+        self._tokens = _FIRST_TOKENS
+        self._prompts = self._matched = 0.0
         self.share = 0.0
         self.hit_ratio = 0.0
+
+    def record_match(self, prompt_tokens: int, matched_tokens: int) -> None:
+        """Count what we expect of a prompt by what we sent ourselves."""
+        self._prompts += prompt_tokens
+        self._matched += matched_tokens
+        if self._prompts > _RECENT_TOKENS:
+            self._matched *= _RECENT_TOKENS / self._prompts
+            self._prompts = _RECENT_TOKENS
+
+    @property
+    def unknown_hit_ratio(self) -> float:
+        """Share of what we do not know to be cached that engines find nevertheless, 0..1."""
+        known = self._matched / self._prompts if self._prompts else 0.0
+        return max(0.0, self.hit_ratio - known) / (1.0 - known) if known < 1.0 else 0.0
 
     def update(self, own: float, foreign: float, *, before: Load, after: Load) -> None:
         """Fold one scrape of one endpoint into the averages.
@@ -188,6 +206,7 @@ class ForeignTraffic:
         queries = (after.prefix_queries or 0.0) - (before.prefix_queries or 0.0)
         hits = (after.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
         if before.prefix_queries is not None and queries > 0.0 <= hits <= queries:
-            self._pages += 1
-            weight = max(_ALPHA_HITS, 1.0 / self._pages)
-            self.hit_ratio += weight * (hits / queries - self.hit_ratio)
+            # By tokens and not by pages: those come as often as they are asked for.
+            self._tokens += queries
+            self.hit_ratio += (hits - queries * self.hit_ratio) / self._tokens
+            self._tokens = min(self._tokens, _RECENT_TOKENS)

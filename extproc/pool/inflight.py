@@ -22,7 +22,13 @@ from typing import NamedTuple
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
-from extproc.pool.request_tokens import ContextShare, PromptSize, SharedContext, TypicalWork
+from extproc.pool.request_tokens import (
+    AnswerTokens,
+    ContextShare,
+    PromptSize,
+    SharedContext,
+    TypicalWork,
+)
 
 _TIMES = struct.Struct("dd")
 _pack_times, _unpack_times = _TIMES.pack, _TIMES.unpack
@@ -64,6 +70,24 @@ class CachedTokens(NamedTuple):
     estimated: int
 
 
+class IdleTime(NamedTuple):
+    """Time in which an account had no open request.
+
+    Attributes:
+        seconds: Until the latest request was opened (cumulative).
+        since: Monotonic seconds since when there is none; infinity if there is any.
+        times: How often the last one ended (count, cumulative).
+    """
+
+    seconds: float = 0.0
+    since: float = math.inf
+    times: int = 0
+
+    def until(self, at: float) -> float:
+        """Seconds until a time of which nothing else is known (cumulative)."""
+        return self.seconds + max(0.0, at - self.since)
+
+
 class InflightLoad:
     """The open requests of one endpoint incarnation.
 
@@ -76,7 +100,6 @@ class InflightLoad:
         opened: Reservations ever opened (count).
         answered: Requests closed with an answer (count, cumulative).
         served: Of these, requests with a prompt that this replica sent itself.
-        idled: Times at which an answer left no open request (count, cumulative).
         ran: Adapter or model names of requests answered since the last scrape.
         texts: Text prompts answered since the last comparison with the engine's counters:
             [requests, bytes of text] by adapter or model name.
@@ -90,23 +113,29 @@ class InflightLoad:
         kv_tokens_sent: KV tokens that requests ever sent take.
         kv_tokens_scraped: Of these, in the last scrape.
         adapter_slots: State derived from `adapters` and `recent`; None since they changed.
+        iteration_s: Seconds of an iteration, as of the last scrape.
         typical_work: Typical work of a request, of the whole pool.
+        answers: Tokens of an answer, of the whole pool.
     """
 
     __slots__ = (
         "__weakref__",
         "_context",
+        "_idle_s",
+        "_idled",
         "_open",
+        "_turned_at",
         "active_context_tokens",
         "adapter_slots",
         "adapters",
         "answered",
+        "answers",
         "at",
         "done",
         "endpoint",
         "from_peers",
-        "idled",
         "in_flight",
+        "iteration_s",
         "kv_tokens_scraped",
         "kv_tokens_sent",
         "media_answered",
@@ -121,9 +150,15 @@ class InflightLoad:
         "typical_work",
     )
 
-    def __init__(self, endpoint: Endpoint, typical_work: TypicalWork | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        typical_work: TypicalWork | None = None,
+        answers: AnswerTokens | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.typical_work = typical_work or TypicalWork()
+        self.answers = answers or AnswerTokens()
         self.in_flight = 0
         self.from_peers = 0
         self.prompt_tokens = 0
@@ -132,7 +167,8 @@ class InflightLoad:
         self.opened = 0
         self.answered = 0
         self.served = 0
-        self.idled = 0
+        self._idle_s = self._turned_at = 0.0
+        self._idled = 0
         self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
         self.media_answered = 0
@@ -142,6 +178,7 @@ class InflightLoad:
         self.done = 0.0
         self.at = 0.0
         self.tokens_per_s = 1.0 / DEFAULT_STEP_TIMES.prefill_s
+        self.iteration_s = DEFAULT_STEP_TIMES.iteration_s(1.0)
         self.kv_tokens_sent = 0
         self.kv_tokens_scraped = 0
         self.adapter_slots: AdapterSlotState | None = None
@@ -171,6 +208,9 @@ class InflightLoad:
             from_peers: Whether another picker sent it.
         """
         self.adapter_slots = None
+        if not self.in_flight:
+            self._idle_s += max(0.0, now - self._turned_at)
+            self._turned_at = now
         self.in_flight += 1
         self.from_peers += from_peers
         self.opened += 1
@@ -265,6 +305,11 @@ class InflightLoad:
         self._context.close(share)
         self.active_context_tokens = self._context.tokens
 
+    @property
+    def idle(self) -> IdleTime:
+        """Time without open requests."""
+        return IdleTime(self._idle_s, math.inf if self.in_flight else self._turned_at, self._idled)
+
     def queued(self, now: float) -> float:
         """Uncached prompt tokens sent and estimated as not yet computed."""
         left = self.sent - self.done - (now - self.at) * self.tokens_per_s
@@ -294,8 +339,8 @@ class InflightLoad:
         Args:
             requests: Requests on it (count), whose decodes share its iterations.
         """
-        per_token = rates.prefill_s + rates.iteration_s(requests) / _BUDGET_TOKENS
-        self.tokens_per_s = 1.0 / per_token
+        self.iteration_s = rates.iteration_s(requests)
+        self.tokens_per_s = 1.0 / (rates.prefill_s + self.iteration_s / _BUDGET_TOKENS)
 
     def record_scrape(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
         """Correct the queue by what a scrape shows.
@@ -341,6 +386,8 @@ class InflightLoad:
         self.in_flight -= 1
         if not self.in_flight:
             self._open.clear()  # its empty table stays as large as it was
+            self._turned_at = now
+            self._idled += 1
         self.from_peers -= reservation.from_peers
         self.prompt_tokens -= reservation.prompt_tokens
         if reservation.context is not None:
@@ -353,20 +400,20 @@ class InflightLoad:
             del self.adapters[reservation.target]
         self._drain(now)
         if answered:
-            self._remember(reservation)
+            self._remember(reservation, now)
             self.done = max(self.done, reservation.sent)
         else:
             # It never ran: its work is gone, and nothing is known of what was sent before it.
             self.done = min(self.done + reservation.uncached_tokens, self.sent)
 
-    def _remember(self, reservation: Reservation) -> None:
+    def _remember(self, reservation: Reservation, now: float) -> None:
         """Keep the facts of an answer that estimators read; bounded."""
         self.answered += 1
         if reservation.prompt_tokens:
+            prefill_s = reservation.uncached_tokens / self.tokens_per_s
+            self.answers.guess((now - reservation.at - prefill_s) / self.iteration_s)
             self.typical_work.add(reservation.uncached_tokens)
             self.served += not reservation.from_peers
-        if not self.in_flight:
-            self.idled += 1
         if len(self.ran) < _MAX_RECENT:
             self.ran.add(reservation.target)
         if reservation.has_media:

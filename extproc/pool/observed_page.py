@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.pool.inflight import IdleTime
 from extproc.pool.snapshot import EndpointSnapshot
 
 
@@ -19,6 +20,7 @@ class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
         sent: `InflightLoad.sent` when the scrape was requested (tokens).
         written: `InflightLoad.kv_tokens_sent`.
         served: `InflightLoad.served` when the scrape was requested (requests).
+        idle: `InflightLoad.idle` then.
     """
 
     endpoint: Endpoint
@@ -26,6 +28,7 @@ class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
     sent: int = 0
     written: int = 0
     served: int = 0
+    idle: IdleTime = IdleTime()
 
 
 class ObservedPage(msgspec.Struct, frozen=True, gc=False):

@@ -1,12 +1,14 @@
-"""Estimates of prompt tokens: from bytes, shared by open requests, of a typical request.
+"""Estimates of tokens: of prompts, shared by open requests, of a typical request, of an answer.
 
 A picker sees bytes; what a request costs is counted in tokens (`BytesPerTokenEstimator`). Shared
 prefixes of open requests are in the cache once, and count once (`SharedContext`). A typical request
-stands for those whose length is unknown (`TypicalWork`).
+stands for those whose length is unknown (`TypicalWork`); answers are as long as those of the pool
+were (`AnswerTokens`).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from extproc.endpoint import Load
+from extproc.endpoint import DEFAULT_STEP_TIMES, Load
 from extproc.pool.media_correction import MediaCorrection
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest, MediaSpan
 
@@ -201,6 +203,70 @@ class TypicalWork:
                 unknown.
         """
         return requests * (min(kv_tokens, self.typical) if kv_tokens else self.typical)
+
+
+#: Answers that the mean answer is taken over, and those that the default one counts for.
+_ANSWERS, _DEFAULT_ANSWERS = 128.0, 1.0
+
+
+class AnswerTokens:
+    """Mean tokens of an answer, of a pool.
+
+    How long an answer gets is up to the request and not to the engine: what one engine generates
+    says as much of the next request on any other. Tokens of answers that have not ended count as
+    well once another one ends, so that long ones do not come late.
+
+    Args:
+        mean: Tokens per answer before any.
+        on_change: Called when the mean changed by a fifth.
+
+    Attributes:
+        mean: Tokens per answer.
+    """
+
+    __slots__ = ("_answers", "_is_counted", "_on_change", "_shared", "_tokens", "mean")
+
+    def __init__(
+        self,
+        mean: float = DEFAULT_STEP_TIMES.output_tokens,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.mean = self._shared = mean
+        self._answers = _DEFAULT_ANSWERS
+        self._tokens = mean * _DEFAULT_ANSWERS
+        self._is_counted = False
+        self._on_change = on_change
+
+    def add(self, tokens: float, answers: float) -> None:
+        """Take in what an engine did between two scrapes.
+
+        Args:
+            tokens: Generated tokens.
+            answers: Answers that ended (count).
+        """
+        if not self._is_counted:
+            self._is_counted = True
+            self._tokens, self._answers = self.mean * _DEFAULT_ANSWERS, _DEFAULT_ANSWERS
+        self._add(tokens, answers)
+
+    def guess(self, tokens: float) -> None:
+        """Take in an answer by the time it took, while no engine has counted any.
+
+        Args:
+            tokens: Those that come in this time. Most of it may be a queue, so that more than are
+                usual count as usual.
+        """
+        if not self._is_counted:
+            self._add(min(max(1.0, tokens), DEFAULT_STEP_TIMES.output_tokens), 1.0)
+
+    def _add(self, tokens: float, answers: float) -> None:
+        keep = math.exp(-answers / _ANSWERS)
+        self._tokens = keep * self._tokens + tokens
+        self._answers = keep * self._answers + answers
+        self.mean = max(1.0, self._tokens / self._answers)
+        if abs(self.mean - self._shared) > _MEDIAN_CHANGE * self._shared:
+            self._shared = self.mean
+            self._on_change()
 
 
 #: Bytes per token that a tokenizer can have on average: below, the engine counted what no text was

@@ -11,13 +11,11 @@ K is the mean of what the KV cache held at both ends, and L are the adapters tha
 device. Windows of about a second are the rows of a least squares problem that forgets. What the
 engine has not shown yet stays near the prior, which is what the rest of the pool has shown, times
 the slowness of this engine: how much longer its windows took than the prior says.
-
-Step time estimators of a pool: per engine, with the mean of the pool as prior.
 """
 
 from __future__ import annotations
 
-import math
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -26,6 +24,9 @@ import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
 from extproc.pool.engine_counters import CounterReader, WorkCounters
+from extproc.pool.inflight import IdleTime
+from extproc.pool.least_squares import RecursiveLeastSquares
+from extproc.pool.request_tokens import AnswerTokens
 
 #: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
 #: with long prompts one takes a second.
@@ -45,11 +46,12 @@ _KEEP_LESS = 0.8
 #: than its share.
 _WEAK, _STRONG = 0.05, 3.0
 
-#: Share by which an engine must differ from the pool to count as different.
-_ALIKE = 0.3
-
 #: Share by which the time of a window may differ from what was foretold and still be usual.
 _USUAL = 0.25
+
+#: Share by which an engine may differ from its pool and count as equal, however many windows show
+#: it: pickers that do not talk agree on the endpoint of a conversation where costs are equal.
+_ALIKE = 0.2
 
 #: Windows with adapter loads remembered, and wanted before their median counts. Loads are seen a
 #: scrape late or early now and then, so some windows say nonsense.
@@ -64,41 +66,55 @@ _BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
 #: Where l stands among them.
 _LOADING = 4
 
+#: Counts of one iteration of a usual batch, where an engine has shown none of its own.
+_TYPICAL_ROW = (1.0, 100.0, 8.0, 8000.0, 0.0)
+
 
 class StepTimeEstimator:
     """Estimates the step times of one engine.
 
     Args:
         prior: Step times until the engine shows others.
+        answers: Answers of the pool; None for those of this engine alone.
 
     Attributes:
         rates: Learned step times, near the prior where there is no evidence.
     """
 
     __slots__ = (
+        "_answers",
         "_counter_reader",
+        "_is_counting",
+        "_is_idle",
         "_last",
         "_loads",
         "_off",
         "_outputs",
         "_prior",
-        "_prior_seconds",
+        "_rows",
         "_seconds",
         "_shown",
         "_squares",
         "_start",
         "_steps",
         "_weight",
+        "_windows",
         "rates",
     )
 
-    def __init__(self, prior: StepTimeModel = DEFAULT_STEP_TIMES) -> None:
+    def __init__(
+        self, prior: StepTimeModel = DEFAULT_STEP_TIMES, answers: AnswerTokens | None = None
+    ) -> None:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
+        self._answers = AnswerTokens(prior.output_tokens) if answers is None else answers
         self._prior = _unknowns(prior)
         self._weight = _WEAK
         self._counter_reader = CounterReader()
+        self._is_counting = self._is_idle = False
         self._off = 0.0  # of the last row, if it was unusual
-        self._seconds = self._prior_seconds = 0.0  # of the rows, and by the prior
+        # Sums of the windows, fading: seconds, counts of each unknown, and the windows themselves.
+        self._seconds = self._windows = 0.0
+        self._rows = [0.0] * len(_BOUNDS)
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._squares = RecursiveLeastSquares(_BOUNDS)
         self._start: WorkCounters | None = None
@@ -111,25 +127,32 @@ class StepTimeEstimator:
         """Take another prior.
 
         Args:
-            prior: Step times that several engines of the pool have shown, from `pool_mean`; ignored
-                while it has no evidence.
+            prior: Step times that engines of the pool have shown, its evidence how many; ignored
+                while that is none, or none but this one.
         """
-        if prior.evidence:
+        if prior.evidence > bool(self.rates.evidence):
             self._prior = _unknowns(prior)
             self._weight = _STRONG
 
     def update(
-        self, load: Load, *, ran: Iterable[str] = (), idled: int = 0, shared: float = 0.0
+        self,
+        load: Load,
+        *,
+        ran: Iterable[str] = (),
+        idle: IdleTime = IdleTime(),  # noqa: B008 - a tuple
+        shared: float = 0.0,
+        is_alone: bool = False,
     ) -> None:
         """Take in the next scrape.
 
         Args:
             load: Its `at` must not be before the last one's.
             ran: Adapters of requests that ended since the last scrape.
-            idled: How often nothing of ours was left on the engine (count, ever). A window in which
-                that grew has time in which nothing ran.
+            idle: Time in which nothing of ours was on the engine, as of the scrape.
             shared: Tokens of context that running requests have from each other's blocks: the cache
                 holds them once, and every iteration reads them once for each.
+            is_alone: Whether the requests of others are few. If they are not, what ran while nothing
+                of ours was there is unknown, and such a window does not count.
         """
         last, self._last = self._last, load
         if last is not None and engine_restarted(last, load):
@@ -139,21 +162,22 @@ class StepTimeEstimator:
             last = None
         self._learn_output(load.counters)
         self._learn_adapters(last, load)
-        here = self._counter_reader.read(load, ran=ran, idled=idled, shared=shared)
+        here = self._counter_reader.read(load, ran=ran, idle=idle, is_alone=is_alone, shared=shared)
+        self._is_counting, self._is_idle = here is not None, not load.running
         # In the middle of an iteration its time has passed and its tokens do not count yet: windows
-        # begin and end just after one.
+        # begin and end just after one, or where none is under way.
         moved = here is not None and here.steps != self._steps
         self._steps = None if here is None else here.steps
         start = self._start
         if start is not None and (here is None or start.idled != here.idled):
             start = self._start = None
-        if here is None or not load.running:
+        if here is None or not (load.running or is_alone):
             self._start = None
-        elif moved and start is None:
-            self._start = here
-        elif moved and start is not None:
+        elif start is None:
+            self._start = here if moved or not load.running else None
+        elif moved or not load.running:
             steps = here.steps - start.steps
-            if here.at - start.at >= _WINDOW_S and steps >= _WINDOW_STEPS:
+            if _busy_s(start, here) >= _WINDOW_S and steps >= _WINDOW_STEPS:
                 self._start = here
                 self._row(start, here)
         if load.running and here is not None and here.context is not None:
@@ -161,12 +185,12 @@ class StepTimeEstimator:
             self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
 
     def _row(self, start: WorkCounters, end: WorkCounters) -> None:
-        seconds = end.at - start.at - max(0.0, end.loading_s - start.loading_s)
+        seconds = _busy_s(start, end) - max(0.0, end.loading_s - start.loading_s)
         steps = end.steps - start.steps
         if steps < 1 or seconds <= 0:
             return
         generated = end.generated - start.generated
-        if start.context is None or end.context is None:
+        if start.context is None or end.context is None or start.idle_s != end.idle_s:
             context = generated * self.rates.context_tokens
         else:
             context = 0.5 * (start.context + end.context) * steps
@@ -202,56 +226,86 @@ class StepTimeEstimator:
             self._loads.append(min(high, max(low, load_s)))
             keep, weight = _KEEP, 1.0 if usual else _USUAL / abs(off)
         else:
-            prior_s = sum(rate * count for rate, count in zip(self._prior, row, strict=True))
             self._seconds = keep * self._seconds + seconds
-            self._prior_seconds = keep * self._prior_seconds + prior_s
+            self._windows = keep * self._windows + 1.0
+            self._rows = [
+                keep * before + count for before, count in zip(self._rows, row, strict=True)
+            ]
         self._off = 0.0 if usual or loads else off
         self._squares.add(row, seconds, keep=keep, weight=weight)
 
     @property
-    def _slowness(self) -> float:
-        """Seconds of this engine for one second of the prior; 1 while they are alike.
+    def slowness(self) -> float:
+        """Seconds of this engine for one second of the prior; 1 without windows.
 
         One number is known after a few windows, where the rows of an engine several times slower
         than its pool are too small beside the prior to move five.
         """
-        if not self._prior_seconds:
+        if not self._seconds:
             return 1.0
-        ratio = self._seconds / self._prior_seconds
-        return ratio if max(ratio, 1.0 / ratio) > 1.0 + _ALIKE else 1.0
+        return self._seconds / _seconds_of(self._prior, self._rows)
+
+    @property
+    def rates_at_pool_speed(self) -> StepTimeModel:
+        """Step times as an engine of the speed of the prior would have them.
+
+        The mean of these is the next prior. What rows do not tell apart is the prior times the
+        slowness: with that in the mean each prior would exceed the one before.
+        """
+        return scaled(self.rates, 1.0 / self._likely(self.slowness, 1.0))
+
+    @property
+    def is_unexplored(self) -> bool:
+        """True if the engine counts its work, has none, and did none yet that shows its speed.
+
+        It is believed to be as fast as the fastest, so that it gets requests and shows whether it is.
+        """
+        return self._is_counting and self._is_idle and not self.rates.evidence
+
+    def _likely(self, shown: float, prior: float) -> float:
+        """Estimate between a prior and what was shown: the prior where windows err by as much.
+
+        Engines of a pool mostly are alike, and a difference that is noise would send one of them
+        more than its share.
+        """
+        if not self._windows or shown == prior:
+            return prior
+        noise = _ALIKE * _ALIKE + _USUAL * _USUAL / self._windows
+        off = (shown - prior) / min(shown, prior)
+        return prior + (shown - prior) * max(0.0, 1.0 - noise / (off * off))
 
     @property
     def _anchored(self) -> Sequence[float]:
-        """The prior at the speed of this engine, a weak default behind it.
+        """The prior at the speed of this engine, a weak default of that speed behind it.
 
-        Where rows do not tell unknowns apart, engines that lean on their mean would drift together:
-        simulated H100 with long prompts came to eleven times their time per sequence.
+        The default keeps what no engine of the pool tells apart from going anywhere.
         """
-        is_strong = self._weight is _STRONG
-        share, slowness = (_WEAK / _STRONG, self._slowness) if is_strong else (0.0, 1.0)
-        usual = _unknowns(DEFAULT_STEP_TIMES)[:_LOADING]
+        prior = self._prior
+        if self._weight is _WEAK:
+            return prior
+        slowness = self._likely(self.slowness, 1.0)
+        usual = _unknowns(DEFAULT_STEP_TIMES)
+        rows = self._rows if self._seconds else _TYPICAL_ROW
+        speed = _seconds_of(prior, rows) / _seconds_of(usual, rows)
+        share = _WEAK / _STRONG
         return [
             *(
-                slowness * (theirs + share * (ours - theirs))
-                for theirs, ours in zip(self._prior, usual, strict=False)
+                slowness * (theirs + share * (speed * ours - theirs))
+                for theirs, ours in zip(prior[:_LOADING], usual, strict=False)
             ),
-            self._prior[_LOADING],
+            prior[_LOADING],
         ]
 
     @property
     def pooled_rates(self) -> StepTimeModel:
-        """Learned step times where they differ from the pool's, else the pool's."""
-        own = self.rates
+        """Learned step times as far as they differ from the pool's, with the pool's answers."""
+        own = msgspec.structs.replace(self.rates, output_tokens=self._answers.mean)
         if self._weight is _WEAK:
             return own
         if not own.evidence:
             return _with_unknowns(self._prior, own)
-        settled = [
-            theirs if abs(ours - theirs) <= _ALIKE * theirs else ours
-            for ours, theirs in zip(_unknowns(own), self._prior, strict=True)
-        ]
-        if not self._loading_known:
-            settled[_LOADING] = self._prior[_LOADING]
+        settled = [*map(self._likely, _unknowns(own), self._anchored)]
+        settled[_LOADING] = own.adapter_load_s if self._loading_known else self._prior[_LOADING]
         return _with_unknowns(settled, own)
 
     @property
@@ -260,7 +314,7 @@ class StepTimeEstimator:
         return self._shown or len(self._loads) >= _ENOUGH_LOADS
 
     def _learn_output(self, totals: EngineCounters) -> None:
-        """Running mean of generated tokens per finished request."""
+        """Add generated tokens and finished requests to the answers of the pool."""
         if totals.finished is None or totals.generated_tokens is None:
             return
         before = self._outputs
@@ -269,14 +323,10 @@ class StepTimeEstimator:
             return
         finished = totals.finished - before.finished
         generated = totals.generated_tokens - before.generated_tokens
-        # Tokens come before their request is finished: ten of them make the edges small.
-        if finished < 10 or generated <= 0:
-            return
-        self._outputs = totals
-        mean = generated / finished
-        old = self.rates.output_tokens
-        new = mean if not self.rates.evidence else old + _ALPHA * (mean - old)
-        self.rates = msgspec.structs.replace(self.rates, output_tokens=max(1.0, new))
+        if finished >= 1.0 and generated > 0.0:
+            self._outputs = totals
+            self._answers.add(generated, finished)
+            self.rates = msgspec.structs.replace(self.rates, output_tokens=self._answers.mean)
 
     def _learn_adapters(self, last: Load | None, load: Load) -> None:
         """Running mean of seconds per adapter load, where the engine tells them."""
@@ -329,6 +379,29 @@ def engine_restarted(before: Load, after: Load) -> bool:
     return any(old is not None and new is not None and new < old for old, new in pairs)
 
 
+def scaled(rates: StepTimeModel, factor: float) -> StepTimeModel:
+    """Rates with every time but that of adapter loads times a factor."""
+    *times, loading = _unknowns(rates)
+    return _with_unknowns([*(factor * value for value in times), loading], rates)
+
+
+def are_close(first: StepTimeModel, second: StepTimeModel) -> bool:
+    """True if no step time differs by more than a twentieth."""
+    pairs = zip(_unknowns(first), _unknowns(second), strict=True)
+    return all(abs(mine - other) <= 0.05 * other for mine, other in pairs)
+
+
+def _busy_s(start: WorkCounters, end: WorkCounters) -> float:
+    """Seconds of a window in which there was something to do."""
+    return (end.at - start.at) - (end.idle_s - start.idle_s)
+
+
+def _seconds_of(unknowns: Sequence[float], row: Sequence[float]) -> float:
+    """Seconds that a row takes by step times, adapter loads apart."""
+    seconds: float = sum(map(operator.mul, unknowns[:_LOADING], row))
+    return seconds
+
+
 def _unknowns(rates: StepTimeModel) -> tuple[float, float, float, float, float]:
     """The numbers a, b, c, d and l in rates."""
     return (
@@ -351,141 +424,3 @@ def _with_unknowns(unknowns: Sequence[float], facts: StepTimeModel) -> StepTimeM
         context_s=context_s,
         adapter_load_s=adapter_load_s,
     )
-
-
-#: Seconds for which what the pool has shown stands: to work it out is a walk over all members.
-_STANDS_S = 1.0
-
-
-class PoolStepTimeEstimators:
-    """Step time estimators of one pool, by incarnation. Mutable; owned by `PoolStore`."""
-
-    __slots__ = ("_at", "_by_incarnation", "_pooled")
-
-    def __init__(self) -> None:
-        self._by_incarnation: dict[int, StepTimeEstimator] = {}
-        self._at = -math.inf
-        self._pooled = DEFAULT_STEP_TIMES
-
-    def on_endpoint_added(self, incarnation: int) -> StepTimeEstimator:
-        """Start the estimator of a new endpoint at the mean of the pool."""
-        learner = self._by_incarnation[incarnation] = StepTimeEstimator(self._now())
-        return learner
-
-    def on_endpoint_removed(self, incarnation: int) -> None:
-        """Drop the estimator of an endpoint."""
-        del self._by_incarnation[incarnation]
-
-    def with_pool_prior(self, incarnation: int, now: float) -> StepTimeEstimator:
-        """Estimator of an endpoint, its prior the pool mean, at most a second old."""
-        if now - self._at >= _STANDS_S:
-            self._at, self._pooled = now, self._now()
-        learner = self._by_incarnation[incarnation]
-        learner.set_prior(self._pooled)
-        return learner
-
-    def _now(self) -> StepTimeModel:
-        return pool_mean([learner.rates for learner in self._by_incarnation.values()])
-
-
-class RecursiveLeastSquares:
-    """Unknowns x of rows `total = x . row`, near a prior while the rows do not tell them apart.
-
-    Its normal equations are a handful of numbers, whatever the number of rows.
-
-    Args:
-        bounds: Lowest and highest value of each unknown, in its unit.
-    """
-
-    __slots__ = ("_bounds", "_matrix", "_size", "_vector")
-
-    def __init__(self, bounds: Sequence[tuple[float, float]]) -> None:
-        self._bounds = bounds
-        self._size = len(bounds)
-        self._matrix = [[0.0] * self._size for _ in bounds]
-        self._vector = [0.0] * self._size
-
-    def add(self, row: Sequence[float], total: float, *, keep: float, weight: float) -> None:
-        """Take in a row.
-
-        Args:
-            row: Factor of each unknown.
-            total: Sum of the row, in any unit, above 0; its size does not change the weight of the
-                row.
-            keep: Share of the past that it leaves, 0..1.
-        """
-        vector = self._vector
-        shares = [factor / total for factor in row]
-        for i, (share, line) in enumerate(zip(shares, self._matrix, strict=True)):
-            weighed = weight * share
-            vector[i] = vector[i] * keep + weighed
-            for j, other in enumerate(shares):
-                line[j] = line[j] * keep + weighed * other
-
-    def solve(self, prior: Sequence[float], weight: float) -> list[float]:
-        """The unknowns, each within its bounds.
-
-        The prior is one more row for each unknown, in units of the prior: there all unknowns are
-        near 1, so that one weight suits them all. An unknown that comes out of bounds is set to its
-        bound and the others are solved again; one that no row has is its prior.
-
-        Args:
-            prior: Values before any row, above 0, in the units of the unknowns.
-            weight: Weight of the prior against rows, above 0.
-        """
-        estimate = list(prior)
-        free = [at for at in range(self._size) if self._matrix[at][at]]
-        fixed = [at for at in range(self._size) if not self._matrix[at][at]]
-        while free:
-            for at, value in zip(free, self._solved(free, fixed, estimate, weight), strict=True):
-                estimate[at] = value * prior[at]
-            outside = [
-                at for at in free if not self._bounds[at][0] <= estimate[at] <= self._bounds[at][1]
-            ]
-            for at in outside:
-                low, high = self._bounds[at]
-                estimate[at] = min(high, max(low, estimate[at]))
-            if not outside:
-                break
-            fixed = [*fixed, *outside]
-            free = [at for at in free if at not in outside]
-            for at in free:
-                estimate[at] = prior[at]
-        return estimate
-
-    def _solved(
-        self, free: Sequence[int], fixed: Sequence[int], estimate: Sequence[float], weight: float
-    ) -> list[float]:
-        """Solve for the free unknowns by Gaussian elimination.
-
-        Args:
-            free: Positions of the unknowns to solve for.
-            fixed: Positions of the unknowns that keep their value.
-            estimate: By position: the value of a fixed unknown, the unit of a free one.
-            weight: Weight of the prior against rows, above 0.
-
-        Returns:
-            Values of the free unknowns in their units, aligned with `free`.
-        """
-        unit, rows = estimate, []
-        for i in free:
-            line = self._matrix[i]
-            known = sum(line[j] * estimate[j] for j in fixed)
-            rows.append(
-                [
-                    *[unit[i] * line[j] * unit[j] + (weight if i == j else 0.0) for j in free],
-                    unit[i] * (self._vector[i] - known) + weight,
-                ]
-            )
-        size = len(rows)
-        for i in range(size):
-            pivot = rows[i]
-            for k in range(i + 1, size):
-                factor = rows[k][i] / pivot[i]
-                if factor:
-                    rows[k] = [x - factor * y for x, y in zip(rows[k], pivot, strict=True)]
-        values = [0.0] * size
-        for i in reversed(range(size)):
-            later = sum(rows[i][j] * values[j] for j in range(i + 1, size))
-            values[i] = (rows[i][size] - later) / rows[i][i]
-        return values

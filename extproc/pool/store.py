@@ -24,9 +24,9 @@ from extproc.pool import (
 from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.observed_page import ObservedPage, ScrapeObserver, ScrapeToken, ignore_scrape
-from extproc.pool.request_tokens import BytesPerTokenEstimator, TypicalWork
+from extproc.pool.pool_step_times import PoolStepTimeEstimators
+from extproc.pool.request_tokens import AnswerTokens, BytesPerTokenEstimator, TypicalWork
 from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool
-from extproc.pool.step_time_estimator import PoolStepTimeEstimators
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
@@ -35,6 +35,9 @@ NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
 MAX_ADAPTERS = 4096
 
 _NONE: frozenset[str] = frozenset()
+
+#: Share of requests of others below which engines are taken to be idle when nothing of ours is there.
+_FEW_OTHERS = 0.05
 
 
 def _ignore_change(before: Pool, after: Pool) -> None:
@@ -70,7 +73,8 @@ class PoolStore:
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
-        self._estimators = PoolStepTimeEstimators()
+        self._answers = AnswerTokens(on_change=self._share_answers)
+        self._estimators = PoolStepTimeEstimators(self._answers)
         self._synced = False
         #: Engines as discovery lists them, and numbers of the ranks on their pages, by address.
         self._listed: dict[str, Endpoint] = {}
@@ -191,7 +195,12 @@ class PoolStore:
             return ScrapeToken(endpoint, 0)
         account = member.account
         return ScrapeToken(
-            endpoint, account.in_flight, account.sent, account.kv_tokens_sent, account.served
+            endpoint,
+            account.in_flight,
+            account.sent,
+            account.kv_tokens_sent,
+            account.served,
+            account.idle,
         )
 
     def observe(self, token: ScrapeToken, load: Load, now: float) -> None:
@@ -255,7 +264,13 @@ class PoolStore:
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
         ran = account.take_ran() & self._adapters
-        learner.update(load, ran=ran, idled=account.idled, shared=shared)
+        learner.update(
+            load,
+            ran=ran,
+            idle=token.idle,
+            shared=shared,
+            is_alone=self.foreign_traffic.share < _FEW_OTHERS,
+        )
         rates = learner.pooled_rates
         account.set_drain_rate(rates, own + foreign)
         self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
@@ -274,6 +289,9 @@ class PoolStore:
                 models=None if restart else member.models,
             )
         )
+        members = self._estimators.share(self._pool.members, now)
+        if members is not self._pool.members:
+            self._pool = msgspec.structs.replace(self._pool, members=members)
         return ObservedPage(member, load, rates, restart)
 
     def scrape_failed(self, token: ScrapeToken, reason: str, now: float) -> None:
@@ -354,6 +372,17 @@ class PoolStore:
         )
         self._pool = msgspec.structs.replace(pool, members=members)
 
+    def _share_answers(self) -> None:
+        """Give all members the tokens of an answer, which have changed."""
+        mean, pool = self._answers.mean, self._pool
+        members = [
+            msgspec.structs.replace(
+                member, rates=msgspec.structs.replace(member.rates, output_tokens=mean)
+            )
+            for member in pool.members
+        ]
+        self._pool = msgspec.structs.replace(pool, members=tuple(members))
+
     def _note_pages(self, pages: Sequence[ObservedPage], now: float) -> None:
         """Update the health of an engine that served a metrics page, of all its members."""
         moves = [page.moved for page in pages]
@@ -429,7 +458,7 @@ class PoolStore:
             # Those of the first list, and of a list after an empty one, are as old as the others.
             late = bool(self._pool.members)
             self.outlier_detector.on_endpoint_added(engine, now, late=late)
-        account = InflightLoad(born, self._typical_work)
+        account = InflightLoad(born, self._typical_work, self._answers)
         account.set_drain_rate(learner.rates, 0.0)
         return EndpointSnapshot(
             endpoint=born,

@@ -115,8 +115,9 @@ MIN_PEER_SHARE = 0.1
 #: Largest share of a prompt that is expected on its affinity endpoint; its last turn is new.
 _MAX_EXPECTED_SHARE = 0.95
 
-#: Expected hit ratio on the affinity endpoint, as a multiple of the pool's. Replicas that do not
-#: agree yet find half of what they will find; prompts that share nothing have no such endpoint.
+#: Expected hits on the affinity endpoint, as a multiple of those that are found and not known of.
+#: Replicas that do not agree yet find half of what they will find; prompts that share nothing have no
+#: such endpoint.
 _HIT_RATIO_FACTOR = 2.0
 
 #: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
@@ -156,10 +157,13 @@ def with_expected_hits(
     min_tokens = _MIN_HELD_SHARE * tokens
     if sum([held_tokens >= min_tokens for held_tokens in matched]) >= _MIN_HOLDERS:
         return matched, None
-    expected_tokens = int(min(_MAX_EXPECTED_SHARE, _HIT_RATIO_FACTOR * peers.hit_ratio) * tokens)
-    if not expected_tokens:
+    share = min(1.0, _HIT_RATIO_FACTOR * peers.unknown_hit_ratio)
+    if not share:
         return matched, None
     index = rendezvous_endpoint(key, members)
+    expected_tokens = int(
+        min(_MAX_EXPECTED_SHARE * tokens, matched[index] + share * (tokens - matched[index]))
+    )
     if not members[index].load.prefix_hits:
         return matched, None  # it does not cache prefixes, or that is unknown
     if expected_tokens <= matched[index]:
@@ -338,6 +342,8 @@ class Scheduler:
             tracker.idle_per_open(foreign_share),
         )
         if chain and foreign_share >= MIN_PEER_SHARE:
+            if tokens := request.prompt_tokens:
+                peers.record_match(tokens, min(tokens, max(matched)))
             key = request.session or read_first_message(request)
             matched, affinity_index = with_expected_hits(
                 key, request.prompt_tokens, members, matched=matched, peers=peers

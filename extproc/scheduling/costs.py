@@ -51,10 +51,11 @@ _ALPHA = 0.01
 _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
 
 
-#: Inputs of the cost terms besides the candidate: tokens, the answer's limit, r, growth, 1 + w, m*,
-#: waste, 1/v, and tokens by which encoding makes it longer, by address. A plain tuple: every request makes one, and a named one takes ten times as long.
+#: Inputs of the cost terms besides the candidate: tokens, o, r, growth, 1 + w, m*, waste, 1/v, the
+#: waste of an adapter, and tokens by which encoding makes it longer, by address. A plain tuple: every
+#: request makes one, and a named one takes ten times as long.
 _RequestTerms: TypeAlias = tuple[
-    int, int | None, float, float, float, int, float, float, Mapping[str, float] | None
+    int, float, float, float, float, int, float, float, float, Mapping[str, float] | None
 ]
 
 
@@ -84,31 +85,33 @@ class EstimatedTime(
     """Sum in s: queue, prefill, iteration, adapter, memory, slowdown, waiting, waste, crowding.
 
     For a request of L prompt tokens, m of them cached on the candidate, with p = `prefill_s`,
-    d = `decode_s` and the time of the usual context, both of one sequence and iteration, and o expected
-    answer tokens, on a candidate with Q queued tokens and n requests
-    (own ones now, others' as of the last scrape):
+    d = `decode_s` and the time of the usual context, both of one sequence and iteration, o expected
+    answer tokens and l the load time of its adapter, 0 where that is resident, on a candidate with
+    Q queued tokens and n requests (own ones now, others' as of the last scrape):
 
     - queue = Q p: work that is there already.
     - prefill = u p with u = L - m, at least one token; of media that neither the cached prefix covers
       nor the endpoint was sent lately, `encoder_share` of their tokens come to u.
     - iteration = 1.5 s with s = `StepTimeModel.iteration_s(n)`, the seconds between tokens: the half that
       is left, on average, of the iteration under way, and the one that computes the prompt.
-    - adapter: the load time where the adapter is not resident; where every slot is in use also the
-      wait for one, half an answer at the present speed.
+    - adapter = l; where every slot is in use also the wait for one, half an answer at the present
+      speed.
     - memory = o s max(0, (k + u + (n + 1) o/2) / K - `kv_ceiling`), k the tokens held of K:
       nothing until the cache will be full, as answers that are there grow like this one; then the
       time until they free what is missing. k is the smaller of what the scrape says plus what was
       sent since, and what the open requests can hold at most: a late scrape forgets those that ended.
-    - slowdown = n (`own_share` o d + `others_share` (u p + o d + adapter)): this answer's own tokens
-      come slower in a larger batch, and every answer in it waits for this prefill, this adapter and
+    - slowdown = `own_share` o (s - a) + `others_share` n (u p + o d + l), with a the least seconds of
+      an iteration without sequences of any candidate: this answer's own tokens come slower on a slower
+      engine and in a larger batch, and every answer in it waits for this prefill, this adapter and
       one more sequence in each iteration.
-    - waiting = `waiting_share` q u p with q = min(n, Q / v) and v the mean of u over the latest
-      requests: those who wait for their first token wait for this prefill as well, because it is
-      computed in the same iterations as theirs, or as many more come after it.
-    - waste = `waste_share` (n + w) (m* - m) p, with w of the n requests waiting for the batch and m*
-      the most tokens cached on any candidate: work that need not be done delays those who run, those
-      who wait, and as many later ones. Less by the share of requests that other pickers sent: they may
-      have copied the prefix to where we know nothing of it.
+    - waiting = `waiting_share` q (u p + l) with q = min(n, Q / v) and v the mean of u over the latest
+      requests: those who wait for their first token wait for this prefill and this adapter as well,
+      because iterations have them together with theirs, or as many more come after it.
+    - waste = `waste_share` (n + w) ((m* - m) p + l), with w of the n requests waiting for the batch, m*
+      the most tokens cached on any candidate, and l only where another candidate has the adapter: work
+      that need not be done delays those who run, those who wait, and as many later ones. Less by the
+      share of requests that other pickers sent: they may have copied the prefix to where we know
+      nothing of it.
     - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
       from, or beside other pickers where all of them expect it. A is the prompt tokens of the open
       requests there, those of others taken to be like ours, and what they will grow by, as this one
@@ -178,33 +181,33 @@ class EstimatedTime(
     encoder_share: float = 0.25
     encoder_cache_tokens: int = 16_384
 
-    def cost(  # noqa: C901 - one loop, written out
+    def cost(  # noqa: C901, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         terms = self._read_request(context, candidates)
         (
             tokens,
-            most,
+            answer,
             continued,
             growth,
             conversations_per_open,
             best,
             wasted,
             per_request,
+            reloaded,
             media,
         ) = terms
-        others, waiting = self.others_share, self.waiting_share
-        both, ceiling, roomy = self.own_share + others, self.kv_ceiling, self.crowding_start
+        own, others, waiting = self.own_share, self.others_share, self.waiting_share
+        both, ceiling, roomy = own + others, self.kv_ceiling, self.crowding_start
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
-        prompt_tokens, longest = float(max(tokens, 1)), 0.0 if most is None else float(most)
+        prompt_tokens = float(max(tokens, 1))
+        is_alike, first_step = True, candidates[0].rates.step_s if candidates else 0.0
         for c in candidates:
             rates = c.rates
-            per_token, answer = rates.prefill_s, rates.output_tokens
-            if most is not None and longest < answer:
-                answer = longest
+            per_token = rates.prefill_s
             uncached = prompt_tokens
             matched = c.matched_tokens
             if matched:
@@ -214,9 +217,12 @@ class EstimatedTime(
             work = uncached * per_token
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
-            iteration = rates.step_s + per_sequence * batch
+            step = rates.step_s
+            iteration = step + per_sequence * batch
             cost = work + _ITERATIONS * iteration
             cost += batch * (both * answer * per_sequence + others * work)
+            if step != first_step:
+                is_alike = False
             queued = c.queued_tokens
             if queued:
                 line = queued * per_request
@@ -228,7 +234,9 @@ class EstimatedTime(
                 cost += wasted * delayed * (best - matched) * per_token
             place = c.residency
             if place is not _RESIDENT and place is not _IDLE:
-                cost += self._loading(c, answer * iteration)
+                delayed = waiting * min(queued * per_request, batch)
+                delayed += reloaded * (batch + (load.waiting or 0.0))
+                cost += self._loading(c, answer * iteration, delayed)
             usage = load.kv_usage
             if usage is not None:
                 blocks, size = load.kv_blocks, load.block_tokens
@@ -245,6 +253,12 @@ class EstimatedTime(
                             continued, tokens + growth, conversations_per_open, c
                         )
             add(cost)
+        if not is_alike:
+            weight, fastest = own * answer, min(c.rates.step_s for c in candidates)
+            costs = [
+                cost + weight * (c.rates.step_s - fastest)
+                for cost, c in zip(costs, candidates, strict=True)
+            ]
         # Not the context: a reference to the decision would keep the prompt in memory.
         explanation = _Explanation(self, terms, candidates)
         return CostResult(self.kind, "s", costs, explanation, explanation)
@@ -254,13 +268,16 @@ class EstimatedTime(
     ) -> _RequestTerms:
         return (
             context.request.prompt_tokens,
-            context.request.max_tokens,
+            _expect_answer(context.request.max_tokens, candidates),
             context.continuation_ratio,
             context.expected_growth_tokens,
             1.0 + context.idle_conversations_per_open,
             _most_matched(context, candidates),
             self.waste_share * (1.0 - context.foreign_share),
             self._works.per_request,
+            self.waste_share * (1.0 - context.foreign_share)
+            if context.adapter and any(c.residency >= _IDLE for c in candidates)
+            else 0.0,
             self._encoder_caches.encoding_tokens(context.request, candidates)
             if context.request.media
             else None,
@@ -283,50 +300,53 @@ class EstimatedTime(
     def _works(self) -> _MeanUncachedTokens:
         return _MeanUncachedTokens()
 
-    def _loading(self, c: Candidate, answer_s: float) -> float:
+    def _loading(self, c: Candidate, answer_s: float, others_wait: float) -> float:
         """Seconds an adapter costs that is not there, to this request and to those beside it."""
         load = _TO_LOAD[c.residency] * c.rates.adapter_load_s
         wait = 0.5 * answer_s if c.residency is _FULL else 0.0
-        return load + wait + c.estimated_requests * self.others_share * load
+        return load + wait + (c.estimated_requests * self.others_share + others_wait) * load
 
     def list_terms(
         self, request_terms: _RequestTerms, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
         """Terms of the costs, by name; computed only when a decision is explained."""
-        parts = [self._parts(request_terms, c) for c in candidates]
+        fastest = min((c.rates.step_s for c in candidates), default=0.0)
+        parts = [self._parts(request_terms, c, fastest=fastest) for c in candidates]
         return [(name, [values[i] for values in parts]) for i, name in enumerate(_TERMS)]
 
     def predict_ttft(self, request_terms: _RequestTerms, c: Candidate) -> float:
         """Seconds to the first token: the terms that the request waits for itself."""
         return sum(self._parts(request_terms, c)[:_OWN_TERMS])
 
-    def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
+    def _parts(
+        self, request_terms: _RequestTerms, c: Candidate, *, fastest: float = 0.0
+    ) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
         (
             tokens,
-            most,
+            answer,
             continued,
             growth,
             conversations_per_open,
             best,
             wasted,
             per_request,
+            reloaded,
             media,
         ) = request_terms
         rates = c.rates
-        answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens) + (media[c.endpoint.address] if media else 0.0)
         prefill = uncached * rates.prefill_s
         decode = answer * (rates.decode_s + rates.context_s * rates.context_tokens)
         iteration = rates.iteration_s(c.estimated_requests)
-        adapter = _TO_LOAD[c.residency] * rates.adapter_load_s
-        slowdown = c.estimated_requests * (
-            self.own_share * decode + self.others_share * (prefill + decode + adapter)
-        )
+        adapter = load = _TO_LOAD[c.residency] * rates.adapter_load_s
+        slowdown = self.own_share * answer * (iteration - fastest)
+        slowdown += self.others_share * c.estimated_requests * (prefill + decode + load)
         if c.residency is _FULL:
             adapter += 0.5 * answer * iteration
         delayed = c.estimated_requests + (c.load.waiting or 0.0)
-        waste = delayed * max(0, best - c.matched_tokens) * rates.prefill_s
+        first_tokens = min(c.estimated_requests, c.queued_tokens * per_request)
+        waste = wasted * max(0, best - c.matched_tokens) * rates.prefill_s + reloaded * load
         return (
             c.queued_tokens * rates.prefill_s,
             prefill,
@@ -334,8 +354,8 @@ class EstimatedTime(
             adapter,
             self._stall(c, uncached + 0.5 * answer * (1.0 + c.estimated_requests), answer),
             slowdown,
-            self.waiting_share * min(c.estimated_requests, c.queued_tokens * per_request) * prefill,
-            wasted * waste,
+            self.waiting_share * first_tokens * (prefill + load),
+            delayed * waste,
             self._crowding(continued, tokens + growth, conversations_per_open, c),
         )
 
@@ -409,6 +429,14 @@ class _Explanation(LazySequence[tuple[str, Sequence[float]]]):
     def __call__(self, candidate: Candidate) -> float:
         """Predict the seconds to the first token of a candidate."""
         return self._cost_model.predict_ttft(self._request_terms, candidate)
+
+
+def _expect_answer(max_tokens: int | None, candidates: Sequence[Candidate]) -> float:
+    """Tokens of the answer; how many is up to the request, and so the same on every candidate."""
+    if not candidates:
+        return 0.0
+    usual = candidates[0].rates.output_tokens
+    return usual if max_tokens is None else min(usual, float(max_tokens))
 
 
 def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from extproc.endpoint import Endpoint
@@ -48,7 +50,7 @@ def test_reservations_close_in_any_order():
 
 
 def test_finished_requests_are_recorded_until_compared():
-    """Text by name, what ran, and how often nothing was left; what never ran does not count."""
+    """Text by name, and what ran; what never ran does not count."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     sizes = {"a": 400, "b": 40, "": 0}
     reservations = {
@@ -62,7 +64,20 @@ def test_finished_requests_are_recorded_until_compared():
     assert account.answered == 3
     assert account.texts == {"a": [1, 400], "b": [1, 40]}
     assert account.ran == {"a", "b", ""}
-    assert account.idled == 1
+
+
+def test_time_without_requests_is_counted():
+    """From the last one that ends to the next one that begins, and while none is open."""
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
+    first = account.open("", 100, cached_tokens=0, now=2.0)
+    second = account.open("", 100, cached_tokens=0, now=3.0)
+    assert account.idle == (2.0, math.inf, 0)
+    first.close(4.0)
+    second.close(5.0, answered=False)
+    assert account.idle == (2.0, 5.0, 1)
+    assert account.idle.until(8.0) == 5.0
+    account.open("", 100, cached_tokens=0, now=9.0)
+    assert account.idle == (6.0, math.inf, 1)
 
 
 def test_unread_records_are_bounded():

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
 from extproc.pool import step_time_estimator
-from extproc.pool.step_time_estimator import RecursiveLeastSquares
+from extproc.pool.least_squares import RecursiveLeastSquares
+from extproc.pool.pool_step_times import PoolStepTimeEstimators
+from extproc.pool.request_tokens import AnswerTokens
 from extproc.simulator import core, engine_request, profiles
 
 
@@ -156,16 +158,37 @@ def test_rates_stay_within_bounds(pages):
         assert math.isfinite(learned.evidence)
 
 
-def test_similar_engines_share_the_pool_rates():
-    """Within 30 % of the pool an engine has the pool's rates, beyond it its own."""
-    for own, expected in ((0.0125, 0.01), (0.014, 0.014)):
-        estimator = step_time_estimator.StepTimeEstimator()
-        estimator.rates = StepTimeModel(step_s=own, evidence=5.0)
-        assert estimator.pooled_rates.step_s == own
-        estimator.set_prior(StepTimeModel(step_s=0.01, evidence=2.0))
-        assert estimator.pooled_rates.step_s == expected
-        estimator.set_prior(StepTimeModel(step_s=9.0))
-        assert estimator.pooled_rates.step_s == expected
+def learn(slowness, *, windows, prior):
+    """Estimator of an engine that takes so many times as long as the prior, after some windows."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.set_prior(prior)
+    steps_per_s = 1.0 / (slowness * prior.iteration_s(1))
+    for tick in range(windows + 1):
+        estimator.update(row(float(tick), steps_per_s * tick, 0.0, steps_per_s * tick))
+    return estimator
+
+
+POOL = StepTimeModel(step_s=0.02, context_tokens=0.0, evidence=3.0)
+
+
+def test_engines_that_seem_alike_have_the_pool_rates():
+    """What a few windows show by chance does not count; what many show does."""
+    few = learn(1.1, windows=4, prior=POOL).pooled_rates
+    many = learn(1.4, windows=50, prior=POOL).pooled_rates
+    unlike = learn(3.0, windows=4, prior=POOL).pooled_rates
+    assert few.step_s == pytest.approx(POOL.step_s, rel=0.01)
+    assert many.step_s == pytest.approx(1.4 * POOL.step_s, rel=0.1)
+    assert unlike.step_s == pytest.approx(3.0 * POOL.step_s, rel=0.1)
+
+
+@given(st.floats(0.3, 3.0), st.integers(2, 40))
+def test_rates_follow_the_speed_of_an_engine_without_a_jump(slowness, windows):
+    """An engine that is a little slower seems a little slower, and not suddenly of another kind."""
+    first, second = (
+        learn(factor, windows=windows, prior=POOL).pooled_rates.step_s
+        for factor in (slowness, 1.001 * slowness)
+    )
+    assert abs(second - first) <= 0.02 * first
 
 
 def test_engines_without_evidence_have_the_pool_rates():
@@ -174,9 +197,52 @@ def test_engines_without_evidence_have_the_pool_rates():
     pool = StepTimeModel(step_s=0.05, adapter_load_s=0.1, evidence=2.0)
     estimator.set_prior(pool)
     assert estimator.pooled_rates.step_s == 0.05
-    estimator.rates = StepTimeModel(step_s=0.02, evidence=5.0)
-    assert estimator.pooled_rates.step_s == 0.02
-    assert estimator.pooled_rates.adapter_load_s == 0.1
+    assert learn(2.0, windows=20, prior=pool).pooled_rates.adapter_load_s == 0.1
+
+
+def test_the_pool_mean_is_of_its_median_speed():
+    """A slow engine among others makes the prior no slower, however often it is taken."""
+    estimators = PoolStepTimeEstimators()
+    for incarnation in range(5):
+        estimators.on_endpoint_added(incarnation)
+    for tick in range(300):
+        for incarnation in range(4):
+            steps = (10.0 if incarnation == 3 else 40.0) * tick
+            learner = estimators.with_pool_prior(incarnation, float(tick))
+            learner.update(row(float(tick), steps, 0.0, 4 * steps, running=4.0))
+    rates = [
+        estimators.with_pool_prior(incarnation, 301.0).pooled_rates for incarnation in range(5)
+    ]
+    for learned, seconds in zip(rates, (1 / 40, 1 / 40, 1 / 40, 1 / 10), strict=False):
+        assert learned.step_s + 4 * learned.decode_s == pytest.approx(seconds, rel=0.08)
+    assert rates[4].step_s == pytest.approx(rates[0].step_s, rel=0.05)
+
+
+def test_an_engine_that_has_shown_nothing_counts_as_the_fastest():
+    """Otherwise it would get no requests, and never show how fast it is."""
+    estimators = PoolStepTimeEstimators()
+    for incarnation in range(4):
+        estimators.on_endpoint_added(incarnation)
+    for tick in range(50):
+        for incarnation, steps_per_s in enumerate((10.0, 10.0, 40.0)):
+            learner = estimators.with_pool_prior(incarnation, float(tick))
+            learner.update(row(float(tick), steps_per_s * tick, 0.0, steps_per_s * tick))
+        learner = estimators.with_pool_prior(3, float(tick))
+        learner.update(row(float(tick), 0.0, 0.0, 0.0, running=0.0))
+    rates = [estimators.with_pool_prior(n, 60.0).pooled_rates for n in range(4)]
+    assert rates[3].step_s == pytest.approx(rates[2].step_s, rel=0.1)
+    assert rates[0].step_s > 3.0 * rates[3].step_s
+
+
+def test_answers_are_those_of_the_pool():
+    """What one engine has answered says how long the next answer is on any other."""
+    answers = AnswerTokens()
+    engines = [step_time_estimator.StepTimeEstimator(answers=answers) for _ in range(2)]
+    for tick in range(100):
+        totals = EngineCounters(generated_tokens=120.0 * tick, finished=4.0 * tick)
+        engines[0].update(Load(at=float(tick), counters=totals))
+    for engine in engines:
+        assert engine.pooled_rates.output_tokens == pytest.approx(30.0, rel=0.05)
 
 
 def test_undetermined_rates_return_to_the_pool_mean():

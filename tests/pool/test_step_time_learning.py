@@ -86,7 +86,8 @@ class Site:
         account.record_scrape(
             sent=account.sent, written=account.kv_tokens_sent, waiting=load.waiting, now=self.now
         )
-        self.learner.update(load, ran=account.take_ran() - {""}, idled=account.idled)
+        ran = account.take_ran() - {""}
+        self.learner.update(load, ran=ran, idle=account.idle, is_alone=True)
         if engine.running:
             # What an iteration of the present batch takes, foretold and in truth.
             batch, profile = engine.running, engine.profile

@@ -130,6 +130,25 @@ def test_no_engine_has_much_more_than_its_share(data, strategy, size):
     assert max(queued) <= most(total, size), queued
 
 
+@hypothesis.given(
+    strategy=st.sampled_from(READING),
+    size=st.integers(2, 12),
+    pages=st.dictionaries(
+        st.integers(0, 11), st.sampled_from(("still", "low", "negative", "absurd", "fails"))
+    ),
+    seed=st.integers(0, 2**32),
+    tokens=st.integers(10, 4000),
+)
+def test_distinct_prompts_spread_over_idle_engines(strategy, size, pages, seed, tokens):
+    """Of as many prompts as there are idle engines none gets more than three, whatever pages say."""
+    scene = Scene(strategy, size, seed=seed, pages=pages)
+    scene.serve(20, tokens)
+    scene.turn_bad()
+    scene.step()
+    queued = scene.hold(size, tokens, steps=0)
+    assert max(queued) <= math.ceil(1.5) + 1, queued
+
+
 def runs(strategy, page, *, size, seed, running, waiting):
     """Requests one engine gets of those held open, with the page named and with a true one."""
     counts = []

@@ -67,12 +67,16 @@ def test_hits_are_expected_at_the_rendezvous_endpoint():
 
 
 def test_expected_hits_follow_the_hit_ratio():
-    """Twice what engines find on average is expected: nothing where prompts share nothing."""
+    """Twice what engines find beyond what we know is expected: nothing where prompts share nothing."""
     store = members(4)
     little, _ = scheduler.with_expected_hits(
         "a", 1000, store, matched=[0] * 4, peers=others(hit_ratio=0.1)
     )
     assert max(little) == 200
+    peers = others(hit_ratio=0.6)
+    peers.record_match(1000, 500)
+    little, _ = scheduler.with_expected_hits("a", 1000, store, matched=[200] * 4, peers=peers)
+    assert max(little) == 200 + int(2 * 0.2 * 800)
     none = [0] * 4
     peers = others(hit_ratio=0.0)
     assert scheduler.with_expected_hits("a", 1000, store, matched=none, peers=peers) == (
@@ -139,6 +143,7 @@ def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
     if beside:
         pool_fixture.store.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
         pool_fixture.store.foreign_traffic.hit_ratio = 0.5
+        pool_fixture.store.foreign_traffic.record_match(100_000, 0)
     built = []
 
     def keep(*arguments, look=candidate_builder.build_candidates, **more):

@@ -1,10 +1,12 @@
 """Costs are computed at once, and their terms at the first explanation."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Decision
+from extproc.endpoint import AdapterResidency, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.scheduling.costs import EstimatedTime
 from extproc.testing import builders
@@ -35,6 +37,67 @@ def test_terms_add_up_to_costs(kinds, facts, max_tokens):
     assert [name for name, _ in priced.terms] == NAMES
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs), rel=1e-9)
+
+
+LOADS = ("estimated_requests", "queued_tokens", "unscraped_tokens", "waiting", "kv_usage")
+
+
+@given(
+    kinds=st.lists(kinds_of_candidate, min_size=2, max_size=6),
+    facts=turns,
+    signal=st.sampled_from(LOADS),
+    more=st.floats(0.01, 100.0),
+    data=st.data(),
+)
+def test_load_draws_no_requests(kinds, facts, signal, more, data):
+    """An endpoint that has more to do costs more and the others the same, conversations apart.
+
+    Those that do not fit gather in one place (`crowding`), which is load that draws them.
+    """
+    candidates = crowd(kinds, len(kinds))
+    context = builders.context(**facts | {"continuation_ratio": 0.0})
+    at = data.draw(st.integers(0, len(candidates) - 1), "at")
+    loaded = candidates[at]
+    if signal in ("waiting", "kv_usage"):
+        value = getattr(loaded.load, signal)
+        load = msgspec.structs.replace(loaded.load, **{signal: (value or 0.0) + more})
+        # That nothing is known is no load; from then on more is.
+        before = msgspec.structs.replace(loaded.load, **{signal: value or 0.0})
+        candidates[at] = msgspec.structs.replace(loaded, load=before)
+        loaded = msgspec.structs.replace(loaded, load=load)
+    else:
+        more *= 1.0 if signal == "estimated_requests" else 100.0
+        loaded = msgspec.structs.replace(loaded, **{signal: getattr(loaded, signal) + more})
+    first = EstimatedTime().cost(context, candidates).costs
+    second = EstimatedTime().cost(context, [*candidates[:at], loaded, *candidates[at + 1 :]]).costs
+    assert second[at] >= first[at] * (1.0 - 1e-9)
+    assert [*second[:at], *second[at + 1 :]] == [*first[:at], *first[at + 1 :]]
+
+
+def test_a_long_answer_goes_to_a_fast_engine():
+    """Of two idle engines the one with the faster iteration, by more the longer the answer."""
+    fast, slow = {"rates": StepTimeModel(step_s=0.01)}, {"rates": StepTimeModel(step_s=0.03)}
+    candidates = builders.candidates({"fast": fast, "slow": slow})
+    gaps = []
+    for max_tokens in (1, 200):
+        priced = EstimatedTime().cost(builders.context(100, max_tokens=max_tokens), candidates)
+        slowdown = dict(priced.terms)["slowdown"]
+        assert slowdown[0] == pytest.approx(0.0)
+        gaps.append(slowdown[1])
+    assert gaps == pytest.approx([0.07 * 0.02, 200 * 0.07 * 0.02])
+
+
+def test_an_adapter_that_is_loaded_elsewhere_delays_all_who_wait():
+    """Its load is work that need not be done, and every request there waits for it."""
+    there = {"residency": AdapterResidency.RESIDENT, "estimated_requests": 4}
+    missing = {"residency": AdapterResidency.EVICTABLE, "estimated_requests": 4}
+    context = builders.context(adapter="x")
+    for others, delay_s in ((there, 0.4 * 4 * 0.5), (missing, 0.0)):
+        candidates = builders.candidates({"others": others, "this": missing})
+        priced = EstimatedTime().cost(context, candidates)
+        assert dict(priced.terms)["waste"][1] == pytest.approx(delay_s)
+        columns = zip(*(values for _, values in priced.terms), strict=True)
+        assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
 
 
 def test_a_full_cache_adds_a_cost_term():

@@ -140,6 +140,9 @@ class EngineNode:
         """Its metrics page, as the scraper would have read it."""
         engine = self.engine
         running = None if self._active is None else frozenset(self._active)
+        # Engines count after every iteration, and several in a row are one event here.
+        steps, tokens = engine.steps_under_way(now)
+        steps, tokens = steps + self._steps, tokens + self._generated
         return Load(
             at=now,
             engine="vllm",
@@ -155,9 +158,9 @@ class EngineNode:
             prefix_queries=float(engine.prefix_queries),
             prefix_hits=float(engine.prefix_hits),
             counters=EngineCounters(
-                steps=float(self._steps),
-                step_tokens=float(self._computed + self._generated),
-                generated_tokens=float(self._generated),
+                steps=float(steps),
+                step_tokens=float(self._computed + tokens),
+                generated_tokens=float(tokens),
                 finished=float(self._ended),
             ),
         )
