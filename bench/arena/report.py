@@ -10,7 +10,7 @@ from typing import Any
 from bench.arena import ablation, score, traffic
 
 #: What people read, by figure.
-_NAMES = {
+NAMES = {
     "ttft_mean_s": "TTFT, mean",
     "ttft_p99_s": "TTFT, p99",
     "e2e_mean_s": "latency, mean",
@@ -34,14 +34,35 @@ def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
         "figures": {figure: _figure(rows, figure) for figure in score.FIGURES},
         "worse_5_percent_in_any": round(score.share_worse(rows, BAD_FIGURES), 4),
         "kinds": {
-            kind: {
-                figure: _short(score.score(part, figure, others=score.PUBLISHED))
-                for figure in ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "goodput")
-            }
+            kind: _figures([row for row in rows if kind in row.kinds])
             for kind in (*traffic.KINDS, "LoRA")
-            if (part := [row for row in rows if kind in row.kinds])
         },
+        "traits": {
+            trait: _figures([row for row in rows if trait in row.traits])
+            for trait in sorted({trait for row in rows for trait in row.traits})
+        },
+        "rows": [
+            {
+                "seed": row.seed,
+                "groups": [*row.kinds, *row.traits],
+                **{
+                    name: [
+                        _rounded(score.ratio(row, figure, name, score.PUBLISHED))
+                        for figure in BAD_FIGURES
+                    ]
+                    for name in (score.ADAPTIVE, score.CLAIRVOYANT)
+                },
+            }
+            for row in rows
+        ],
         "worst": _worst(rows),
+    }
+
+
+def _figures(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
+    """Scores of some scenarios, by figure."""
+    return {
+        figure: _short(score.score(rows, figure, others=score.PUBLISHED)) for figure in BAD_FIGURES
     }
 
 
@@ -111,7 +132,7 @@ def _scores(entry: Mapping[str, Any]) -> list[str]:
         + " |",
         "|---" * (7 + len(score.PUBLISHED)) + "|",
     ]
-    for figure, label in _NAMES.items():
+    for figure, label in NAMES.items():
         values = entry["figures"][figure]
         ours = values["published"]
         if not ours["scenarios"]:
@@ -132,18 +153,19 @@ def _scores(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _kinds(entry: Mapping[str, Any]) -> list[str]:
-    """One row for each kind of traffic."""
-    figures = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "goodput")
+    """One row for each kind of traffic, and for each trait."""
     rows = [
-        "| scenarios with | count | " + " | ".join(_NAMES[figure] for figure in figures) + " |",
-        "|---" * (2 + len(figures)) + "|",
+        "| scenarios with | count | " + " | ".join(NAMES[figure] for figure in BAD_FIGURES) + " |",
+        "|---" * (2 + len(BAD_FIGURES)) + "|",
     ]
-    for kind, values in entry["kinds"].items():
+    for kind, values in (entry["kinds"] | entry["traits"]).items():
+        if not values["ttft_mean_s"]["scenarios"]:
+            continue
         cells = " | ".join(
             f"{values[figure]['mean']:.3f} ({values[figure]['low']:.3f} to {values[figure]['high']:.3f})"
             if values[figure]["scenarios"]
             else ""
-            for figure in figures
+            for figure in BAD_FIGURES
         )
         rows.append(f"| {kind} | {values['ttft_mean_s']['scenarios']} | {cells} |")
     return rows

@@ -76,6 +76,22 @@ class ArenaScenario:
         drawn = msgspec.json.encode((self.at_rate(1.0), self.load))
         return hashlib.sha256(drawn).hexdigest()[:12]
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Names of what strategies find easy or hard in it."""
+        alike, picking = len(self.fleet) == 1, self.picking
+        busy = "0.9 of saturation and more" if self.load >= 0.9 else "0.5 to 0.8 of saturation"
+        return (
+            "a single engine"
+            if self.engines == 1
+            else "alike engines"
+            if alike
+            else "unlike engines",
+            "a single picker" if picking.replicas == 1 else "several pickers",
+            f"{'old' if picking.scrape_s or picking.delay_s >= 1.0 else 'fresh'} metrics",
+            busy if self.load >= 0.5 else "below 0.5 of saturation",
+        )
+
     def at_rate(self, rate_per_s: float) -> Scenario:
         """The scenario with so many sessions per second, as `extproc simulate` takes it."""
         duration_s = self.requests / (self.requests_per_session * rate_per_s)

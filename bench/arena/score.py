@@ -45,13 +45,14 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class ScenarioRow:
-    """One scenario: its seed, title, kinds of traffic and load, and the figures of each strategy."""
+    """One scenario: what it is, and the figures of each strategy."""
 
     seed: int
     title: str
     kinds: Sequence[str]
     load: float
     columns: Mapping[str, Figures]
+    traits: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ def tournament(
             entry.kinds,
             entry.load,
             {name: results[file] for name, file in names[seed].items()},
+            entry.traits,
         )
         for seed, entry in drawn.items()
     ]

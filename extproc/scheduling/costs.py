@@ -181,7 +181,7 @@ class EstimatedTime(
     encoder_share: float = 0.25
     encoder_cache_tokens: int = 16_384
 
-    def cost(  # noqa: C901, PLR0915 - one loop, written out
+    def cost(  # noqa: C901, PLR0912, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         terms = self._read_request(context, candidates)
@@ -198,7 +198,7 @@ class EstimatedTime(
             media,
         ) = terms
         own, others, waiting = self.own_share, self.others_share, self.waiting_share
-        both, ceiling, roomy = own + others, self.kv_ceiling, self.crowding_start
+        both, ceiling, roomy = (own + others) * answer, self.kv_ceiling, self.crowding_start
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
@@ -220,7 +220,7 @@ class EstimatedTime(
             step = rates.step_s
             iteration = step + per_sequence * batch
             cost = work + _ITERATIONS * iteration
-            cost += batch * (both * answer * per_sequence + others * work)
+            cost += batch * (both * per_sequence + others * work)
             if step != first_step:
                 is_alike = False
             queued = c.queued_tokens

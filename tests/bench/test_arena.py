@@ -8,7 +8,16 @@ import sys
 import pytest
 
 from bench import rig
-from bench.arena import ablation, report, saturation, scenarios, score, tournament, traffic
+from bench.arena import (
+    ablation,
+    plots,
+    report,
+    saturation,
+    scenarios,
+    score,
+    tournament,
+    traffic,
+)
 from extproc.scheduling.costs import EstimatedTime
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import scenario
@@ -153,6 +162,40 @@ def test_a_record_becomes_a_table():
     assert "| TTFT, mean | 2 | 1.162 (0.900 to 1.500) | 1.50 (seed 2) | 50% | 50% |" in text
     assert "| throughput | 1 | 1.000" in text
     assert "| 2 | title | 1.50 | 1.50 | 1.50 |" in text
+
+
+def test_groups_of_scenarios_have_their_own_scores():
+    """A trait has a row with the scenarios that have it, and a kind that none has is left out."""
+    others = {"clairvoyant": 1.0, **dict.fromkeys(FLAT, 1.0)}
+    rows = [
+        dataclasses.replace(row(1, adaptive=0.5, **others), traits=("alike engines",)),
+        dataclasses.replace(row(2, adaptive=2.0, **others), traits=("unlike engines",)),
+    ]
+    entry = {"command": "c", "commit": "abc", "date": "2026-01-01"} | report.record(rows)
+    text = report.block({"sets": {"training": entry}, "ablations": {}})
+    assert "| unlike engines | 1 | 2.000 (2.000 to 2.000) |" in text
+    assert "| chat | 2 | 1.000 " in text
+    assert "| batch |" not in text
+    assert [(shown["seed"], shown["groups"]) for shown in entry["rows"]] == [
+        (1, ["chat", "alike engines"]),
+        (2, ["chat", "unlike engines"]),
+    ]
+    assert plots.digest(entry) in plots.draw(entry).decode()
+
+
+def test_the_plot_is_of_the_record():
+    """It was drawn from what `bench/results` holds, by the code that is there."""
+    entry = plots.recorded()
+    assert plots.PATH.exists() == (entry is not None), "run python -m bench.arena.plots"
+    assert entry is None or plots.digest(entry) in plots.PATH.read_text()
+
+
+def test_every_scenario_has_traits():
+    """Engines, pickers, metrics and load of each are of a kind."""
+    for seed in range(1, 41):
+        drawn = scenarios.draw(seed)
+        assert ("unlike engines" in drawn.traits) == (len(drawn.fleet) > 1)
+        assert len(drawn.traits) == 4
 
 
 def test_an_ablation_is_compared_with_the_default():
