@@ -309,9 +309,9 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     assert "a/z" in fixture.scaled
 
 
-def test_an_observer_of_steps_may_raise():
-    """KEDA's streams are told of every look; what that raises does not stop the looking."""
+async def test_an_observer_of_steps_may_raise():
+    """An exception of what KEDA's streams do after a step does not end the loop."""
     fixture = AutoscalerFixture(on_step={}.__getitem__)
     fixture.bring("a/x")
-    fixture.subject._on_step(fixture.subject.loops["a/x"])
+    await fixture.subject.loops["a/x"].step()
     assert fixture.supervisor.failures["autoscaling"] == 1
