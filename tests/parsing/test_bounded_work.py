@@ -97,7 +97,7 @@ def _content(kind, text):
 )
 def test_a_growing_conversation_keeps_its_blocks(kinds, unit, ascii_only, tools, longest):
     """Each turn extends the prompt of the one before, past the sizes at which reading changes."""
-    messages, size, before, chain = [], 0, b"", []
+    messages, size, before, chain = [], 0, b"", blocks.chain(b"", b"")
     step = max(12_000, longest // 12)
     while size < longest:
         kind = kinds[len(messages) % len(kinds)]
