@@ -28,7 +28,11 @@ ALLOWED = (
         ),
         "a stream is plain data of the package, which both directions write for every frame",
     ),
-    ("extproc/server/admin.py", "request_factory", "aiohttp is not ours"),
+    (
+        "extproc/server/admin*.py",
+        "connection_lost connection_made request_factory",
+        "aiohttp is not ours",
+    ),
     ("extproc/server/tls.py", "context minimum_version options sni_callback", "ssl is not ours"),
     (
         "extproc/wire/codec.py",
