@@ -1,6 +1,6 @@
 """Compares strategies with and without affinity for encoder caches, in virtual time.
 
-    python -m bench.encoder_caches [--seeds 3] [--requests 6000] [--write]
+    python -m bench.encoder_caches [--seeds 3] [--requests 3000] [--write]
 
 Eight simulated engines serve requests of a question (200 tokens) and an image (1,000 tokens), each of
 400 images, by Zipf's law. `behind`: the image follows the question, so no prefix is shared. `before`:
@@ -167,7 +167,7 @@ def main() -> None:
     """Run all cases and print the means over the seeds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--write", action="store_true", help="keep the result in bench/results")
     args = parser.parse_args()
     results = []

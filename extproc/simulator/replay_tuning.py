@@ -32,6 +32,9 @@ _SPREAD: Final = 0.5
 _MAX_CHANGED: Final = 3
 
 
+#: Parameters that no recorded request depends on: recordings have no images.
+_WITHOUT_EFFECT: Final = frozenset({"encoder_share"})
+
 #: Draws of numbers until plugins accept them (count).
 _MAX_DRAWS: Final = 100
 
@@ -125,6 +128,8 @@ def find_numbers(entry: ProfileEntry) -> list[TunableNumber]:
                 name = f"{plugin.kind} weight"
                 numbers.append(TunableNumber(name, role, place, "", plugin.weight))
             for parameter, value in plugin.params.items():
+                if parameter in _WITHOUT_EFFECT:
+                    continue
                 if isinstance(value, float) and 0.0 < value < math.inf:
                     name = f"{plugin.kind} {parameter}"
                     numbers.append(TunableNumber(name, role, place, parameter, value))
