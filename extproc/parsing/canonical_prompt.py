@@ -165,6 +165,8 @@ _SPECIAL = (
     *(b'"%b' % key.encode() for key in ("text", "content", _MOVING_KEY, *sorted(_BLOB_KEYS))),
     *(b'"type":"%b"' % kind.encode() for kind in sorted(media.KINDS)),
 )
+#: Bytes of fields of media behind one part, above which no more are added.
+_MAX_MEDIA_BYTES = 16 * 1024
 #: Parts nested deeper than this are kept as they are: tool results nest two or three levels.
 _DEEPEST = 16
 
@@ -247,13 +249,14 @@ def _many_parts(parts: list[Any]) -> bytes:
         ):
             lines = _ENCODER.encode_lines(row)
         if not lines or any(map(lines.__contains__, _SPECIAL)):
-            fields += [_part(part) for part in row]
+            is_counted = at < media.MAX_ITEMS
+            fields += [_part(part, counts_media=is_counted) for part in row]
         else:
             fields += (PART, lines[:-1].replace(b"\n", PART))
     return b"".join(fields)
 
 
-def _part(part: object) -> bytes:
+def _part(part: object, *, counts_media: bool = True) -> bytes:
     if type(part) is TextPart:
         return TEXT + part.text.encode()
     if type(part) is str:
@@ -266,16 +269,21 @@ def _part(part: object) -> bytes:
             return TEXT + text
         if type(text) is str and type(kind) is str and kind in TEXT_PARTS:
             return TEXT + text.encode()
-    return item(part)
+    return item(part, counts_media=counts_media)
 
 
-def item(part: object) -> bytes:
-    """A part that is not text, as one field; JSON that was not built stays as it is written."""
+def item(part: object, *, counts_media: bool = True) -> bytes:
+    """A part that is not text, as one field; JSON that was not built stays as it is written.
+
+    Args:
+        part: The part.
+        counts_media: Whether fields of its images, videos and audio follow.
+    """
     if type(part) is msgspec.Raw:
         return PART + bytes(part)
     if type(part) is Packed:
         return PART + mmh3.mmh3_x64_128_digest(part.ids)
-    fields = bytearray()
+    fields = bytearray() if counts_media else None
     json = PART + msgspec.json.encode(_normalized(part, _DEEPEST, fields))
     if not fields:
         return json
@@ -285,18 +293,15 @@ def item(part: object) -> bytes:
     return json + fields
 
 
-def _normalized(value: Any, depth: int, media_fields: bytearray) -> Any:
+def _normalized(value: Any, depth: int, media_fields: bytearray | None) -> Any:
     """A copy without cache breakpoints and with a digest for each blob; adds fields of media."""
     if depth:
         if type(value) is dict:
-            kind = value.get("type")
-            if type(kind) is str and (item_kind := media.KINDS.get(kind)) is not None:
-                media_fields += media.field(value, item_kind)
-            return {
-                key: _normalized_field(key, field, depth - 1, media_fields)
-                for key, field in value.items()
-                if key != _MOVING_KEY
-            }
+            if media_fields is not None and len(media_fields) < _MAX_MEDIA_BYTES:
+                kind = value.get("type")
+                if type(kind) is str and (item_kind := media.KINDS.get(kind)) is not None:
+                    media_fields += media.field(value, item_kind)
+            return _normalized_object(value, depth - 1, media_fields)
         if type(value) is list:
             # Near the top only, so that nothing is encoded again and again.
             if len(value) > _MANY_PARTS and depth >= _DEEPEST - 2 and _is_normalized(value):
@@ -313,12 +318,21 @@ def _is_normalized(values: list[Any]) -> bool:
     return not any(map(json.__contains__, _SPECIAL))
 
 
-def _normalized_field(key: str, value: Any, depth: int, media_fields: bytearray) -> Any:
-    # Most fields are short texts, and a call takes as long as all else here.
-    if type(value) is str:
-        is_blob = len(value) >= _BLOB_BYTES and (key in _BLOB_KEYS or value.startswith("data:"))
-        return digest(value) if is_blob else value
-    return _normalized(value, depth, media_fields)
+def _normalized_object(
+    value: Mapping[str, Any], depth: int, media_fields: bytearray | None
+) -> dict[str, Any]:
+    copied = {}
+    for key, field in value.items():
+        if key == _MOVING_KEY:
+            continue
+        # Most fields are short texts, and a call takes as long as all else here.
+        if type(field) is not str:
+            copied[key] = _normalized(field, depth, media_fields)
+        elif len(field) >= _BLOB_BYTES and (key in _BLOB_KEYS or field.startswith("data:")):
+            copied[key] = digest(field)
+        else:
+            copied[key] = field
+    return copied
 
 
 class TextMessage(msgspec.Struct, gc=False):
