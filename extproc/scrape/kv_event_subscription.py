@@ -34,6 +34,13 @@ _REPLAY_TIMEOUT_S = 2.0
 #: there are more: no later batch would show that the last one was lost.
 _CONFIRM_S: Final = 1.0
 
+#: Seconds at most until an engine is asked for everything again, behind a malformed message. It is
+#: doubled each time, because what is malformed may be sent again.
+_MAX_LEARN_WAIT_S: Final = 64.0
+
+#: Numbers of batches end here: a thousand per second for thousands of years.
+_MAX_SEQ: Final = 1 << 48
+
 #: Malformed messages in a row after which a subscription rests (count), and for how long (seconds).
 _MAX_MALFORMED, _REST_S = 16, 30.0
 
@@ -123,6 +130,9 @@ class EngineSubscription:
         self._has_replay = False
         self._replay_until = 0.0
         self._confirm_at: float | None = None
+        #: When all batches are asked for again, and seconds until then next time.
+        self._learn_at: float | None = None
+        self._learn_wait_s = _CONFIRM_S
         self._is_verifying = False
         self._has_progress = False
         self._has_hole = False
@@ -161,6 +171,11 @@ class EngineSubscription:
         """True while the engine is not listened to."""
         return self._rests_until is not None
 
+    @property
+    def is_replaying(self) -> bool:
+        """True while the engine is asked for earlier batches."""
+        return self._replay is not None
+
     def attach(self, source: MessageSource) -> None:
         """Listen to a connection of the engine, instead of an earlier one."""
         if self._sub is not None:
@@ -178,15 +193,17 @@ class EngineSubscription:
     def close(self) -> None:
         """Close the sockets."""
         self._end_replay_socket()
-        if self._monitor is not None:
-            self._monitor.close()
+        # The sender of events first: without a receiver, libzmq would wait for one with the next event,
+        # and keep a lock that closing takes.
         if self._sub is not None:
             self._sub.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self._sub = self._monitor = None
         self._descriptor = -1
         self._is_connected = False
         self._pending.clear()
-        self._held = None
+        self._held = self._learn_at = None
 
     def rest(self, why: str) -> None:
         """Close the sockets for a while: what the engine sends is of no use."""
@@ -208,6 +225,10 @@ class EngineSubscription:
             # An answer that waits to be read shows a late event loop, not a silent socket.
             if now >= self._replay_until and not self.work(1):
                 self._end_replay()
+        elif self._learn_at is not None and now >= self._learn_at:
+            self._learn_at = None
+            if self._is_connected and self._has_replay:
+                self._learn_again()
         elif self._confirm_at is not None and now >= self._confirm_at:
             self._confirm_at = None
             if self._is_connected and self._has_replay and self.engine.is_live:
@@ -317,6 +338,7 @@ class EngineSubscription:
         owner.exact.index.set_live(self.engine, is_live=True)
         if self._is_all_known:
             owner.exact.index.set_complete(self.engine)
+            self._learn_wait_s = _CONFIRM_S
         if self._is_reported_lost or not self._was_live:
             self._is_reported_lost, self._was_live = False, True
             detail = (
@@ -330,11 +352,12 @@ class EngineSubscription:
 
     def _on_live(self, frames: list[bytes]) -> None:
         """A batch that was published: the next one, one behind a gap, or one of a new engine."""
-        if len(frames) != 3 or len(frames[1]) != 8:
+        seq = int.from_bytes(frames[1]) if len(frames) == 3 and len(frames[1]) == 8 else _MAX_SEQ
+        if seq >= _MAX_SEQ:
             self._on_malformed()
             return
         self._confirm_at = self._owner.clock() + _CONFIRM_S
-        seq, payload = int.from_bytes(frames[1]), frames[2]
+        payload = frames[2]
         restarted = seq <= self._last_live
         self._last_live = seq
         if restarted:
@@ -349,21 +372,22 @@ class EngineSubscription:
                 self._request_replay(max(0, self._expected - 1), verify=verify)
                 return
             self._note_lost(seq)
-        self._take(seq, payload)
+        if self._take(seq, payload):
+            self._num_malformed = 0
         if not self.engine.is_live or (self._is_all_known and not self.engine.is_complete):
             self._go_live()
 
-    def _take(self, seq: int, payload: bytes) -> None:
-        """Take in a batch, which must be the next one."""
+    def _take(self, seq: int, payload: bytes) -> bool:
+        """Take in a batch, which must be the next one; returns whether it is well-formed."""
         self._expected = seq + 1
         self._digest = xxhash.xxh3_64_intdigest(payload)
         try:
             self._pending.extend(kv_events.decode_batch(payload))
         except kv_events.Malformed:
             self._on_malformed()
-            return
-        self._num_malformed = 0
+            return False
         self._owner.batches["applied"] += 1
+        return True
 
     def _apply_next(self) -> int:
         raw = self._pending.popleft()
@@ -390,7 +414,19 @@ class EngineSubscription:
         if self._num_malformed >= _MAX_MALFORMED:
             self.rest("its messages are malformed")
         else:
-            self._owner.exact.index.wipe(self.engine, is_complete=False)
+            owner = self._owner
+            owner.exact.index.wipe(self.engine, is_complete=False)
+            if self._learn_at is None:
+                self._learn_at = owner.clock() + self._learn_wait_s
+
+    def _learn_again(self) -> None:
+        """Ask for everything from the start of the engine."""
+        self._learn_wait_s = min(_MAX_LEARN_WAIT_S, 2.0 * self._learn_wait_s)
+        self._expected = self._digest = 0
+        self._is_from_start = True
+        self._pending.clear()
+        self._owner.exact.index.wipe(self.engine, is_complete=False)
+        self._request_replay(0, verify=False)
 
     def _note_lost(self, seq: int) -> None:
         """Batches up to this one are lost: what the engine holds is unknown."""

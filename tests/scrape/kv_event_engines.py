@@ -54,13 +54,13 @@ class Engine:
 class Subscriber:
     """A subscriber to one endpoint, and what it reported."""
 
-    def __init__(self, labels, *, addresses=(f"{HOST}:8000",), **settings):
+    def __init__(self, labels, *, addresses=(f"{HOST}:8000",), clock=None, **settings):
         self.changes, self.cleared = [], []
         self.store = PoolStore(on_gone=lambda _: None)
         endpoints = [Endpoint(address, labels=labels) for address in addresses]
         self.store.set_endpoints(endpoints, 0.0)
         self.exact = ExactPrefixes(blocks.DEFAULT, max_blocks=10_000)
-        self.now = asyncio.get_running_loop().time
+        self.now = clock or asyncio.get_running_loop().time
         self.supervisor = Supervisor()
         self.events = KvEventSubscriber(
             KvEventsSection(enabled=True, **settings),
