@@ -139,19 +139,20 @@ def parse_connection_event(frames: list[bytes]) -> tuple[bool | None, int]:
     return bool(parsed["event"] == module.EVENT_HANDSHAKE_SUCCEEDED), -1
 
 
-def received_bytes(descriptor: int, port: int) -> int:
+def received_bytes(descriptor: int, url: str) -> int:
     """Bytes that a connection has received; 0 where the system does not say, or it is another one.
 
     Args:
         descriptor: Of its socket, which libzmq may have closed.
-        port: Port of the peer.
+        url: Address of the peer.
     """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getpeername()[1] != port:
+            host, port, *_ = connection.getpeername()
+            if url != f"tcp://{f'[{host}]' if ':' in host else host}:{port}":
                 return 0
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    except (OSError, AttributeError, IndexError):
+    except (OSError, AttributeError, ValueError):
         return 0
     return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0]) if len(info) == _INFO_BYTES else 0
 

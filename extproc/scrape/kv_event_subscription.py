@@ -241,8 +241,7 @@ class EngineSubscription:
         """Bytes of the engine that libzmq keeps."""
         if self._descriptor < 0 or not isinstance(self._sub, SocketReader):
             return 0
-        port = int(self._address.rpartition(":")[2])
-        received = kv_event_sockets.received_bytes(self._descriptor, port)
+        received = kv_event_sockets.received_bytes(self._descriptor, self._address)
         return received - (self._sub.num_bytes - self._bytes_before)
 
     def note_page(self, member: EndpointSnapshot) -> None:
@@ -319,6 +318,7 @@ class EngineSubscription:
         # Else the number of its next batch says what was missed.
 
     def _on_disconnected(self) -> None:
+        self._descriptor = -1
         self._is_connected = False
         self._held = None
         self._end_replay_socket()

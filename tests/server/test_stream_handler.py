@@ -124,6 +124,22 @@ def test_stream_charges_the_endpoint_that_served():
     assert scene.accounts == (0, 0)
 
 
+def test_usage_is_compared_with_the_endpoint_that_served():
+    """Whichever was chosen: the reported hits are those of the endpoint that answered."""
+    scene = StreamFixture(FIRST, SECOND)
+    store, model = scene.pool_fixture.store, scene.pool_fixture.cache_model
+    stream, _ = scene.begin(HEADERS, BODY)
+    addresses = stream.address, ({FIRST, SECOND} - {stream.address}).pop()
+    served = LbMetadata(None, False, addresses[1])
+    list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED, hints=served)))
+    usage = {"prompt_tokens": 400, "prompt_tokens_details": {"cached_tokens": 360}}
+    body = json.dumps({"usage": usage}).encode()
+    list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_BODY, body=body, end_of_stream=True)))
+    stream.finish()
+    states = [model.state_of(store.pool.find(address).endpoint) for address in addresses]
+    assert [state.calibration._hit for state in states] == [0, 360]
+
+
 def test_a_rejected_stream_leaves_nothing():
     """Above `max_streams` a request is refused with 429, whatever its first event is."""
     scene = StreamFixture(max_streams=0)
