@@ -15,6 +15,7 @@ from bench import (
     agreement,
     capacity,
     match_sources,
+    ranks,
     replicas,
     rig,
     robustness,
@@ -22,6 +23,7 @@ from bench import (
     scaling,
     summary,
 )
+from bench import kv_events as kv_event_costs
 from bench.arena import report as arena_report
 from bench.peers import report as peers_report
 from bench.peers import routing as peers_routing
@@ -112,6 +114,16 @@ def replicas_block() -> str:
 def match_sources_block() -> str:
     """Kinds of knowledge of prefix caches beside each other."""
     return match_sources.block(run.read("match_sources"))
+
+
+def kv_events_block() -> str:
+    """Costs of KV events."""
+    return kv_event_costs.block(run.read("kv_events"))
+
+
+def ranks_block() -> str:
+    """Data-parallel ranks beside engines."""
+    return ranks.block(run.read("ranks"))
 
 
 def capacity_block() -> str:
@@ -251,6 +263,8 @@ BLOCKS: Mapping[str, Block] = {
     ),
     "soak": Block("benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))),
     "match sources": Block("benchmarks/kv-events.md", match_sources_block),
+    "kv events": Block("benchmarks/kv-events.md", kv_events_block),
+    "ranks": Block("benchmarks/kv-events.md", ranks_block),
     "peers": Block("benchmarks/peers.md", peers_block),
     "peers routing": Block("benchmarks/peers.md", peers_routing_block),
 }

@@ -1,8 +1,9 @@
 """Measures KV events: CPU and memory of a block, and what they add to a routing decision.
 
-    python -m bench.kv_events [--engines 100] [--blocks 2000] [--rounds 20]
+    python -m bench.kv_events [--engines 100] [--blocks 2000] [--rounds 20] [--write]
 
 Engines that hold `--blocks` blocks each store and remove batches of 20, decoded from their bytes.
+A process publishes as much for all engines over sockets of ZeroMQ, and the subscriber takes it in.
 Then two pools route the same requests in turns, half of which continue one of 64 conversations: one
 has the events of all engines, the other none. Both know of the same prompts on the same engines.
 """
@@ -10,28 +11,44 @@ has the events of all engines, the other none. Both know of the same prompts on 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import random
 import statistics
+import sys
 import time
 import tracemalloc
 from array import array
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
+import zmq
 
 from bench import rig
 from bench.route import HEADERS, NOW, bodies, fleet
 from extproc.config import factory
 from extproc.config.settings import Settings
+from extproc.endpoint import Endpoint
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
-from extproc.scrape.kv_event_subscriber import KvEventsSection
+from extproc.scrape.kv_event_subscriber import KvEventsSection, KvEventSubscriber
+from extproc.supervision import Supervisor
 
 #: Tokens of a block, blocks of a stored event, and blocks per engine and second that are stored, and
 #: as many removed.
 SIZE, BATCH, RATE = 16, 20, 200
+
+#: Batches per engine and second, and seconds before and during the measurement over sockets.
+BATCHES, WARM_S, MEASURED_S = RATE // BATCH, 3.0, 10.0
+
+#: Bars: share of a core, seconds until an event is applied, bytes of a block, ratio of routing times.
+BARS = {"cpu_share": 0.5, "applied_p99_s": 0.05, "block_bytes": 60.0, "route_ratio": 1.05}
 
 #: Tokens of the cache of an engine, where requests are routed.
 CACHE = 200_000
@@ -65,8 +82,8 @@ def batch(
     return msgspec.msgpack.encode([0.0, [stored, *events], 0])
 
 
-def measure_events(args: argparse.Namespace) -> None:
-    """Print CPU and memory of a block."""
+def measure_events(args: argparse.Namespace) -> dict[str, float]:
+    """CPU and memory of a block."""
     rng = random.Random(1)
     exact = ExactPrefixes(blocks.DEFAULT, max_blocks=1_000_000)
     engines = [exact.open((f"e{number}", 0), 0) for number in range(args.engines)]
@@ -110,9 +127,97 @@ def measure_events(args: argparse.Namespace) -> None:
                 exact.index.apply(engine, event)
     took = time.process_time() - began
     per_pair = took / (len(payloads) * BATCH)
-    share = per_pair * RATE * 100
     print(f"a stored and a removed block: {per_pair * 1e6:.2f} us of CPU")
-    print(f"100 engines with {RATE} of each per second: {share:.3f} of a core, without the sockets")
+    return {"block_bytes": (taken - own) / total, "pair_s": per_pair}
+
+
+def publish(connection: Connection, engines: int) -> None:
+    """Publish blocks of engines at their rate until the parent process says that it is enough.
+
+    The first hash of a batch is the time at which it was begun, in nanoseconds.
+    """
+    rng, context = random.Random(3), zmq.Context()
+    sockets = [context.socket(zmq.PUB) for _ in range(engines)]
+    connection.send([socket.bind_to_random_port("tcp://127.0.0.1") for socket in sockets])
+    held: list[list[int]] = [[] for _ in sockets]
+    numbers = [0] * engines
+    began = time.monotonic()
+    for turn in range(round((WARM_S + 2.0 * MEASURED_S) * BATCHES * engines)):
+        time.sleep(max(0.0, began + turn / (BATCHES * engines) - time.monotonic()))
+        if connection.poll():
+            break
+        at = turn % engines
+        hashes = [time.time_ns(), *(rng.getrandbits(63) for _ in range(BATCH - 1))]
+        removed = held[at][:BATCH] if len(held[at]) >= 5 * BATCH else []
+        held[at] = held[at][len(removed) :] + hashes
+        frames = [b"", numbers[at].to_bytes(8), batch(rng, hashes, removed)]
+        sockets[at].send_multipart(frames)
+        numbers[at] += 1
+    context.destroy(linger=0)
+
+
+async def subscribe(ports: Sequence[int]) -> dict[str, float]:
+    """Follow engines on these ports; CPU, and seconds from a batch to its blocks in the index."""
+    store = PoolStore(on_gone=lambda _: None)
+    labels = [{"kv-events-port": str(port)} for port in ports]
+    endpoints = [Endpoint(f"127.0.0.1:{n + 1}", labels=label) for n, label in enumerate(labels)]
+    store.set_endpoints(endpoints, 0.0)
+    exact = ExactPrefixes(blocks.DEFAULT, max_blocks=1_000_000)
+    waits_s: list[float] = []
+    apply = exact.index.apply
+
+    def timed(engine, event):
+        count = apply(engine, event)
+        if isinstance(event, kv_events.BlockStored):
+            waits_s.append((time.time_ns() - event.hashes[0]) * 1e-9)
+        return count
+
+    exact.index.apply = timed
+    events = KvEventSubscriber(
+        KvEventsSection(enabled=True),
+        store,
+        exact,
+        clock=asyncio.get_running_loop().time,
+        rng=random.Random(1),
+        on_cleared=lambda _: None,
+        on_change=lambda _: None,
+        supervisor=Supervisor(),
+    )
+    running = asyncio.ensure_future(events.run())
+    await asyncio.sleep(WARM_S)
+    waits_s.clear()
+    began, used = time.monotonic(), time.process_time()
+    await asyncio.sleep(MEASURED_S)
+    passed_s, used_s = time.monotonic() - began, time.process_time() - used
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    waits_s.sort()
+    return {
+        "cpu_share": used_s / passed_s,
+        "pairs_per_s": len(waits_s) * BATCH / passed_s,
+        "applied_p50_s": waits_s[len(waits_s) // 2],
+        "applied_p99_s": waits_s[int(len(waits_s) * 0.99)],
+    }
+
+
+def measure_sockets(args: argparse.Namespace) -> dict[str, float]:
+    """CPU and delay of events of all engines over sockets."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=publish, args=(theirs, args.engines), daemon=True)
+    process.start()
+    try:
+        figures = asyncio.run(subscribe(ours.recv()))
+    finally:
+        ours.send("enough")
+        process.join(10.0)
+        process.kill()
+    print(
+        f"{args.engines} engines over sockets, {figures['pairs_per_s']:.0f} blocks/s stored and removed: "
+        f"{figures['cpu_share']:.3f} of a core; applied after {figures['applied_p50_s'] * 1e3:.1f} ms "
+        f"(median), {figures['applied_p99_s'] * 1e3:.1f} ms (p99)"
+    )
+    return figures
 
 
 def routing_pool(args: argparse.Namespace, *, is_exact: bool) -> factory.PoolParts:
@@ -127,8 +232,8 @@ def routing_pool(args: argparse.Namespace, *, is_exact: bool) -> factory.PoolPar
     return parts
 
 
-def measure_routing(args: argparse.Namespace) -> None:
-    """Print what events add to a decision."""
+def measure_routing(args: argparse.Namespace) -> dict[str, float]:
+    """Time of a decision, with events and without."""
     rng = random.Random(2)
     requests = [HttpRequest(HEADERS, body) for body in bodies(rng, args.bytes, args.requests)]
     believed, exact = routing_pool(args, is_exact=False), routing_pool(args, is_exact=True)
@@ -173,6 +278,31 @@ def measure_routing(args: argparse.Namespace) -> None:
         f"a decision over {args.engines} engines, {args.bytes} bytes: {without:.0f} us without, "
         f"{with_events:.0f} us with events; ratio {with_events / without:.3f}"
     )
+    return {"route_s": without * 1e-6, "route_ratio": with_events / without}
+
+
+def block(result: Mapping[str, Any]) -> str:
+    """The result as `docs/benchmarks` shows it."""
+    known = result["figures"]
+    rows = (
+        ("CPU of the process, events of 100 engines", "cpu_share", "{:.2f} of a core", 1.0),
+        ("applied after, p99", "applied_p99_s", "{:.0f} ms", 1e3),
+        ("memory of a block that one endpoint holds", "block_bytes", "{:.0f} bytes", 1.0),
+        ("time of a decision, to one without events", "route_ratio", "{:.3f}", 1.0),
+    )
+    lines = ["| | measured | bar | |", "|---|---|---|---|"]
+    for text, name, form, scale in rows:
+        measured, bar = form.format(known[name] * scale), form.format(BARS[name] * scale)
+        lines.append(
+            f"| {text} | {measured} | {bar} | {'met' if known[name] <= BARS[name] else '**missed**'} |"
+        )
+    machine = result["machine"]
+    caption = (
+        f"`{result['command']}`, {result['date']}, {machine['cores']} cores of {machine['cpu']}, "
+        f"Python {machine['python']}; {known['pairs_per_s']:.0f} blocks a second were stored, and as "
+        f"many removed. A decision without events takes {known['route_s'] * 1e6:.0f} µs."
+    )
+    return "\n".join([*lines, "", caption])
 
 
 def main() -> None:
@@ -183,10 +313,13 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=32_768)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     print(rig.machine())
-    measure_events(args)
-    measure_routing(args)
+    figures = {**measure_sockets(args), **measure_events(args), **measure_routing(args)}
+    if args.write:
+        command = " ".join(["python -m bench.kv_events", *sys.argv[1:]])
+        rig.write("kv_events", command, {"figures": figures})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,8 @@ from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
 from extproc.simulator.fleet.workloads import Lengths
 
 NODES, RANKS = 8, 4
+#: Bars: difference of the hit ratios of ranks and engines, and share of all requests on the hot rank.
+MARGIN, MAX_HOT_SHARE = 0.02, 1 / NODES / 3
 #: Requests of others that are always open on the first machine.
 FOREIGN = 48
 VARIANTS = ("8 engines", "2 engines, 4 ranks each", "2 engines, ranks unknown")
@@ -166,6 +169,27 @@ class RankedFleet:
     def _over(self, sim_request: SimRequest) -> None:
         self._done.append(sim_request)
         self._sender.finished(sim_request)
+
+
+def block(result: Mapping[str, Any]) -> str:
+    """The result as `docs/benchmarks` shows it."""
+    runs = result["variants"]
+    engines, ranks, _ = (runs[variant] for variant in VARIANTS)
+    head = "| | hit ratio | requests on the hot rank | TTFT mean, s | TTFT p99, s |"
+    lines = [head, "|---|---|---|---|---|"]
+    for variant in VARIANTS:
+        run = runs[variant]
+        lines.append(
+            f"| {variant} | {run['hit_ratio']:.3f} | {run['hot_share']:.1%} "
+            f"| {run['ttft_mean_s']:.3f} | {run['ttft_p99_s']:.3g} |"
+        )
+    ratio = ranks["hit_ratio"] / engines["hit_ratio"]
+    is_met = abs(ratio - 1.0) <= MARGIN and ranks["hot_share"] < MAX_HOT_SHARE
+    caption = (
+        f"Hit ratio of ranks to that of engines: {ratio:.3f}; the bar is {'met' if is_met else 'missed'}. "
+        f"`{result['command']}`, {result['date']}, means of {result['seeds']} seeds."
+    )
+    return "\n".join([*lines, "", caption])
 
 
 def main() -> None:
