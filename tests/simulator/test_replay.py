@@ -5,7 +5,7 @@ import pytest
 
 from extproc.cli import main
 from extproc.errors import ConfigError
-from extproc.simulator import replay, replay_traffic
+from extproc.simulator import profiles, replay, replay_traffic
 from extproc.simulator.fleet import client, scenario, sim_request, workloads
 from tests.simulator.fleet import builders
 from tests.support import recordings
@@ -62,6 +62,18 @@ def test_estimates_are_near_what_was_measured(tmp_path, strategy, shows_usage):
     definition = replay.scenario_of(loaded, [1])
     estimated_s = replay.simulate(definition, loaded.columns[0], seed=1).summary.ttft_s.mean
     assert estimated_s == pytest.approx(measured_s, rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", ["adaptive", "round-robin"])
+def test_errors_of_estimates_are_those_of_the_learned_numbers(tmp_path, strategy):
+    """With the numbers of the engines in place of learned ones, little is left of the error."""
+    path, measured_s = write(tmp_path, strategy, talks(), client=client.Client(users=12))
+    engine = profiles.PROFILES["l4-8b-fp8"]
+    names = ("base_s", "prefill_s_per_token", "decode_s_per_seq", "context_s_per_token")
+    limits = {name: getattr(engine, name) for name in (*names, "token_budget", "lora_load_s")}
+    loaded = replay.load(path, strategies=(), configs=(), limits=limits)
+    as_recorded = replay.simulate_as_recorded(loaded, replay.scenario_of(loaded, [1]))
+    assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", ["random", "round-robin"])
