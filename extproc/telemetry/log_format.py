@@ -87,12 +87,13 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     predicted_cached_tokens: int | None = None
     queue_s: float | None = None
     response_headers_s: float | None = None
+    first_token_s: float | None = None
     total_s: float | None = None
     pick: str = ""
 
     def round_times(self) -> None:
         """Keep three digits of times."""
-        for name in ("queue_s", "response_headers_s", "total_s"):
+        for name in ("queue_s", "response_headers_s", "first_token_s", "total_s"):
             seconds = getattr(self, name)
             if seconds is not None:
                 setattr(self, name, round(seconds, 3))
@@ -194,7 +195,7 @@ class TextFormatter(logging.Formatter):
         """Formats the line of a routed request; as any event, in one expression."""
         request_id, pool, model, status = line.id, line.pool, line.model, line.status
         prompt, cached, output = line.prompt_tokens, line.cached_tokens, line.output_tokens
-        queue_s, headers_s = line.queue_s, line.response_headers_s
+        queue_s, headers_s, token_s = line.queue_s, line.response_headers_s, line.first_token_s
         return (
             f"{_format_second(int(at))},{int(at % 1.0 * 1000.0):03d} INFO {REQUESTS} {REQUEST}"
             f" id={request_id if _BARE.fullmatch(request_id) else _quote(request_id)}"
@@ -209,6 +210,7 @@ class TextFormatter(logging.Formatter):
             f" predicted_cached_tokens={line.predicted_cached_tokens}"
             f"{'' if queue_s is None else f' queue_s={queue_s:.3f}'}"
             f"{'' if headers_s is None else f' response_headers_s={headers_s:.3f}'}"
+            f"{'' if token_s is None else f' first_token_s={token_s:.3f}'}"
             f" total_s={line.total_s:.3f} pick={_quote(line.pick)}"
         )
 

@@ -79,6 +79,7 @@ class LoggedRequestRecorder(RequestRecorder):
             decision.matched_tokens,
             self._queue_s,
             self._headers_s - self._routed_s if has_headers else None,
+            record.first_token_s if self._first_chunk_s >= 0.0 else None,
             record.seconds,
             explanation.format_short(decision),
         )

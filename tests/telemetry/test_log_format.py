@@ -154,7 +154,9 @@ def test_lines_of_requests_are_written_together():
         optional={
             **dict.fromkeys(("pool", "model"), st.text()),
             **dict.fromkeys(("status", "prompt_tokens", "output_tokens"), st.integers(0, 2**40)),
-            **dict.fromkeys(("queue_s", "response_headers_s"), st.floats(0.0, 1e6)),
+            **dict.fromkeys(
+                ("queue_s", "response_headers_s", "first_token_s"), st.floats(0.0, 1e6)
+            ),
         },
     ),
     at=st.floats(0.0, 4e9),

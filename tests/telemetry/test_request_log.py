@@ -39,14 +39,18 @@ class RequestLogFixture:
             ProcessCounters(), DecisionLog(10), lambda: 0.0, request_log.recorder_type(mode)
         )
 
-    def serve(self, status, *, api="chat", wait_s=None, usage=None):
-        """A request from its start to its end."""
+    def route(self, *, api="chat", wait_s=None):
         request = self.recorder.observe_request("demo")
         if wait_s is not None:
             request.on_dequeued(wait_s, priority=0)
         request.on_routed(
             decided(api), request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
         )
+        return request
+
+    def serve(self, status, *, api="chat", wait_s=None, usage=None):
+        """A request from its start to its end."""
+        request = self.route(api=api, wait_s=wait_s)
         if status:
             request.on_response_headers(
                 0.25, elapsed_s=0.75, status=status, is_stream=False, is_shown=False
@@ -92,6 +96,17 @@ def test_a_line_has_times_tokens_and_the_pick(caplog):
             },
         )
     ]
+
+
+def test_a_line_of_a_stream_has_the_first_token(caplog):
+    """Headers of a stream may come long before, so both are there where chunks are shown."""
+    scene = RequestLogFixture(caplog, "all")
+    request = scene.route()
+    request.on_response_headers(0.25, elapsed_s=0.3, status="200", is_stream=True, is_shown=True)
+    request.on_response_chunk(0.9)
+    request.on_finished(endpoint=ADDRESS, status="200", duration_s=2.0)
+    ((_, fields),) = scene.take()
+    assert (fields["response_headers_s"], fields["first_token_s"]) == (0.25, 0.85)
 
 
 def test_a_line_of_a_refused_request_has_the_cause(caplog):
