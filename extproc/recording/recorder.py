@@ -7,6 +7,7 @@ is full drops what comes, and counts it: no request ever waits for a recording.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 from collections import Counter, deque
@@ -101,6 +102,15 @@ _CANDIDATES_PER_DECISION: Final = 64
 _position = Candidate.__struct_fields__.index
 _read_states = operator.itemgetter(*map(_position, ("endpoint", "load", "rates", "page")))
 _read_columns = operator.itemgetter(*map(_position, rows.CANDIDATE_FIELDS))
+
+
+@functools.cache
+def _select_changed(
+    changed: tuple[bool, ...],
+) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Reads columns that changed, and the value behind them in place of the others."""
+    behind = len(changed)
+    return operator.itemgetter(*[at if is_new else behind for at, is_new in enumerate(changed)])
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -268,12 +278,10 @@ class Recording:
         self, numbers: Sequence[int], columns: Sequence[Sequence[Any]]
     ) -> rows.CandidateTable:
         """The columns of candidates that differ from those of the table before."""
+        changed = tuple(map(operator.ne, columns, self._columns))
         table = rows.CandidateTable(
             None if numbers == self._numbers else numbers,
-            *[
-                None if values == before else values
-                for values, before in zip(columns, self._columns, strict=True)
-            ],
+            *_select_changed(changed)((*columns, None)),
         )
         self._numbers, self._columns = numbers, columns
         return table
