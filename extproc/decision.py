@@ -172,7 +172,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         candidates: Endpoints in play before the first filter.
         excluded_by_model: Endpoints that were not, because they do not serve the model.
         excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
-            the one that is tried again.
+            the one that is tried again; `least-bad`, with none, where all are failing.
         model_unlisted: No endpoint in play lists the model; the engine will answer.
         scored_candidates: Candidates that passed all filters.
         scores: Each scorer's result, aligned with `scored_candidates`.

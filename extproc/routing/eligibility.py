@@ -32,6 +32,9 @@ FAILING: Final = "failing"
 WARMING: Final = "warming"
 PROBE: Final = "probe"
 
+#: Reason, without endpoints, where all of them fail and the least bad are tried.
+LEAST_BAD: Final = "least-bad"
+
 #: A reason, and who was put aside for it.
 ExclusionReason = tuple[str, Sequence[Endpoint]]
 
@@ -45,7 +48,7 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
         model_unlisted: No allowed endpoint lists the model, and all of them listed theirs.
         excluded_by_health: Further excluded endpoints by reason: `failing` for endpoints whose
             requests fail or that are out of reach, `warming` for recent endpoints in slow start,
-            `probe` for all but the endpoint that is probed.
+            `probe` for all but the endpoint that is probed; `least-bad`, with none, where all fail.
         valid_until: Monotonic seconds before which the same snapshot gives the same endpoints to
             equal requests; minus infinity where it may not, because of chance or of a probe.
     """
@@ -144,6 +147,9 @@ def _healthy(
         candidates = list(snapshot.healthiest(members))
         on_probe = {member.endpoint.address for member in candidates}
         excluded = [endpoint for endpoint in excluded if endpoint.address not in on_probe]
+        if candidates:
+            reasons = ((FAILING, excluded),) if excluded else ()
+            return candidates, (*reasons, (LEAST_BAD, ())), valid_until
     return candidates, ((FAILING, excluded),) if excluded else (), valid_until
 
 

@@ -350,6 +350,8 @@ def _excluded_by_health(decision: Decision, candidates: list[str]) -> list[Json]
     steps: list[Json] = []
     survivors = candidates
     for why, endpoints in reversed(decision.excluded_by_health):
+        if not endpoints:
+            continue
         dropped = [endpoint.address for endpoint in endpoints]
         steps.insert(0, {"name": why, "survivors": survivors, "dropped": dropped})
         survivors = survivors + dropped

@@ -46,7 +46,8 @@ def render_table(explanation: Json) -> str:
         return _refused(explanation)
     health = explanation.get("health")
     sections = [_request_line(explanation), _in_play(explanation["candidates"], health)]
-    if health and all(condition["state"] in _FAILING for condition in health.values()):
+    is_failing = health and all(condition["state"] in _FAILING for condition in health.values())
+    if is_failing or "least-bad" in explanation["excluded_by_health"]:
         sections.append("all endpoints are failing; the least bad is tried")
     if explanation["filters"]:
         sections.append(_steps(explanation["filters"]))

@@ -125,7 +125,7 @@ def test_the_healthiest_endpoints_remain_where_all_fail():
     assert fixture.member(SECOND).condition.state is HealthState.DOWN
     assert fixture.eligible_addresses(FIRST, SECOND) == [FIRST]
     assert fixture.eligible_addresses(SECOND) == [SECOND]
-    assert aside(fixture.find(FIRST, SECOND)) == {"failing": [SECOND]}
+    assert aside(fixture.find(FIRST, SECOND)) == {"failing": [SECOND], "least-bad": []}
     for address, model in ((FIRST, "a"), (SECOND, "b"), (THIRD, "b"), (FOURTH, "b")):
         listed = ServedModels(frozenset({model}), frozenset())
         fixture.store.observe_models(fixture.member(address).endpoint, listed)

@@ -43,6 +43,15 @@ def decision(**more):
     return Decision(**facts)
 
 
+def test_a_past_decision_says_that_all_endpoints_failed():
+    """Their health is not known any more, but that none was healthy is."""
+    document = explanation.explain(decision(excluded_by_health=[("least-bad", ())]))
+    assert [step["name"] for step in document["filters"]] == ["first", "second"]
+    sentence = "all endpoints are failing; the least bad is tried"
+    assert sentence in explanation_text.render_table(document)
+    assert sentence not in explanation_text.render_table(explanation.explain(decision()))
+
+
 def test_decision_is_explained_completely():
     """Steps, survivors, raw and weighted scores, totals and ranks are all there."""
     document = explanation.explain(decision())

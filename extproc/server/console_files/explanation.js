@@ -68,6 +68,9 @@ function answer(outcome) {
   } else {
     sentences.push(`, by ${outcome.picker}.`);
   }
+  if ("least-bad" in outcome.excluded_by_health) {
+    sentences.push(" All endpoints were failing, so the least bad was tried.");
+  }
   if (outcome.degraded) {
     sentences.push(` Part of the profile failed: ${outcome.degraded}.`);
   }
