@@ -231,7 +231,7 @@ class AdminServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, application: web.Application, *, host: str, port: int) -> int:
-        """Listen, on every address where `host` is empty; returns the port.
+        """Listen, on every address where `host` is empty; returns the port, that of IPv4 if they differ.
 
         Raises:
             ConfigError: The port is taken.
@@ -248,7 +248,8 @@ class AdminServer:
         except OSError as error:
             why = error.strerror or ""
             raise listeners.port_in_use_error("--metrics-port", port, why=why) from error
-        return int(runner.addresses[0][1])
+        # With port 0, IPv4 and IPv6 get ports of their own, in any order; an IPv4 address is a pair.
+        return int(min(runner.addresses, key=len)[1])
 
     async def close(self) -> None:
         """Close all connections, if it was started."""

@@ -27,7 +27,7 @@ async def serving():
     server = admin.AdminServer()
     try:
         async with asyncio.timeout(LIMIT_S):
-            yield await server.start(application, host="", port=0)
+            yield await server.start(application, host=HOST, port=0)
     finally:
         await server.close()
 
