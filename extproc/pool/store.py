@@ -263,10 +263,9 @@ class PoolStore:
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
-        ran = account.take_ran() & self._adapters
         learner.update(
             load,
-            ran=ran,
+            ran=account.take_ran() & self._adapters,
             idle=token.idle,
             shared=shared,
             is_alone=self.foreign_traffic.share < _FEW_OTHERS,

@@ -130,7 +130,6 @@ class ExactMatcher:
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first.
             tokens: Prompt tokens by depth in the chain.
-            prompt_tokens: Estimated tokens of the prompt.
         """
         self._source = "estimate"
         if self._sources:
@@ -154,7 +153,6 @@ class ExactMatcher:
             corrected = self._tokens_in_order(match.ends, self._take_slots)
             if match.ends and match.ends[-1][0] * index.block_tokens > prompt_tokens:
                 corrected = [min(prompt_tokens, some) for some in corrected]
-        known = tokens[match.depth]
         for address, sent in match.prompt.sent.items():
             position = positions.get(address)
             if position is not None:
@@ -166,7 +164,7 @@ class ExactMatcher:
                         address,
                         corrected[position],
                         estimate,
-                        (known, lost),
+                        (tokens[match.depth], lost),
                         is_arriving=is_arriving,
                     )
                 if member.load.waiting and corrected[position]:
