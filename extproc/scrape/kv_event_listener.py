@@ -128,10 +128,11 @@ class KvEventListener:
             await self._loop.connect_accepted_socket(
                 lambda: EngineConnection(self, ip, self.clock()), accepted
             )
-        except BaseException:
+        except BaseException as error:
             self._release(ip)
             accepted.close()
-            raise
+            if not isinstance(error, OSError):  # the peer may be gone already
+                raise
 
     def _release(self, ip: str, count: int = 1) -> None:
         self._num_at[ip] -= count
