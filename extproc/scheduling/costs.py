@@ -100,10 +100,9 @@ class EstimatedTime(
       nothing until the cache will be full, as answers that are there grow like this one; then the
       time until they free what is missing. k is the smaller of what the scrape says plus what was
       sent since, and what the open requests can hold at most: a late scrape forgets those that ended.
-    - slowdown = `own_share` o (s - a) + `others_share` n (u p + o d + l), with a the least seconds of
-      an iteration without sequences of any candidate: this answer's own tokens come slower on a slower
-      engine and in a larger batch, and every answer in it waits for this prefill, this adapter and
-      one more sequence in each iteration.
+    - slowdown = n (`own_share` o d + `others_share` (u p + o d + l)): this answer's own tokens come
+      slower in a larger batch, and every answer in it waits for this prefill, this adapter and one
+      more sequence in each iteration.
     - waiting = `waiting_share` q (u p + l) with q = min(n, Q / v) and v the mean of u over the latest
       requests: those who wait for their first token wait for this prefill and this adapter as well,
       because iterations have them together with theirs, or as many more come after it.
@@ -181,7 +180,7 @@ class EstimatedTime(
     encoder_share: float = 0.25
     encoder_cache_tokens: int = 16_384
 
-    def cost(  # noqa: C901, PLR0912, PLR0915 - one loop, written out
+    def cost(  # noqa: C901 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         terms = self._read_request(context, candidates)
@@ -204,7 +203,6 @@ class EstimatedTime(
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
         prompt_tokens = float(max(tokens, 1))
-        is_alike, first_step = True, candidates[0].rates.step_s if candidates else 0.0
         for c in candidates:
             rates = c.rates
             per_token = rates.prefill_s
@@ -217,12 +215,9 @@ class EstimatedTime(
             work = uncached * per_token
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
-            step = rates.step_s
-            iteration = step + per_sequence * batch
+            iteration = rates.step_s + per_sequence * batch
             cost = work + _ITERATIONS * iteration
             cost += batch * (both * per_sequence + others * work)
-            if step != first_step:
-                is_alike = False
             queued = c.queued_tokens
             if queued:
                 line = queued * per_request
@@ -253,12 +248,6 @@ class EstimatedTime(
                             continued, tokens + growth, conversations_per_open, c
                         )
             add(cost)
-        if not is_alike:
-            weight, fastest = own * answer, min(c.rates.step_s for c in candidates)
-            costs = [
-                cost + weight * (c.rates.step_s - fastest)
-                for cost, c in zip(costs, candidates, strict=True)
-            ]
         # Not the context: a reference to the decision would keep the prompt in memory.
         explanation = _Explanation(self, terms, candidates)
         return CostResult(self.kind, "s", costs, explanation, explanation)
@@ -310,17 +299,14 @@ class EstimatedTime(
         self, request_terms: _RequestTerms, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
         """Terms of the costs, by name; computed only when a decision is explained."""
-        fastest = min((c.rates.step_s for c in candidates), default=0.0)
-        parts = [self._parts(request_terms, c, fastest=fastest) for c in candidates]
+        parts = [self._parts(request_terms, c) for c in candidates]
         return [(name, [values[i] for values in parts]) for i, name in enumerate(_TERMS)]
 
     def predict_ttft(self, request_terms: _RequestTerms, c: Candidate) -> float:
         """Seconds to the first token: the terms that the request waits for itself."""
         return sum(self._parts(request_terms, c)[:_OWN_TERMS])
 
-    def _parts(
-        self, request_terms: _RequestTerms, c: Candidate, *, fastest: float = 0.0
-    ) -> tuple[float, ...]:
+    def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
         (
             tokens,
@@ -340,8 +326,9 @@ class EstimatedTime(
         decode = answer * (rates.decode_s + rates.context_s * rates.context_tokens)
         iteration = rates.iteration_s(c.estimated_requests)
         adapter = load = _TO_LOAD[c.residency] * rates.adapter_load_s
-        slowdown = self.own_share * answer * (iteration - fastest)
-        slowdown += self.others_share * c.estimated_requests * (prefill + decode + load)
+        slowdown = c.estimated_requests * (
+            self.own_share * decode + self.others_share * (prefill + decode + load)
+        )
         if c.residency is _FULL:
             adapter += 0.5 * answer * iteration
         delayed = c.estimated_requests + (c.load.waiting or 0.0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Decision
-from extproc.endpoint import AdapterResidency, StepTimeModel
+from extproc.endpoint import AdapterResidency
 from extproc.request import InferenceRequest
 from extproc.scheduling.costs import EstimatedTime
 from extproc.testing import builders
@@ -72,19 +72,6 @@ def test_load_draws_no_requests(kinds, facts, signal, more, data):
     second = EstimatedTime().cost(context, [*candidates[:at], loaded, *candidates[at + 1 :]]).costs
     assert second[at] >= first[at] * (1.0 - 1e-9)
     assert [*second[:at], *second[at + 1 :]] == [*first[:at], *first[at + 1 :]]
-
-
-def test_a_long_answer_goes_to_a_fast_engine():
-    """Of two idle engines the one with the faster iteration, by more the longer the answer."""
-    fast, slow = {"rates": StepTimeModel(step_s=0.01)}, {"rates": StepTimeModel(step_s=0.03)}
-    candidates = builders.candidates({"fast": fast, "slow": slow})
-    gaps = []
-    for max_tokens in (1, 200):
-        priced = EstimatedTime().cost(builders.context(100, max_tokens=max_tokens), candidates)
-        slowdown = dict(priced.terms)["slowdown"]
-        assert slowdown[0] == pytest.approx(0.0)
-        gaps.append(slowdown[1])
-    assert gaps == pytest.approx([0.07 * 0.02, 200 * 0.07 * 0.02])
 
 
 def test_an_adapter_that_is_loaded_elsewhere_delays_all_who_wait():
