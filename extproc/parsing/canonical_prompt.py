@@ -160,10 +160,13 @@ _MANY_PARTS = 64
 #: Parts that are JSON whatever they hold.
 _JSON_TYPES = frozenset({dict, list, int, float, bool, type(None)})
 #: What JSON holds of a part that is text, or is not encoded as it is. Only parts with `content` hold
-#: JSON as the client wrote it, with its line breaks.
-_SPECIAL = (
-    *(b'"%b' % key.encode() for key in ("text", "content", _MOVING_KEY, *sorted(_BLOB_KEYS))),
-    *(b'"type":"%b"' % kind.encode() for kind in sorted(media.KINDS)),
+#: JSON as the client wrote it, with its line breaks. Types of media by their beginnings: to look for a
+#: long text takes ten times as long.
+_SPECIAL = tuple(
+    b'"%b' % text.encode()
+    for text in sorted(
+        {"text", "content", _MOVING_KEY, "audio", "image", "input_", "video"} | _BLOB_KEYS
+    )
 )
 #: Bytes of fields of media behind one part, above which no more are added.
 _MAX_MEDIA_BYTES = 16 * 1024

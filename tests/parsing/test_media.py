@@ -249,3 +249,10 @@ def test_forged_fields_are_bounded():
     assert [found.start for found in spans] == [0]
     assert text_bytes + sum(found.size for found in spans) == len(laid_out)
     assert canonical_prompt.estimate(text_bytes) < 10
+
+
+@pytest.mark.parametrize("kind", sorted(media.KINDS))
+def test_media_among_many_parts_have_tokens(kind):
+    """Long lists of parts are encoded many at a time where they hold no media."""
+    parts = [{"type": "x", "n": n} for n in range(100)] + [{"type": kind}]
+    assert media.MARKER in canonical_prompt.content(parts)
