@@ -23,8 +23,10 @@ _MAX_QUEUED: Final = 64
 #: Milliseconds between attempts to connect, at first and at most; libzmq adds jitter.
 _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
 
-#: Milliseconds between heartbeats, and without an answer until a connection counts as lost.
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 500, 1500
+#: Options of TCP keepalive (seconds, count): a peer that vanished is noticed after two seconds. Not the
+#: heartbeats of libzmq 4.3, whose timer ends the process with an assertion (`stream_engine_base.cpp`,
+#: `!_io_error`) when a connection breaks while messages wait for the reader.
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 1, 1, 1
 
 #: Bytes that a connection may have received and nothing read: all messages that wait, and buffers. One
 #: with more is closed, as a message may have parts without end, which libzmq keeps until the last one.
@@ -87,8 +89,10 @@ def open_subscription(
         (module.MAXMSGSIZE, kv_events.MAX_BATCH_BYTES),
         (module.RECONNECT_IVL, _RECONNECT_MS),
         (module.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
-        (module.HEARTBEAT_IVL, _HEARTBEAT_MS),
-        (module.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+        (module.TCP_KEEPALIVE, 1),
+        (module.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S),
+        (module.TCP_KEEPALIVE_INTVL, _KEEPALIVE_INTERVAL_S),
+        (module.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES),
         (module.IPV6, int("[" in url)),
     ):
         sub.setsockopt(option, value)
