@@ -47,7 +47,7 @@ def draw(entry: Mapping[str, Any]) -> bytes:
     groups = [name for name in [*entry["kinds"], *entry["traits"]] if _rows_of(entry, name)]
     panel_in, foot_in = _ROW_IN * (len(groups) + 1), 0.75
     height_in = panel_in + foot_in
-    left, gap = 0.19, 0.025
+    left, gap = 0.22, 0.025
     width = (0.985 - left - gap * (len(report.BAD_FIGURES) - 1)) / len(report.BAD_FIGURES)
     with plot_style.new_figure(_WIDTH_IN, height_in, salt="arena") as figure:
         for at, name in enumerate(report.BAD_FIGURES):
