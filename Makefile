@@ -32,7 +32,8 @@ EPP ?= epp
 # Files with tests of a mark; each worker of a run imports all files that it is given.
 marked = $(shell grep -rlE --include='test_*.py' 'mark[.]$(1)|first_and_$(1)' $(or $(2),tests))
 
-PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: with another one in its place, pytest-xdist may wait for ever.
+PYTEST := $(BIN)/python -m pytest -q -n auto --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 
 # Files whose tests need programs that make and pip do not install.
 TOOLS := $(addprefix tests/,kubernetes console monitoring/test_alerts.py monitoring/test_faults.py \
