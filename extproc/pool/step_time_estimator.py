@@ -15,6 +15,7 @@ the slowness of this engine: how much longer its windows took than the prior say
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,11 @@ _KEEP_LESS = 0.8
 #: engines of a pool mostly are alike, and a difference that is noise would send one of them more
 #: than its share.
 _WEAK, _STRONG = 0.05, 3.0
+
+#: Seconds for which a row stands in full, and in which what it has shown halves after that. An engine
+#: that was slow gets no requests while others are idle: it must be tried again without them, and a
+#: fifth of the speed is forgotten after one to two minutes.
+_FRESH_S, _HALVES_S = 10.0, 20.0
 
 #: Share by which the time of a window may differ from what was foretold and still be usual.
 _USUAL = 0.25
@@ -91,6 +97,7 @@ class StepTimeEstimator:
         "_off",
         "_outputs",
         "_prior",
+        "_row_at",
         "_rows",
         "_seconds",
         "_shown",
@@ -117,6 +124,7 @@ class StepTimeEstimator:
         self._rows = [0.0] * len(_BOUNDS)
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._squares = RecursiveLeastSquares(_BOUNDS)
+        self._row_at: float | None = None  # end of the last row
         self._start: WorkCounters | None = None
         self._last: Load | None = None
         self._outputs: EngineCounters | None = None
@@ -198,8 +206,15 @@ class StepTimeEstimator:
         loads = end.loads - start.loads
         row = (steps, computed, generated, context, loads)
         foretold = zip(_unknowns(self.rates), row, strict=True)
-        self._weigh(row, seconds, seconds - sum(rate * count for rate, count in foretold))
-        evidence = self.rates.evidence * _KEEP + steps
+        past_share = self._share_kept(end.at - _busy_s(start, end))
+        self._weigh(
+            row,
+            seconds,
+            seconds - sum(rate * count for rate, count in foretold),
+            past_share=past_share,
+        )
+        self._row_at = end.at
+        evidence = self.rates.evidence * _KEEP * past_share + steps
         solution = self._squares.solve(self._anchored, self._weight)
         if self._loading_known:
             solution[_LOADING] = self.rates.adapter_load_s if self._shown else median(self._loads)
@@ -207,13 +222,34 @@ class StepTimeEstimator:
             _with_unknowns(solution, self.rates), evidence=evidence
         )
 
-    def _weigh(self, row: Sequence[float], seconds: float, rest: float) -> None:
+    def _freshness(self, now: float) -> float:
+        """Share of what was learned that still stands: 1 at the last row, 0 long after it."""
+        if self._row_at is None:
+            return 1.0
+        return math.exp2(-max(0.0, now - self._row_at - _FRESH_S) / _HALVES_S)
+
+    def _share_kept(self, now: float) -> float:
+        """Share of earlier rows that a new one leaves because of their age, 0..1.
+
+        While what they have shown stands by a share f, they weigh f against 1 - f of the new one.
+
+        Args:
+            now: Begin of the work of the new row, without the idle time before it.
+        """
+        fresh = self._freshness(now)
+        past = (1.0 - fresh) * self._windows
+        return min(1.0, fresh / past) if past else 1.0
+
+    def _weigh(
+        self, row: Sequence[float], seconds: float, rest: float, *, past_share: float
+    ) -> None:
         """Add a row, weighted by its distance from the prediction.
 
         Args:
             row: Counts.
             seconds: The time they took.
             rest: Seconds beyond the prediction.
+            past_share: Share of the rows before it that their age leaves.
         """
         off = rest / seconds
         usual = abs(off) <= _USUAL
@@ -224,8 +260,9 @@ class StepTimeEstimator:
             low, high = _BOUNDS[_LOADING]
             load_s = self.rates.adapter_load_s + rest / loads
             self._loads.append(min(high, max(low, load_s)))
-            keep, weight = _KEEP, 1.0 if usual else _USUAL / abs(off)
+            keep, weight = _KEEP * past_share, 1.0 if usual else _USUAL / abs(off)
         else:
+            keep *= past_share
             self._seconds = keep * self._seconds + seconds
             self._windows = keep * self._windows + 1.0
             self._rows = [
@@ -304,7 +341,13 @@ class StepTimeEstimator:
             return own
         if not own.evidence:
             return _with_unknowns(self._prior, own)
-        settled = [*map(self._likely, _unknowns(own), self._anchored)]
+        fresh = 1.0 if self._last is None else self._freshness(self._last.at)
+        settled = [
+            there + fresh * (self._likely(shown, anchor) - there)
+            for shown, anchor, there in zip(
+                _unknowns(own), self._anchored, self._prior, strict=True
+            )
+        ]
         settled[_LOADING] = own.adapter_load_s if self._loading_known else self._prior[_LOADING]
         return _with_unknowns(settled, own)
 

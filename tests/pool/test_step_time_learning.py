@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 
@@ -157,6 +158,35 @@ def test_a_throttled_engine_is_noticed():
     assert runtime.learner.rates.prefill_s == pytest.approx(
         2 * profile.prefill_s_per_token, rel=0.2
     )
+
+
+def test_what_an_idle_engine_has_shown_is_forgotten_and_learned_again():
+    """Without a jump, its step times become those of the pool; the first work after that counts."""
+    usual = profiles.find("l4-8b-fp8")
+    runtime = Site(usual.faster(0.25))
+    pool = StepTimeModel(
+        step_s=usual.base_s,
+        prefill_s=usual.prefill_s_per_token,
+        decode_s=usual.decode_s_per_seq,
+        context_s=usual.context_s_per_token,
+        evidence=4.0,
+    )
+    runtime.learner.set_prior(pool)
+    runtime.run(100, 0.2)
+    times = []
+    for _ in range(400):
+        runtime.next = runtime.now + 9.0  # nothing comes
+        runtime.run(1, 1.0)
+        times.append(runtime.learner.pooled_rates.step_s)
+    idle = times[60:]  # what was open has ended
+    assert idle[0] > 2.0 * pool.step_s
+    assert idle == sorted(idle, reverse=True)
+    assert max(earlier - later for earlier, later in itertools.pairwise(idle)) < 0.1 * pool.step_s
+    assert idle[-1] == pytest.approx(pool.step_s, rel=0.1)
+    runtime.engine.profile = usual
+    runtime.next = runtime.now
+    runtime.run(20, 0.5)
+    assert runtime.learner.pooled_rates.step_s == pytest.approx(pool.step_s, rel=0.15)
 
 
 @pytest.mark.parametrize("load_s", [0.1, 0.4, 1.0])

@@ -81,16 +81,17 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         at_s: When, virtual seconds.
         how: `dies`: the process is gone, and connections are refused. `errors`: it answers 503 at
             once to every new request, and goes on with the others. `hangs`: it takes requests in
-            and computes nothing more, while its metrics page stays. `dies`, which is what most do.
+            and computes nothing more, while its metrics page stays. `slows`: every iteration takes five
+            times as long, as on a throttled device.
         noticed_s: Seconds until discovery drops it. 1: a Kubernetes watch tells of a dead
             container within about a second. None: never, as with a static list.
-        back_s: Seconds until a new process with an empty cache is there, or `errors` end. None:
-            never.
+        back_s: Seconds until a new process with an empty cache is there, or `errors` and
+            `slows` end. None: never.
     """
 
     engine: NotNegative
     at_s: Seconds
-    how: Literal["dies", "errors", "hangs"] = "dies"
+    how: Literal["dies", "errors", "hangs", "slows"] = "dies"
     noticed_s: Seconds | None = 1.0
     back_s: Seconds | None = None
 

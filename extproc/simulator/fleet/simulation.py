@@ -23,6 +23,9 @@ from extproc.simulator.fleet.run_metrics import RunMetrics, RunSummary
 from extproc.simulator.fleet.scenario import Outage, Scenario, ScenarioAutoscaling
 from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
 
+#: Speed of an engine that `slows`, as a share of its own.
+_SLOWED = 0.2
+
 
 class Simulation:
     """One run of one strategy. Mutable; run it once.
@@ -168,7 +171,9 @@ class Simulation:
 
     def _back(self, n: int) -> None:
         node = self.nodes[n]
-        if node.refusing:
+        if node.is_slowed:
+            node.set_speed(1.0)
+        elif node.refusing:
             node.stop_refusing()
         else:
             if node.up:
@@ -192,6 +197,8 @@ class Simulation:
                 node.hang()
             case "errors":
                 node.refuse()
+            case "slows":
+                node.set_speed(_SLOWED)
         if outage.noticed_s is not None:
             self.timeline.after(outage.noticed_s, lambda: self._gone(n))
         if outage.back_s is not None:

@@ -218,6 +218,25 @@ def test_engines_that_fail_otherwise(how):
         assert set(failed) <= {"engine died"}
 
 
+def test_an_engine_that_was_slow_gets_requests_again():
+    """While it is slow hardly any; once it is as quick as the others, its share, as before."""
+    outage = scenario.Outage(engine=1, at_s=40.0, how="slows", back_s=60.0)
+    four = [scenario.EngineGroup(count=4, profile="l4-8b-fp8")]
+    workload = independent(1400, prompt=spread_out(400), output=spread_out(60))
+    definition = a_scenario(
+        workload, fleet=four, client=client.Client(rate_per_s=4), outages=[outage]
+    )
+    sent = lost_nothing(a_simulation(definition)).requests
+
+    def share(since_s, until_s):
+        nodes = [request.node for request in sent if since_s <= request.sent_at < until_s]
+        return nodes.count(1) / len(nodes)
+
+    assert share(0.0, 40.0) > 0.15
+    assert share(60.0, 100.0) < 0.08
+    assert share(250.0, 350.0) > 0.15
+
+
 @pytest.mark.parametrize("delay_s", [None, 0.0, 0.005])
 def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
     """Requests of others are in the accounts while they are open, and only where pickers talk."""
