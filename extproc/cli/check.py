@@ -283,7 +283,7 @@ def _describe_server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     yield f"            health on {server.grpc_health_port}, metrics on {server.metrics_port};"
     if xds.enabled:
         yield f"            xDS on {xds.port};"
-    yield f"            drains for {server.drain_timeout_s:g} s"
+    yield f"            drains for at most {server.drain_timeout_s:g} s"
 
 
 def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:

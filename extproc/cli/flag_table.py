@@ -225,7 +225,7 @@ FLAGS: Sequence[Flag] = (
         "drain-timeout",
         (*_SERVER, "drain_timeout_s"),
         _seconds,
-        "from SIGTERM to the end of the last stream",
+        "time from SIGTERM in which streams are served, in a pod in full",
         "DURATION",
     ),
     Flag("kubeconfig", ("cluster", "kubeconfig"), _text, "how to reach Kubernetes", "FILE"),

@@ -106,6 +106,11 @@ def namespace(environment: Mapping[str, str]) -> str:
         return "default"
 
 
+def is_pod(environment: Mapping[str, str]) -> bool:
+    """Return True if this process runs in a pod."""
+    return bool(environment.get(_IN_CLUSTER_VARIABLE))
+
+
 def process_identity(environment: Mapping[str, str]) -> str:
     """Return the name of this process among replicas: pod or host name with a random suffix."""
     return f"{environment.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
@@ -154,7 +159,7 @@ def plan_election(
     if not (wanted.leader_election or pools.scales_kubernetes_objects(settings)):
         return None
     plan = plan_kubernetes(settings, where=where, environment=environment)
-    if plan is None and not wanted.kubeconfig and not environment.get(_IN_CLUSTER_VARIABLE):
+    if plan is None and not wanted.kubeconfig and not is_pod(environment):
         own_identity = "cluster.leader_election" if wanted.leader_election else "autoscaling.target"
         raise ConfigError(
             where,

@@ -52,8 +52,10 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             are renewed while the process runs, and the check costs one stat per connection.
         health_checking: Also answer gRPC health on `grpc_port`. True: Envoy's gRPC health checks
             use the port that it routes to.
-        drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
-            grace period of a pod.
+        drain_timeout_s: Seconds from SIGTERM, at most, in which streams are served, new ones too. A
+            pod takes all of them, as gateways learn late that it leaves; elsewhere the drain ends
+            once no gRPC client is connected (`grpcio`: at once if no stream ever came). 30 is the
+            default grace period of a pod.
         transport: Implementation of gRPC on `grpc_port` and `grpc_health_port`: `native`, extproc's
             own, or `grpcio`. native, because it costs a fraction of the CPU per request and keeps
             no memory of streams that ended.

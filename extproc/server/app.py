@@ -347,8 +347,16 @@ class EndpointPickerProcess:
         self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
+    @property
+    def _is_reachable(self) -> bool:
+        """True if a data plane may still open streams here: it is connected, or a Service leads here."""
+        if kubernetes_plan.is_pod(os.environ):
+            return True
+        num_connections = self._transport.num_connections
+        return bool(self.counters.streams if num_connections is None else num_connections)
+
     async def drain(self, skip_drain: asyncio.Event) -> None:
-        """Turn unready, serve for the drain time, then end every stream."""
+        """Turn unready, serve while it can be reached or for the drain time, then end every stream."""
         supervisor = self.counters.supervisor
         self.readiness.start_draining()
         # What raises on the way must not cut the streams short that are still served.
@@ -359,13 +367,9 @@ class EndpointPickerProcess:
         if self.control_planes is not None:
             await self.control_planes.release()
         _log.info("draining, %d streams are open", self.counters.streams_open)
-        # Where no stream ever came, no data plane knows of this picker.
-        is_used = self.counters.streams_open or self.counters.streams
-        drain_s = self._settings.server.drain_timeout_s if is_used else 0.0
-        try:
-            await asyncio.wait_for(skip_drain.wait(), drain_s)
-        except TimeoutError:
-            _log.info("drain time is over, %d streams are open", self.counters.streams_open)
+        drain_s = self._settings.server.drain_timeout_s
+        await transport.wait_unreachable(lambda: self._is_reachable, skip_drain, timeout_s=drain_s)
+        _log.info("drain is over, %d streams are open", self.counters.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [
             asyncio.ensure_future(rpc_server.stop(_STREAM_END_S)) for rpc_server in self._servers

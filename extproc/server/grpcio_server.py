@@ -52,6 +52,11 @@ class GrpcioTransport:
         )
         return BoundServers((main, probes), grpc_port, health_port)
 
+    @property
+    def num_connections(self) -> int | None:
+        """None: grpcio does not show its connections."""
+        return None
+
     def gauges(self) -> Mapping[str, Callable[[], float]]:
         """No gauges: grpcio shows neither its connections nor what waits on them."""
         return {}

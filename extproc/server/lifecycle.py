@@ -47,9 +47,9 @@ async def serve(
 ) -> None:
     """Serve until a signal arrives.
 
-    SIGTERM drains: readiness turns false at once, streams are served for `drain_timeout_s`, then
-    those still open end with OK, which leaves their answers running. SIGINT, or a second signal,
-    does not wait.
+    SIGTERM drains: readiness turns false at once, streams are served while a data plane
+    can open them, for `drain_timeout_s` at most, then those still open end with OK, which leaves
+    their answers running. SIGINT, or a second signal, does not wait.
 
     Args:
         source: Source of the configuration, reloaded on SIGHUP and when files change.

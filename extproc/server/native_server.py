@@ -78,12 +78,15 @@ class NativeTransport:
         self._servers = (main, probes)
         return BoundServers(self._servers, grpc_port, health_port)
 
+    @property
+    def num_connections(self) -> int:
+        """Open connections of gRPC clients."""
+        return sum(len(server.connections) for server in self._servers)
+
     def gauges(self) -> Mapping[str, Callable[[], float]]:
         """Gauges of the process by name."""
         return {
-            "extproc_http2_connections_open": lambda: sum(
-                len(server.connections) for server in self._servers
-            ),
+            "extproc_http2_connections_open": lambda: self.num_connections,
             "extproc_http2_unsent_bytes": lambda: sum(
                 server.send_budget.held_bytes for server in self._servers
             ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
@@ -11,6 +13,9 @@ import msgspec
 from extproc.config.settings import Settings
 from extproc.server.health import Readiness
 from extproc.server.stream_context import StreamContext
+
+#: Seconds between two looks of a drain whether a data plane is still connected.
+_LOOK_S = 0.1
 
 
 class RpcServer(Protocol):
@@ -57,8 +62,24 @@ class Transport(Protocol):
             ConfigError: A port is taken, or a certificate cannot be read.
         """
 
+    @property
+    def num_connections(self) -> int | None:
+        """Open connections of gRPC clients; None where the implementation does not show them."""
+
     def gauges(self) -> Mapping[str, Callable[[], float]]:
         """Gauges of the process by name."""
+
+
+async def wait_unreachable(
+    is_reachable: Callable[[], bool], skip: asyncio.Event, *, timeout_s: float
+) -> None:
+    """Wait until no data plane can open streams here, `skip` is set or the time is over."""
+    clock = asyncio.get_running_loop().time
+    ends = clock() + timeout_s
+    while is_reachable() and (left_s := ends - clock()) > 0.0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(skip.wait(), min(left_s, _LOOK_S))
+            return
 
 
 def build_transport(

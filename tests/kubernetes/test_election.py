@@ -175,7 +175,7 @@ async def test_120_failover_after_a_crash_and_after_an_end(api, where, three):
     left = [item for item in three if item is not first]
     for item in left:
         await item.knows([ENGINE])
-        # A replica that never had a stream does not drain.
+        # Outside a pod, a replica without a connection does not drain.
         assert await item.pick() == ENGINE
     second = await leader(left)
     after = (await api.get(lease(where[0])))["spec"]

@@ -214,20 +214,37 @@ async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
         monkeypatch.undo()
 
 
-async def test_a_process_without_streams_does_not_wait_to_drain():
-    """A process without earlier streams drains at once; others wait for the drain time."""
-    async with serving.running(serving.settings("127.0.0.11:9")) as running:
+async def test_a_drain_ends_once_no_data_plane_is_connected():
+    """A drain without a connected data plane is over at once; a connection keeps it going."""
+    settings = serving.settings("127.0.0.11:9", drain_timeout_s=300.0)
+    async with serving.running(settings) as running:
         await running.sync()
-        drained = asyncio.ensure_future(running.picker.drain(asyncio.Event()))
-        await drained
-        running.picker.counters.streams["ok"] += 1
+        await running.picker.drain(asyncio.Event())
+    if settings.server.transport == "grpcio":
+        return  # it does not show its connections
+    async with serving.running(settings) as running:
+        await running.sync()
+        async with running.channel() as channel:
+            await channel.channel_ready()
+            draining = asyncio.ensure_future(running.picker.drain(asyncio.Event()))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not draining.done()
+        await draining
+
+
+async def test_a_drain_in_a_pod_takes_its_time(monkeypatch):
+    """A Service may still send a first stream to a pod, so its drain time is kept."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    async with serving.running(serving.settings("127.0.0.11:9", drain_timeout_s=300.0)) as running:
+        await running.sync()
         skip_drain = asyncio.Event()
-        waiting = asyncio.ensure_future(running.picker.drain(skip_drain))
+        draining = asyncio.ensure_future(running.picker.drain(skip_drain))
         for _ in range(100):
             await asyncio.sleep(0)
-        assert not waiting.done()
+        assert not draining.done()
         skip_drain.set()
-        await waiting
+        await draining
 
 
 class Leases:
