@@ -27,7 +27,7 @@ from extproc.endpoint import ServedModels
 from extproc.request import MediaSpan
 from extproc.scheduling import presets
 from extproc.scheduling.costs import EstimatedTime
-from extproc.scheduling.media_affinity import MmEmbeddingsCacheScorer
+from extproc.scheduling.prefix_affinity import MmEmbeddingsCacheScorer
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.simulator import profiles
 from extproc.simulator.fleet.engine_node import EngineNode

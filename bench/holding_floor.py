@@ -17,7 +17,7 @@ import uvloop
 
 from bench.stream_load import METHOD
 from extproc.protocol.messages import ContinueResponse, MessageKind
-from extproc.server import grpc_workarounds, grpcio_server
+from extproc.server import ext_proc_servicer, grpc_workarounds
 from extproc.wire import codec
 
 MOST_BYTES = 1 << 27
@@ -43,7 +43,7 @@ async def main(port: int) -> None:
             streams -= 1
             crowds.count(streams)
 
-    server = grpcio_server.build_server(MOST_BYTES)
+    server = ext_proc_servicer.build_server(MOST_BYTES)
     handler = grpc.stream_stream_rpc_method_handler(process)
     _, service, method = METHOD.decode().split("/")
     handlers = grpc.method_handlers_generic_handler(service, {method: handler})

@@ -14,7 +14,7 @@ import pytest
 
 from extproc import supervision
 from extproc.scrape import client
-from extproc.server import grpcio_server
+from extproc.server import ext_proc_servicer
 from extproc.supervision import (
     LONGEST_PAUSE_S,
     LOOPS,
@@ -342,13 +342,13 @@ def test_exception_log_counts_by_the_line_of_the_package():
     """An exception of a library counts under the line of the package that called it."""
     counts: Counter[tuple[str, str]] = Counter()
     with pytest.raises(BrokenError) as raised:
-        grpcio_server.bind(
+        ext_proc_servicer.bind(
             SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port"
         )
     ExceptionLog(counts, lambda: 0.0).record(raised.value)
     ((kind, fixture),) = counts
     assert kind == "BrokenError"
-    assert fixture.startswith("extproc/server/grpcio_server.py:")
+    assert fixture.startswith("extproc/server/ext_proc_servicer.py:")
 
 
 def test_exception_log_bounds_its_places():

@@ -7,14 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from extproc.http2 import frames
-from extproc.http2.events import (
-    CallHalfClosed,
-    CallStarted,
-    CallTerminated,
-    ConnectionTerminated,
-    Http2Event,
-    MessageReceived,
-)
 from extproc.http2.frame_reader import FrameReader
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard, Http2Limits, ReceiveBudget
@@ -22,7 +14,16 @@ from extproc.http2.messages import MessageAssembler, MessageError, MessagePieces
 from extproc.http2.request_head import HeaderDecoder
 from extproc.http2.responses import GrpcStatus
 from extproc.http2.sender import AnswerHolder, ResponseSender, SendBudget
-from extproc.http2.stream import Http2Stream, StreamTable
+from extproc.http2.stream import (
+    CallHalfClosed,
+    CallStarted,
+    CallTerminated,
+    ConnectionTerminated,
+    Http2Event,
+    Http2Stream,
+    MessageReceived,
+    StreamTable,
+)
 
 #: Payloads of pings: what is answered to the second confirms that the peer read GOAWAY.
 _KEEPALIVE_PING: Final = b"extprocK"

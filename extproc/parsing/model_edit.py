@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from extproc.decision import BodyEdit
-from extproc.parsing import preparsed, surfaces
-from extproc.parsing.preparsed import ModelPlace
+from extproc.parsing import surfaces
+from extproc.parsing.surfaces import ModelPlace
 from extproc.request import HttpRequest, RequestBody
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
@@ -61,7 +61,7 @@ def locate_model(raw: HttpRequest, model: str) -> BodyEdit | None:
         None where the body was not shown, is neither a JSON object nor a form, was cut before the
         name, or where its `model` is no string.
     """
-    place = raw.place if type(raw) is preparsed.PreparsedRequest else find_place(raw)
+    place = raw.place if type(raw) is surfaces.PreparsedRequest else find_place(raw)
     return None if place is None else place.fill(model)
 
 

@@ -1,7 +1,8 @@
 """API surfaces: the table of request paths whose bodies are understood, and their parsing.
 
 `parse` turns an HTTP request into an inference request or a rejection. `first_user_message` reads the key
-of hash-by-prefix strategies from a parsed one.
+of hash-by-prefix strategies from a parsed one. A `PreparsedRequest` carries what another process parsed,
+for `parse` and `model_edit`.
 
 Source: docs/spec/protocol.md#request-paths.
 """
@@ -15,19 +16,83 @@ from typing import Final
 import msgspec
 
 from extproc import decision
-from extproc.decision import Rejection
-from extproc.parsing import (
-    canonical_prompt,
-    envelope,
-    opaque,
-    openai_api,
-    other_apis,
-    preparsed,
-    vllm_grpc,
-)
+from extproc.decision import BodyEdit, Rejection
+from extproc.parsing import canonical_prompt, envelope, opaque, openai_api, other_apis, vllm_grpc
 from extproc.parsing.envelope import EPP_MODEL, GATEWAY_MODEL
-from extproc.parsing.preparsed import PreparsedRequest
 from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
+
+
+class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Bytes of a body that a model name replaces.
+
+    Attributes:
+        start: Offset of the first byte that is replaced.
+        stop: Offset behind the last one; equal to `start` where the name is added.
+        before: Bytes before a name that is added.
+        after: Bytes after it.
+        is_form: Whether it is a field of a form, where a name is plain text; else it is JSON.
+    """
+
+    start: int
+    stop: int
+    before: bytes = b""
+    after: bytes = b""
+    is_form: bool = False
+
+    def fill(self, model: str) -> BodyEdit | None:
+        """Fill in a name; None for a name that would end a form field with a line break."""
+        if not self.is_form:
+            content = self.before + msgspec.json.encode(model) + self.after
+        elif "\r" in model or "\n" in model:
+            return None
+        else:
+            content = model.encode()
+        return BodyEdit(self.start, self.stop, content)
+
+
+class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Results of parsing a body.
+
+    Attributes:
+        request: The request; None where it is refused.
+        refusal: Text for `decision.bad_request`; empty where it is not rejected.
+        supplied: The request as if a header had named its model, where nothing names one and nothing
+            else is wrong with it; None elsewhere.
+        place: Where another model name goes; None where none can.
+    """
+
+    request: InferenceRequest | None
+    refusal: str
+    supplied: InferenceRequest | None
+    place: ModelPlace | None
+
+
+class PreparsedRequest(HttpRequest, frozen=True, gc=False):
+    """A request whose body is parsed already.
+
+    Attributes:
+        outcome: Result for `surfaces.parse`.
+        supplied: See `ParseResult`.
+        place: See `ParseResult`.
+    """
+
+    outcome: InferenceRequest | Rejection = decision.bad_request("")
+    supplied: InferenceRequest | None = None
+    place: ModelPlace | None = None
+
+
+def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
+    """Attach the results of parsing to a request."""
+    outcome = result.request or decision.bad_request(result.refusal)
+    return PreparsedRequest(
+        raw.headers,
+        raw.body,
+        raw.truncated,
+        raw.subset,
+        outcome=outcome,
+        supplied=result.supplied,
+        place=result.place,
+    )
 
 
 class Surface(msgspec.Struct, frozen=True, gc=False):
@@ -178,7 +243,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
         is a gRPC method); or a rejection with status 400 (docs/spec/protocol.md#request-flow) on a
         path that is, and on every path for a model or adapter name that is too long.
     """
-    if type(raw) is preparsed.PreparsedRequest:
+    if type(raw) is PreparsedRequest:
         return raw.outcome
     headers = raw.headers
     method = headers.get(":method", "")
@@ -226,7 +291,7 @@ def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection
     Returns:
         As of `parse`; None where its body was read before, and something else is wrong with it.
     """
-    if type(raw) is preparsed.PreparsedRequest:
+    if type(raw) is PreparsedRequest:
         supplied = raw.supplied
         return None if supplied is None else msgspec.structs.replace(supplied, model=model)
     headers = {**raw.headers, envelope.MODEL_HEADERS[0]: model}

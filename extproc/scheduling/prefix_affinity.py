@@ -1,7 +1,7 @@
-"""Prefix affinity: scorers of cached prompts, and filters that keep a prompt at its prefix.
+"""Affinity to caches: scorers of cached prompts and media, and filters that keep a prompt there.
 
-Scorers judge the share of the prompt that is cached on an endpoint, and the age of its last new prompt;
-filters keep a prompt where its prefix is cached within a bound of time.
+Scorers judge the share of the prompt that is cached on an endpoint, the age of its last new prompt, and
+the media that it has encoded; filters keep a prompt where its prefix is cached within a bound of time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
+from extproc.scheduling.encoder_caches import EncoderCaches
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 
@@ -204,3 +205,43 @@ class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
             if (c.queued_tokens + max(tokens - c.matched_tokens, 1)) * c.rates.prefill_s <= budget
         ]
         return quick or candidates
+
+
+class MmEmbeddingsCacheScorer(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    rename="camel",
+    dict=True,
+):
+    """`score = e / t`, of an endpoint that was sent e of the t tokens of the request's media lately.
+
+    Media are images, videos and audio; an item counts once, by its content. Range 0 to 1, 0 for a
+    request without any. It is for images behind texts that differ: where they follow the same text,
+    the prefix cache has more than the encoder's (docs/concepts/media.md#encoder-caches). Items within
+    tool results have no identity here. Upstream: `scorer/mmcacheaffinity/scorer.go`, which weighs all
+    items alike.
+
+    Attributes:
+        entries_per_server: Items that are remembered for an endpoint. 2048 is what upstream's 4096 MiB
+            come to; vLLM's encoder cache holds as many tokens as a step (`max_num_batched_tokens`),
+            some 16 images of 1,000 tokens, and its processor cache holds more.
+    """
+
+    kind: ClassVar[str] = "mm-embeddings-cache-scorer"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    entries_per_server: Annotated[int, msgspec.Meta(gt=0)] = 2048
+
+    @cached_property
+    def _caches(self) -> EncoderCaches:
+        return EncoderCaches(max_items=self.entries_per_server)
+
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+        return self._caches.known_shares(context.request, candidates)
+
+    def on_committed(self, decision: Decision, now: float) -> None:
+        """Remember the items of a request for its endpoint."""
+        del now
+        self._caches.record_sent(decision)

@@ -19,14 +19,12 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.scheduling import (
     attributes,
-    context_length,
     costs,
     filter_tree,
     labels,
     load_bounds,
     load_scorers,
     lora_affinity,
-    media_affinity,
     pickers,
     plugin_guard,
     prefix_affinity,
@@ -67,7 +65,7 @@ FILTERS: Mapping[str, type[Filter]] = {
     "by-label": labels.ByLabel,
     "can-accept-adapter": lora_affinity.CanAcceptAdapter,
     "concurrency-detector": load_bounds.ConcurrencyDetector,
-    "context-length-aware": context_length.ContextLengthAware,
+    "context-length-aware": labels.ContextLengthAware,
     "conversation-affinity": prefix_affinity.ConversationAffinity,
     "critical-request": filter_tree.CriticalRequest,
     "decode-filter": labels.DecodeFilter,
@@ -97,7 +95,7 @@ FILTERS: Mapping[str, type[Filter]] = {
 SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
     {
         "active-request-scorer": load_scorers.ActiveRequestScorer,
-        "context-length-aware": context_length.ContextLengthAware,
+        "context-length-aware": labels.ContextLengthAware,
         "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
         "header-label-affinity-scorer": labels.HeaderLabelAffinityScorer,
         "in-flight": load_scorers.InFlight,
@@ -106,7 +104,7 @@ SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
         "load-aware-scorer": load_scorers.LoadAwareScorer,
         "lora-affinity": lora_affinity.LoraAffinityTiers,
         "lora-affinity-scorer": lora_affinity.LoraAffinityScorer,
-        "mm-embeddings-cache-scorer": media_affinity.MmEmbeddingsCacheScorer,
+        "mm-embeddings-cache-scorer": prefix_affinity.MmEmbeddingsCacheScorer,
         "no-hit-lru-scorer": prefix_affinity.NoHitLruScorer,
         "prefix-cache-scorer": prefix_affinity.PrefixCacheScorer,
         "queue-scorer": load_scorers.QueueScorer,

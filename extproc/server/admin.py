@@ -17,7 +17,7 @@ from extproc.pool.snapshot import Pool
 from extproc.protocol import messages
 from extproc.request import HttpRequest
 from extproc.scheduling.shadow import ShadowScheduler
-from extproc.server import admin_connections, listeners
+from extproc.server import admin_access, listeners
 from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
@@ -237,12 +237,12 @@ class AdminServer:
             ConfigError: The port is taken.
         """
         runner = self._runner = web.AppRunner(
-            application, access_log=None, keepalive_timeout=admin_connections.KEEPALIVE_S
+            application, access_log=None, keepalive_timeout=admin_access.KEEPALIVE_S
         )
         await runner.setup()
         _hide_software(runner)
         if runner.server is not None:
-            admin_connections.ConnectionLimiter(runner.server)
+            admin_access.ConnectionLimiter(runner.server)
         try:
             await web.TCPSite(runner, host or None, port).start()
         except OSError as error:

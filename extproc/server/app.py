@@ -41,7 +41,7 @@ from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import build_peer_channel
 from extproc.supervision import LoopName
-from extproc.telemetry import explanation, request_log
+from extproc.telemetry import explanation, pool_log
 from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
@@ -83,7 +83,7 @@ class EndpointPickerProcess:
             self.counters,
             self.decisions,
             clock,
-            request_log.recorder_type(settings.log.requests),
+            pool_log.recorder_type(settings.log.requests),
             self._traces.tracer,
         )
         self.decision_recorder = DecisionRecorder(
@@ -342,7 +342,7 @@ class EndpointPickerProcess:
         self.admin_token = token
         self.servicer.shared.reconfigure(exchange, streams)
         self.decisions.resize(settings.decisions.decisions)
-        self._recorder.reconfigure(request_log.recorder_type(settings.log.requests))
+        self._recorder.reconfigure(pool_log.recorder_type(settings.log.requests))
         self.decision_recorder.reconfigure(settings)
         self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())

@@ -16,7 +16,7 @@ from extproc.autoscaling.runtime import keda_scaler
 from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.config.settings import Settings
 from extproc.pool.snapshot import Pool
-from extproc.server import grpcio_server, health
+from extproc.server import ext_proc_servicer, health
 from extproc.server.pool_registry import PoolRegistry
 from extproc.supervision import LoopName, Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
@@ -330,13 +330,13 @@ class ControlPlaneServers:
         tls: bool,
     ) -> int:
         settings = self._settings
-        listening = grpcio_server.build_server(settings.limits.max_message_bytes)
+        listening = ext_proc_servicer.build_server(settings.limits.max_message_bytes)
         register(listening)
-        grpcio_server.register_health(listening, readiness)
+        ext_proc_servicer.register_health(listening, readiness)
         self.servers.append(listening)
-        return grpcio_server.bind(
+        return ext_proc_servicer.bind(
             listening,
             settings.server.grpc_address(port),
             flag=flag,
-            credentials=grpcio_server.load_credentials(settings.server) if tls else None,
+            credentials=ext_proc_servicer.load_credentials(settings.server) if tls else None,
         )

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
 
 from extproc.http2.connection import Http2Connection
-from extproc.http2.events import (
+from extproc.http2.frames import ErrorCode
+from extproc.http2.messages import MessagePieces
+from extproc.http2.responses import GrpcStatus
+from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,
     CallTerminated,
     Http2Event,
     MessageReceived,
 )
-from extproc.http2.frames import ErrorCode
-from extproc.http2.messages import MessagePieces
-from extproc.http2.responses import GrpcStatus
 
 if TYPE_CHECKING:
-    from extproc.server.http2_server import Http2Server
+    from extproc.server.native_server import Http2Server
 
 #: Bytes that the kernel has not taken, above which a peer is neither read nor written to any more.
 _WRITE_BUFFER_BYTES = 256 * 1024

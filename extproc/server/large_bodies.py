@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.parsing import preparsed
+from extproc.parsing import surfaces
 from extproc.protocol.body_buffer import FREED_APART_BYTES
 from extproc.request import HttpRequest, RequestBody
 from extproc.server import parser_worker
@@ -56,7 +56,7 @@ COMMAND: Final = (sys.executable, "-m", "extproc.server.parser_worker")
 #: times the largest body as free memory. What the environment says takes precedence.
 _MALLOC_ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(1024 * 1024)}
 
-_DECODER = msgspec.msgpack.Decoder(preparsed.ParseResult)
+_DECODER = msgspec.msgpack.Decoder(surfaces.ParseResult)
 _encode = msgspec.msgpack.Encoder().encode
 
 _CROWDED: Final = Rejection(
@@ -88,7 +88,7 @@ class ParserProcess:
         """Process id; None while no process runs."""
         return None if self._process is None else self._process.pid
 
-    def read(self, job: parser_worker.ParseJob, body: RequestBody) -> preparsed.ParseResult:
+    def read(self, job: parser_worker.ParseJob, body: RequestBody) -> surfaces.ParseResult:
         """Parse a body.
 
         Raises:
@@ -140,7 +140,7 @@ class ParserProcess:
 
 def _exchange(
     process: subprocess.Popen[bytes], job: bytes, body: RequestBody
-) -> preparsed.ParseResult:
+) -> surfaces.ParseResult:
     """Send a job and its body, and receive the result.
 
     Raises:
@@ -239,13 +239,13 @@ class LargeBodies:
             self._waiting_bytes -= size
         self._counts["read"] += 1
         self._counters.large_body_duration_s.add(loop.time() - begun)
-        return preparsed.attach(raw, result)
+        return surfaces.attach(raw, result)
 
     async def read_if_large(self, raw: HttpRequest) -> HttpRequest | Rejection:
         """Parse a request's body if it is large; see `read`."""
         return await self.read(raw) if len(raw.body) > INLINE_BYTES else raw
 
-    async def _read_now(self, raw: HttpRequest) -> preparsed.ParseResult:
+    async def _read_now(self, raw: HttpRequest) -> surfaces.ParseResult:
         loop = asyncio.get_running_loop()
         if self._idle is not None:
             self._idle.cancel()

@@ -25,7 +25,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.parsing import envelope, model_edit, preparsed, surfaces
+from extproc.parsing import envelope, model_edit, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 
 #: Lengths of a job and of its body; length of a result.
@@ -62,7 +62,7 @@ def describe_job(raw: HttpRequest, *, max_prompt_bytes: int) -> ParseJob:
     return ParseJob(raw.headers, raw.truncated, raw.subset, max_prompt_bytes)
 
 
-def parse_body(job: ParseJob, body: bytes) -> preparsed.ParseResult:
+def parse_body(job: ParseJob, body: bytes) -> surfaces.ParseResult:
     """Parse a body.
 
     Args:
@@ -76,11 +76,11 @@ def parse_body(job: ParseJob, body: bytes) -> preparsed.ParseResult:
     place = model_edit.find_place(raw)
     outcome = surfaces.parse(raw)
     if isinstance(outcome, InferenceRequest):
-        return preparsed.ParseResult(_cut_prompt(outcome, job.max_prompt_bytes), "", None, place)
+        return surfaces.ParseResult(_cut_prompt(outcome, job.max_prompt_bytes), "", None, place)
     supplied = surfaces.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
     if supplied is None or isinstance(supplied, Rejection):
-        return preparsed.ParseResult(None, outcome.message, None, place)
-    return preparsed.ParseResult(
+        return surfaces.ParseResult(None, outcome.message, None, place)
+    return surfaces.ParseResult(
         None, outcome.message, _cut_prompt(supplied, job.max_prompt_bytes), place
     )
 

@@ -95,6 +95,6 @@ def build_transport(
         from extproc.server import native_server  # noqa: PLC0415 - see above
 
         return native_server.NativeTransport(shared, counts)
-    from extproc.server import grpcio_server  # noqa: PLC0415 - see above
+    from extproc.server import ext_proc_servicer  # noqa: PLC0415 - see above
 
-    return grpcio_server.GrpcioTransport(shared)
+    return ext_proc_servicer.GrpcioTransport(shared)

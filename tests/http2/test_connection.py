@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.http2.events import (
+from extproc.http2.frames import ErrorCode
+from extproc.http2.responses import GrpcStatus
+from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,
     CallTerminated,
     ConnectionTerminated,
     MessageReceived,
 )
-from extproc.http2.frames import ErrorCode
-from extproc.http2.responses import GrpcStatus
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc.http2.connection import Http2Connection
-from extproc.http2.events import (
+from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.responses import GrpcStatus
+from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,
     CallTerminated,
     ConnectionTerminated,
     MessageReceived,
 )
-from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.responses import GrpcStatus
 from tests.support.http2_frames import CALL, PREFACE, SETTINGS, RawClient, frame, message
 
 #: A first run imports lazily; time is not what is tested.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.http2.events import CallHalfClosed, CallStarted
 from extproc.http2.frames import ErrorCode
+from extproc.http2.stream import CallHalfClosed, CallStarted
 from tests.support.http2_frames import (
     CALL,
     DATA,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.parsing import canonical_prompt, media, media_tokens
+from extproc.parsing import canonical_prompt, media
 from extproc.prefix_cache import blocks
 from tests.parsing.builders import CHAT, chat, parsed, user
 from tests.support import pictures
@@ -54,7 +54,7 @@ def test_sizes_of_images(name, size):
     """Width and height are read of every format, wherever its header has them."""
     found = ask(image(FORMATS[name](*size))).media[0]
     assert found.is_sized
-    assert found.tokens == media_tokens.estimate(QWEN, "image", size)
+    assert found.tokens == media.estimate(QWEN, "image", size)
 
 
 SURFACES = {
@@ -173,10 +173,10 @@ def test_any_header_has_a_size(magic, rest, noise, at, kind):
 def test_every_size_has_tokens_in_every_family(width, height, suffix):
     """Rules of all families are total and bounded."""
     for model in ("qwen2-vl", "qwen3-vl", "gemma-3", "llama-4", "internvl3", "pixtral", "x"):
-        tokens = media_tokens.estimate(model + suffix, "image", (width, height))
+        tokens = media.estimate(model + suffix, "image", (width, height))
         assert 1 <= tokens <= 16_384
     for model in ("llava-1.6", "minicpm-v", "pixtral-12b", "glm-4.5v", "kimi-vl", "llava-1.5"):
-        assert 1 <= media_tokens.estimate(model, "image", (width, height)) <= 16_384
+        assert 1 <= media.estimate(model, "image", (width, height)) <= 16_384
 
 
 @pytest.mark.parametrize("model", [QWEN, "gemma-3-27b-it", "x"])

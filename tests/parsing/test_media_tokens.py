@@ -2,7 +2,7 @@
 
 import pytest
 
-from extproc.parsing import media_tokens
+from extproc.parsing import media
 
 #: Model, width, height, and tokens by its processor; sources as in docs/concepts/media.md.
 COUNTS = [
@@ -31,11 +31,11 @@ COUNTS = [
 @pytest.mark.parametrize(("model", "width", "height", "tokens"), COUNTS)
 def test_tokens_of_images(model, width, height, tokens):
     """The rule of a family counts what its processor counts."""
-    assert media_tokens.estimate(model, "image", (width, height)) == tokens
+    assert media.estimate(model, "image", (width, height)) == tokens
 
 
 def test_usual_sizes():
     """Without a size, an image has 1024 x 768 pixels, and audio takes 30 seconds."""
-    assert media_tokens.estimate("qwen2-vl", "image", (0, 0)) == 37 * 27
-    assert media_tokens.estimate("voxtral-mini", "audio", (0, 0)) == 375
-    assert media_tokens.estimate("gemma-3n-e4b-it", "audio", (16, 0)) == 100
+    assert media.estimate("qwen2-vl", "image", (0, 0)) == 37 * 27
+    assert media.estimate("voxtral-mini", "audio", (0, 0)) == 375
+    assert media.estimate("gemma-3n-e4b-it", "audio", (16, 0)) == 100

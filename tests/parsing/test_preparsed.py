@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import envelope, model_edit, preparsed, surfaces
+from extproc.parsing import envelope, model_edit, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.server import parser_worker
 from tests.parsing import builders
@@ -24,8 +24,8 @@ def preparse(raw, *, max_prompt_bytes=LIMIT):
     job = parser_worker.describe_job(raw, max_prompt_bytes=max_prompt_bytes)
     job = msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=parser_worker.ParseJob)
     result = msgspec.msgpack.encode(parser_worker.parse_body(job, raw.body))
-    read = preparsed.attach(raw, msgspec.msgpack.decode(result, type=preparsed.ParseResult))
-    assert type(read) is preparsed.PreparsedRequest
+    read = surfaces.attach(raw, msgspec.msgpack.decode(result, type=surfaces.ParseResult))
+    assert type(read) is surfaces.PreparsedRequest
     assert (read.headers, read.body, read.subset) == (raw.headers, raw.body, raw.subset)
     return read
 
@@ -99,7 +99,7 @@ def test_a_long_prompt_is_cut_where_hashing_ends():
 def test_a_queued_request_keeps_its_first_user_message(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
     request = InferenceRequest(api=api, prompt=prompt)
-    raw = preparsed.attach(HttpRequest({}), preparsed.ParseResult(request, "", None, None))
+    raw = surfaces.attach(HttpRequest({}), surfaces.ParseResult(request, "", None, None))
     rested = surfaces.parse(surfaces.reduce_preparsed(raw))
     assert surfaces.first_user_message(rested) == surfaces.first_user_message(request)
     assert len(rested.prompt) <= 5 * surfaces.USER_MESSAGE_BYTES

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
-from extproc.scheduling import attributes, context_length, labels, registry
+from extproc.scheduling import attributes, labels, registry
 from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.prefix_affinity import NoHitLruScorer
 from extproc.scheduling.profile import SchedulerProfile
@@ -161,7 +161,7 @@ def test_every_attribute_is_read():
 @pytest.mark.parametrize("text", ["", "5", "5-", "-5", "a-b", "9-5", "1-2-3", "1.5-2", "٣-٤"])
 def test_labels_without_a_range_are_ignored(text):
     """Only two whole numbers in order make a range."""
-    assert context_length.parse_context_range(text) is None
+    assert labels.parse_context_range(text) is None
 
 
 def test_unknown_levels_of_a_peer_are_ignored():

@@ -7,7 +7,7 @@ import pytest
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import InferenceRequest, MediaSpan
-from extproc.scheduling import encoder_caches, media_affinity
+from extproc.scheduling import encoder_caches, prefix_affinity
 from extproc.testing import builders
 from tests.parsing.builders import chat, user
 from tests.support import pictures
@@ -31,7 +31,7 @@ def send(scorer, name, *media):
 
 def test_the_share_of_tokens_counts():
     """300 of 400 tokens were sent to the first endpoint; an item that comes twice counts once."""
-    scorer = media_affinity.MmEmbeddingsCacheScorer()
+    scorer = prefix_affinity.MmEmbeddingsCacheScorer()
     send(scorer, "a", item(1, 300))
     assert scores(scorer, item(1, 300), item(2), item(2)) == [0.75, 0.0]
     send(scorer, "b", item(2))
@@ -41,7 +41,7 @@ def test_the_share_of_tokens_counts():
 
 def test_items_without_identity_do_not_count():
     """Items within tool results have no digest: neither for nor against an endpoint."""
-    scorer = media_affinity.MmEmbeddingsCacheScorer()
+    scorer = prefix_affinity.MmEmbeddingsCacheScorer()
     send(scorer, "a", item(0), item(1))
     assert scores(scorer, item(0)) == [0.0, 0.0]
     assert scores(scorer, item(0), item(1)) == [1.0, 0.0]
@@ -49,7 +49,7 @@ def test_items_without_identity_do_not_count():
 
 def test_the_longest_unused_are_forgotten(monkeypatch):
     """First of an endpoint, then of the endpoint that had no image for longest."""
-    scorer = media_affinity.MmEmbeddingsCacheScorer(entries_per_server=2)
+    scorer = prefix_affinity.MmEmbeddingsCacheScorer(entries_per_server=2)
     for digest in (1, 2, 1, 3):
         send(scorer, "a", item(digest))
     assert [scores(scorer, item(digest))[0] for digest in (1, 2, 3)] == [1.0, 0.0, 1.0]

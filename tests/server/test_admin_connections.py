@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from extproc.server import admin, admin_connections
+from extproc.server import admin, admin_access
 from tests.e2e import http1
 
 HOST = "127.0.0.1"
@@ -54,7 +54,7 @@ async def answered(port):
 
 async def test_an_address_may_have_so_many_connections(monkeypatch, caplog):
     """Others are closed and logged once, and leave those of another address alone."""
-    monkeypatch.setattr(admin_connections, "MAX_PER_ADDRESS", 2)
+    monkeypatch.setattr(admin_access, "MAX_PER_ADDRESS", 2)
     async with serving() as port:
         kept = [await connect(port) for _ in range(2)]
         for _ in range(5):
@@ -73,7 +73,7 @@ async def test_an_address_may_have_so_many_connections(monkeypatch, caplog):
 
 async def test_all_addresses_together_may_have_so_many_connections(monkeypatch):
     """However many addresses there are."""
-    monkeypatch.setattr(admin_connections, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(admin_access, "MAX_CONNECTIONS", 2)
     async with serving() as port:
         kept = [await connect(port, f"127.0.0.{number}") for number in (2, 3)]
         reader, writer = await connect(port, "127.0.0.4")
@@ -85,7 +85,7 @@ async def test_all_addresses_together_may_have_so_many_connections(monkeypatch):
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nhost: "])
 async def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
     """Nothing arrives, or half a request."""
-    monkeypatch.setattr(admin_connections, "FIRST_REQUEST_S", 0.01)
+    monkeypatch.setattr(admin_access, "FIRST_REQUEST_S", 0.01)
     async with serving() as port:
         reader, writer = await connect(port)
         writer.write(sent)
@@ -96,7 +96,7 @@ async def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
 async def test_a_connection_with_a_request_stays(monkeypatch):
     """Prometheus asks again and again on one connection."""
     timers = []
-    monkeypatch.setattr(admin_connections, "FIRST_REQUEST_S", 1000.0)
+    monkeypatch.setattr(admin_access, "FIRST_REQUEST_S", 1000.0)
     async with serving() as port:
         loop = asyncio.get_running_loop()
         call_later = loop.call_later

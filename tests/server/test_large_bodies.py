@@ -19,7 +19,7 @@ import grpc
 import pytest
 
 from extproc.decision import Rejection
-from extproc.parsing import model_edit, preparsed, surfaces
+from extproc.parsing import model_edit, surfaces
 from extproc.prefix_cache import blocks
 from extproc.request import HttpRequest
 from extproc.server import large_bodies, parser_worker
@@ -120,7 +120,7 @@ async def test_the_worker_parses_like_the_event_loop(body):
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions", "x-session-id": "s"}, body)
     async with reading() as (bodies, counters):
         read = await bodies.read(raw)
-        assert type(read) is preparsed.PreparsedRequest
+        assert type(read) is surfaces.PreparsedRequest
         assert surfaces.parse(read) == surfaces.parse(raw)
         assert model_edit.locate_model(read, "new") == model_edit.locate_model(raw, "new")
         assert (counters.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)

@@ -3,17 +3,17 @@ import socket
 import pytest
 
 from extproc.errors import ConfigError
-from extproc.server import grpcio_server, listeners
+from extproc.server import ext_proc_servicer, listeners
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 async def test_a_port_in_use_is_a_single_error(host, capfd):
     """The library is not asked to bind it, because it prints lines of its own about that."""
-    listening = grpcio_server.build_server(1 << 20)
+    listening = ext_proc_servicer.build_server(1 << 20)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--grpc-port: .*port {port} to be free"):
-            grpcio_server.bind(listening, f"{host}:{port}", flag="--grpc-port")
+            ext_proc_servicer.bind(listening, f"{host}:{port}", flag="--grpc-port")
     await listening.stop(None)
     assert capfd.readouterr() == ("", "")
 

@@ -23,7 +23,7 @@ from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_context, stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.request_log import LoggedRequestRecorder
+from extproc.telemetry.pool_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 

@@ -11,7 +11,7 @@ import pytest
 
 from extproc import supervision
 from extproc.endpoint import Endpoint, Load
-from extproc.server import control_plane_servers, grpcio_server
+from extproc.server import control_plane_servers, ext_proc_servicer
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import sessions
@@ -57,9 +57,9 @@ class Scene:
 async def serving():
     """A scene whose discovery looks at its pools."""
     scene = Scene()
-    server = grpcio_server.build_server(1 << 24)
+    server = ext_proc_servicer.build_server(1 << 24)
     control_plane_servers.register(server, scene.discovery)
-    port = grpcio_server.bind(server, f"{LOCAL}:0", flag="--xds-port")
+    port = ext_proc_servicer.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
     supervised = scene.supervisor.keep("xds", scene.discovery.run)
     looking = asyncio.get_running_loop().create_task(supervised)

@@ -11,7 +11,12 @@ from typing import Final
 import hpack
 
 from extproc.http2.connection import Http2Connection
-from extproc.http2.events import (
+from extproc.http2.frames import ErrorCode
+from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.messages import MessagePieces
+from extproc.http2.responses import GrpcStatus
+from extproc.http2.sender import SendBudget
+from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,
     CallTerminated,
@@ -19,11 +24,6 @@ from extproc.http2.events import (
     Http2Event,
     MessageReceived,
 )
-from extproc.http2.frames import ErrorCode
-from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.messages import MessagePieces
-from extproc.http2.responses import GrpcStatus
-from extproc.http2.sender import SendBudget
 from tests.support.http2_frames import (
     ACK,
     CALL,

@@ -25,21 +25,14 @@ from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.trace_context import TraceSampler
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.server import (
-    ext_proc_servicer,
-    grpcio_server,
-    health,
-    native_ext_proc,
-    native_server,
-    stream_context,
-)
+from extproc.server import ext_proc_servicer, health, native_ext_proc, native_server, stream_context
 from extproc.server.app import EndpointPickerProcess
 from extproc.server.http2_protocol import CallFactory
-from extproc.server.http2_server import Http2Server
 from extproc.server.listeners import Keepalive, ListenAddresses
+from extproc.server.native_server import Http2Server
 from extproc.server.transport import ExtProcServicer, RpcServer
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.request_log import LoggedRequestRecorder
+from extproc.telemetry.pool_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
@@ -229,9 +222,9 @@ async def serving_health(
         native = _build_native(native_server.health_routes(readiness), keepalive)
         server, port = native, native_server.bind(native, f"{LOCAL}:0", flag="--grpc-port")
     else:
-        plain = grpcio_server.build_server(1 << 20, keepalive=keepalive)
-        grpcio_server.register_health(plain, readiness)
-        server, port = plain, grpcio_server.bind(plain, f"{LOCAL}:0", flag="--grpc-port")
+        plain = ext_proc_servicer.build_server(1 << 20, keepalive=keepalive)
+        ext_proc_servicer.register_health(plain, readiness)
+        server, port = plain, ext_proc_servicer.bind(plain, f"{LOCAL}:0", flag="--grpc-port")
     await server.start()
     try:
         yield port

@@ -9,7 +9,7 @@ import pytest
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
-from extproc.telemetry import request_log
+from extproc.telemetry import pool_log
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.request_recorder import DecisionLog, RequestRecorder, StreamRecorder
 from tests.support.canary import CANARY
@@ -36,7 +36,7 @@ class RequestLogFixture:
     def __init__(self, caplog, mode):
         self._caplog = caplog
         self.recorder = StreamRecorder(
-            ProcessCounters(), DecisionLog(10), lambda: 0.0, request_log.recorder_type(mode)
+            ProcessCounters(), DecisionLog(10), lambda: 0.0, pool_log.recorder_type(mode)
         )
 
     def route(self, *, api="chat", wait_s=None):
