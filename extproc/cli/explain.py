@@ -334,7 +334,7 @@ def base_url(server: str) -> str:
 
 
 def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
-    url = request.full_url
+    scheme, host = request.type, request.host
     if token:
         # Not for the server of a redirect, which may be any.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -344,13 +344,22 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
             return explanation
     except urllib.error.HTTPError as http_error:
         with http_error:
-            return _to_rejection(url, http_error)
+            return _to_rejection(f"{scheme}://{host}", http_error)
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise UnreachableError(
-            wanted=f"a decision from {url}",
-            got=str(getattr(error, "reason", error)),
-            fix="give the host and the --metrics-port of a running `extproc serve`",
+            wanted=f"an extproc that answers at {scheme}://{host}",
+            got=_describe(error),
+            fix="start `extproc serve`, or give the host and the --metrics-port of a running one with "
+            "--server",
         ) from None
+
+
+def _describe(error: Exception) -> str:
+    """Describe what came instead of an answer."""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, json.JSONDecodeError):
+        return "an answer that is not JSON"
+    return str(getattr(reason, "strerror", None) or reason)
 
 
 def _to_rejection(url: str, error: urllib.error.HTTPError) -> dict[str, Any]:

@@ -128,8 +128,8 @@ class MetricFamilies:
     def __init__(self, text: bytes, *, joined: bool) -> None:
         self._text = text
         self._joined = joined
-        # Only declared families are sure to be one group of lines.
-        self._grouped = _DECLARED in text
+        # Only declared families are sure to be one group of lines, on a page that is not joined.
+        self._grouped = _DECLARED in text and not joined
         self._cursor = 0
         self._samples_by_name: dict[bytes, list[Sample]] = {}
         self._left = MAX_SAMPLES

@@ -98,7 +98,11 @@ class QueuedRequest:
 
 
 class AsyncFlowController:
-    """Queues requests of a pool until they are admitted or rejected."""
+    """Queues requests of a pool until they are admitted or rejected.
+
+    Args:
+        pool: Name of the pool, which decisions have.
+    """
 
     def __init__(
         self,
@@ -107,8 +111,10 @@ class AsyncFlowController:
         *,
         clock: Callable[[], float],
         on_exception: Callable[[BaseException], None],
+        pool: str = "",
     ) -> None:
         self._director = director
+        self._pool = pool
         self._flow_headers = section.headers
         self._clock = clock
         self._bits: EndpointBits | None = None
@@ -306,6 +312,8 @@ class AsyncFlowController:
     def _dispatch(self, queued: QueuedRequest, decision: Decision) -> None:
         if queued.admission.done():
             return  # cancelled, and its stream does not know yet
+        if self._pool:
+            decision = msgspec.structs.replace(decision, pool=self._pool)
         reservation = self._director.reserve(decision, self._clock())
         queued.admission.set_result(Admission(decision, reservation))
 

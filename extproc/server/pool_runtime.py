@@ -102,6 +102,7 @@ class PoolRuntime:
                 flow_control,
                 clock=shared.clock,
                 on_exception=ExceptionLog(shared.counters.exceptions, shared.clock).record,
+                pool=plan.name,
             )
             if flow_control.enabled
             else None

@@ -217,7 +217,7 @@ class TracedRequest:
 
     def _root(self, decision: Decision, endpoint: str, status: str, end_s: float) -> SpanRecord:
         """The span of the request, with what was predicted and what came of it."""
-        self._pool = decision.pool
+        self._pool = decision.pool or self._pool
         attributes = self._common_attributes(decision.client_model or decision.request.target)
         attributes |= {"extproc.endpoint": endpoint, "extproc.strategy": decision.profile}
         attributes |= self._compare_predictions(decision)

@@ -288,8 +288,13 @@ def test_last_decisions_are_listed(server):
 
 def test_an_unreachable_server_is_status_1(files, capsys):
     """A server that does not answer is a failure, status 1."""
-    assert main.main(["explain", files["body"], "--server", "127.0.0.1:1"]) == 1
-    assert "--metrics-port" in capsys.readouterr().err
+    for words in ([files["body"]], ["--last"]):
+        assert main.main(["explain", *words, "--server", "127.0.0.1:1"]) == 1
+        assert capsys.readouterr().err == (
+            "extproc: expected an extproc that answers at http://127.0.0.1:1, got Connection refused; "
+            "start `extproc serve`, or give the host and the --metrics-port of a running one with "
+            "--server\n"
+        )
 
 
 @pytest.mark.parametrize("text", ["", "s3cret\nsecond line", "s3cret \u00e9"])

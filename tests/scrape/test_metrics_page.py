@@ -265,6 +265,19 @@ def test_joined_pages_of_ranks_are_summed():
     assert (twice.prefix_hits, twice.kv_blocks) == (2 * 46944.0, 512)
 
 
+def test_a_joined_page_is_searched_from_its_beginning():
+    """Copies of a family may be on both sides of all copies of another one."""
+    ranks = [
+        f'# TYPE vllm:{name} gauge\nvllm:{name}{{engine="{rank}"}} {rank + 1}\n'
+        for rank in range(2)
+        for name in ("num_requests_waiting", "num_requests_running")
+    ]
+    page = "".join([*ranks[:2], ranks[3], ranks[2]]).encode()
+    load = metrics_page.read(page, 7.0)
+    assert isinstance(load, Load)
+    assert (load.waiting, load.running) == (3.0, 3.0)
+
+
 @pytest.mark.parametrize(
     "lines",
     [

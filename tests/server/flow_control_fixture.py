@@ -20,7 +20,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 class FlowControlFixture:
     """A pool, its director and a flow controller, at a time that a test sets."""
 
-    def __init__(self, *addresses, profile="balanced", **holding):
+    def __init__(self, *addresses, profile="balanced", pool="", **holding):
         self.requests = 0
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses), profile=profile)
         routing = self.pool_fixture.director.routing
@@ -32,6 +32,7 @@ class FlowControlFixture:
             FlowControlSection(enabled=True, **holding),
             clock=lambda: self.now,
             on_exception=ExceptionLog(self.bugs, lambda: self.now).record,
+            pool=pool,
         )
 
     @property

@@ -29,6 +29,16 @@ async def test_a_request_waits_for_the_first_endpoint():
     assert fixture.flow_controller.outcomes == {"dispatched": 1}
 
 
+async def test_a_decision_of_a_queued_request_names_its_pool():
+    """As that of a request which did not wait, where there are several pools."""
+    fixture = FlowControlFixture(pool="first")
+    queued = fixture.ask()
+    fixture.come(A)
+    (granted,) = await answered(queued)
+    assert isinstance(granted, Admission)
+    assert granted.decision.pool == "first"
+
+
 async def test_a_subset_hint_without_endpoints_is_not_queued():
     """A subset hint without a matching endpoint is 503 at once, as the protocol has it."""
     fixture = FlowControlFixture()
