@@ -25,8 +25,9 @@ class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
             An engine that has just started may not list anything yet.
         jitter: Each wait is spread by this share to either side, lest all poll at once.
         unlisted_retry_s: Least time between two lists when requests for unlisted models want one sooner. 5:
-            an adapter that was just loaded is found soon, and a client that makes names up costs
-            200 endpoints 40 small pages a second at most.
+            an adapter that was just loaded is found soon. With more than 200 endpoints the budget of
+            lists (`schedule.LISTS_RATIO`) makes it longer, so that a client that makes names up
+            costs 40 small pages a second at most.
     """
 
     interval_s: float | None
@@ -46,6 +47,7 @@ class ModelListPoller:
 
     Args:
         unlisted_models: Requests so far for models that no endpoint lists (count).
+        least_wait_s: Seconds between two lists that keep to the budget of all endpoints.
 
     Attributes:
         target: Its own port, wherever its metrics are.
@@ -61,6 +63,7 @@ class ModelListPoller:
         rng: random.Random,
         settings: ModelListSettings,
         unlisted_models: Callable[[], int],
+        least_wait_s: Callable[[], float],
     ) -> None:
         self.target = _target(endpoint)
         self._endpoint = endpoint
@@ -70,6 +73,7 @@ class ModelListPoller:
         self._rng = rng
         self._settings = settings
         self._unlisted_models = unlisted_models
+        self._least_wait_s = least_wait_s
         self._unlisted_at_poll = 0
         self._requested = self._due = -math.inf
         self._failures = 0
@@ -103,6 +107,7 @@ class ModelListPoller:
         self._due = began + schedule.model_list_wait_s(
             interval_s,
             retry_s=self._settings.retry_s,
+            least_s=self._least_wait_s(),
             jitter=self._settings.jitter,
             failures=self._failures,
             rng=self._rng,
@@ -116,9 +121,8 @@ class ModelListPoller:
 
     def _is_due(self, now: float) -> bool:
         """Returns True if unlisted models were requested since the last list, some time ago."""
-        return (
-            self._unlisted_models() != self._unlisted_at_poll
-            and now >= self._requested + self._settings.unlisted_retry_s
+        return self._unlisted_models() != self._unlisted_at_poll and now >= self._requested + max(
+            self._settings.unlisted_retry_s, self._least_wait_s()
         )
 
 

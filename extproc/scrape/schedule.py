@@ -26,7 +26,8 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
             holds for it.
         jitter: Each wait is spread by this share to either side, lest all poll at once.
         scrapes_per_s: Scrapes per second over all endpoints, beyond which every interval is
-            stretched. One costs about 0.4 ms of CPU, so 100 are some 4 % of a core.
+            stretched. One costs about 0.4 ms of CPU, so 100 are some 4 % of a core. Endpoints that
+            fail share as many of their own, and model lists take `LISTS_RATIO` as many at most.
         backoff_cap_s: Longest wait after repeated failures, refused connections apart (see
             `wait_s`). It bounds the delay until a recovery is noticed.
         tick_s: Scrapes begin on multiples of this, so that several share one wake-up of the
@@ -45,6 +46,10 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
 #: Seconds without a request to any endpoint, after which the process is at rest.
 REST_AFTER_S: Final = 30.0
 
+#: Model lists per scrape of the budget (ratio), which are asked for beside it: 200 endpoints may list
+#: anew every 5 s.
+LISTS_RATIO: Final = 0.4
+
 #: Ticks that share a wake-up at rest, where nothing waits for a load.
 _REST_TICKS: Final = 10
 
@@ -59,13 +64,15 @@ class EndpointCounts:
     Attributes:
         busy: Endpoints with requests.
         all: All of them.
+        failing: Endpoints whose last scrape failed.
     """
 
-    __slots__ = ("_changed", "all", "busy")
+    __slots__ = ("_changed", "all", "busy", "failing")
 
     def __init__(self) -> None:
         self.busy = 0
         self.all = 0
+        self.failing = 0
         self._changed = -math.inf
 
     def change_busy(self, change: int, now: float) -> None:
@@ -89,8 +96,7 @@ def wait_s(
     settings: ScrapeSchedule,
     *,
     busy: bool,
-    busy_endpoints: int,
-    idle_endpoints: int,
+    counts: EndpointCounts,
     failures: int,
     refused: bool = False,
     resting: bool = False,
@@ -99,19 +105,21 @@ def wait_s(
     """Returns seconds until the next scrape of an endpoint, counted from the start of this one.
 
     interval = (fast_s or slow_s) * stretch, stretch = max(1, (busy / fast_s + idle / slow_s) /
-    scrapes_per_s); after n failures in a row min(cap, fast_s * 2^(n-1)), if that is longer than
-    fast_s * stretch. The cap is backoff_cap_s, and for one that refused the connection, if that is
+    scrapes_per_s); after n failures in a row min(cap, fast_s * 2^(n-1) * max(1, failing / fast_s /
+    scrapes_per_s)), if that is longer than fast_s * stretch: when all fail at once, they would
+    otherwise all be scraped again within a fast interval. The cap is backoff_cap_s, and for one that refused the connection, if that is
     shorter, min(2 s, slow_s) * stretch, jitter and tick included.
 
     Args:
         busy: Whether requests are or were on the endpoint since its last scrape.
-        busy_endpoints: Busy endpoints, this one included (count).
-        idle_endpoints: Idle endpoints (count).
-        refused: Whether the last of them was a refused connection.
+        counts: Endpoints that share the budget, this one included.
+        failures: Scrapes in a row that failed (count).
+        refused: Whether the last failure was a refused connection.
         resting: Whether the process is at rest: `rest_s` instead of `slow_s`.
     """
     slow_s = settings.rest_s if resting else settings.slow_s
-    wanted_per_s = busy_endpoints / settings.fast_s + idle_endpoints / slow_s
+    num_busy = max(counts.busy, int(busy))
+    wanted_per_s = num_busy / settings.fast_s + max(0, counts.all - num_busy) / slow_s
     stretch = max(1.0, wanted_per_s / settings.scrapes_per_s)
     interval = (settings.fast_s if busy else slow_s) * stretch
     if failures:
@@ -122,21 +130,29 @@ def wait_s(
                 1.0 + settings.jitter
             )
             cap = min(cap, max(settings.fast_s, longest) * stretch)
-        backoff = min(cap, settings.fast_s * 2.0 ** min(failures - 1, 30))
+        first_s = max(settings.fast_s, counts.failing / settings.scrapes_per_s)
+        backoff = min(cap, first_s * 2.0 ** min(failures - 1, 30))
         interval = max(settings.fast_s * stretch, backoff)
     return interval * rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
 
 
 def model_list_wait_s(
-    interval_s: float, *, retry_s: float, jitter: float, failures: int, rng: random.Random
+    interval_s: float,
+    *,
+    retry_s: float,
+    least_s: float = 0.0,
+    jitter: float,
+    failures: int,
+    rng: random.Random,
 ) -> float:
     """Returns seconds until the next poll of the model list of an endpoint.
 
-    interval_s; after n failures in a row retry_s * 2^(n-1), if that is shorter.
+    interval_s; after n failures in a row retry_s * 2^(n-1), if that is shorter; `least_s` at least.
 
     Args:
         interval_s: Seconds between two lists.
         retry_s: Wait after the first failure.
+        least_s: Wait that the budget of lists allows, see `least_list_wait_s`.
         jitter: Share by which the wait is spread to either side.
         failures: Lists in a row that could not be had.
     """
@@ -144,7 +160,12 @@ def model_list_wait_s(
     if failures:
         # 2^30 is beyond any interval; the bound keeps the power a float.
         wait = min(interval_s, retry_s * 2.0 ** min(failures - 1, 30))
-    return wait * rng.uniform(1.0 - jitter, 1.0 + jitter)
+    return max(wait, least_s) * rng.uniform(1.0 - jitter, 1.0 + jitter)
+
+
+def least_list_wait_s(settings: ScrapeSchedule, endpoints: int) -> float:
+    """Returns the seconds between two lists of one of so many endpoints that keep to the budget."""
+    return endpoints / (settings.scrapes_per_s * LISTS_RATIO)
 
 
 def align_to_tick(

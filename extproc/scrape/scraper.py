@@ -120,6 +120,7 @@ class EndpointScraper:
             rng=scraper.rng,
             settings=scraper.settings.models,
             unlisted_models=scraper.unlisted_models,
+            least_wait_s=scraper.least_list_wait_s,
         )
 
     async def run(self) -> None:
@@ -189,9 +190,9 @@ class EndpointScraper:
         now = scraper.clock()
         outcome, engine = await self._observe(tokens, fetched, now)
         if outcome == "ok":
-            self.failures = 0
+            self._set_failures(0)
         else:
-            self.failures += 1
+            self._set_failures(self.failures + 1)
             for token in tokens:
                 scraper.store.scrape_failed(token, outcome, now)
         self.is_refused = outcome == REFUSED
@@ -204,6 +205,21 @@ class EndpointScraper:
                 scraper.on_result(ScrapeResult(self.address, listed, seconds, listing=True))
         if not outcome.startswith(BUG):
             scraper.supervisor.record_success("scrape", self.address)
+
+    def _set_failures(self, failures: int) -> None:
+        self._scraper.endpoint_counts.failing += bool(failures) - bool(self.failures)
+        self.failures = failures
+
+    def close(self) -> None:
+        """Ends the loop, and gives its counts and connections back."""
+        scraper = self._scraper
+        scraper.endpoint_counts.change_busy(-int(self.busy), scraper.clock())
+        scraper.endpoint_counts.change_all(-1, scraper.clock())
+        self._set_failures(0)
+        if self.task is not None:
+            self.task.cancel()
+        for target in self.targets:
+            scraper.client.forget(target)
 
     async def _observe(
         self, tokens: Sequence[ScrapeToken], fetched: bytes | client.FetchFailed, now: float
@@ -353,13 +369,16 @@ class Scraper:
         return schedule.wait_s(
             self.settings.schedule,
             busy=watch.busy,
-            busy_endpoints=self.endpoint_counts.busy,
-            idle_endpoints=self.endpoint_counts.all - self.endpoint_counts.busy,
+            counts=self.endpoint_counts,
             failures=watch.failures,
             refused=watch.is_refused,
             resting=watch.is_resting,
             rng=self.rng,
         )
+
+    def least_list_wait_s(self) -> float:
+        """Returns the seconds between two model lists of an endpoint that keep to the budget."""
+        return schedule.least_list_wait_s(self.settings.schedule, self.endpoint_counts.all)
 
     def _start(self, members: Sequence[EndpointSnapshot], tasks: asyncio.TaskGroup) -> None:
         watch = EndpointScraper(self, members)
@@ -372,17 +391,8 @@ class Scraper:
 
     def _stop(self, address: str) -> None:
         watch = self.watches.pop(address, None)
-        if watch is None:
-            return
-        self.endpoint_counts.change_busy(-int(watch.busy), self.clock())
-        self.endpoint_counts.change_all(-1, self.clock())
-        if watch.task is not None:
-            watch.task.cancel()
-        self._forget(watch)
-
-    def _forget(self, watch: EndpointScraper) -> None:
-        for where in watch.targets:
-            self.client.forget(where)
+        if watch is not None:
+            watch.close()
 
 
 def _end_sleep(sleep: asyncio.Future[None]) -> None:

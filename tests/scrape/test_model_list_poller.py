@@ -175,6 +175,23 @@ def test_requests_for_unlisted_models_trigger_a_poll():
     asyncio.run(scene())
 
 
+def test_a_large_pool_lists_no_oftener_than_its_budget():
+    """Neither failures nor made-up names make 1,000 endpoints list more than 40 times a second."""
+
+    async def scene():
+        engine = Engine()
+        engine.scraper.endpoint_counts.all = 1000
+        engine.list = client.FetchFailed("status 500")
+        assert await engine.at(0, 24.9) == 1
+        engine.list = LIST
+        assert await engine.at(25.0) == 2
+        engine.missed += 1
+        assert await engine.at(30.0, 49.9) == 2
+        assert await engine.at(50.0) == 3
+
+    asyncio.run(scene())
+
+
 def test_models_are_polled_on_the_serving_port():
     """A metrics-port label moves the metrics only; both connections are closed at the end."""
 

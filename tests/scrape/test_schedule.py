@@ -12,23 +12,17 @@ STEADY = schedule.ScrapeSchedule(jitter=0.0)
 def wait(
     settings=STEADY,
     *,
-    busy=False,
     busy_endpoints=0,
     idle_endpoints=1,
-    failures=0,
-    refused=False,
-    resting=False,
+    failing_endpoints=1,
+    rng=None,
+    **facts,
 ):
-    return schedule.wait_s(
-        settings,
-        busy=busy,
-        busy_endpoints=busy_endpoints,
-        idle_endpoints=idle_endpoints,
-        failures=failures,
-        refused=refused,
-        resting=resting,
-        rng=random.Random(1),
-    )
+    counts = schedule.EndpointCounts()
+    counts.busy, counts.all = busy_endpoints, busy_endpoints + idle_endpoints
+    counts.failing = failing_endpoints
+    facts = {"busy": False, "failures": 0, **facts}
+    return schedule.wait_s(settings, counts=counts, rng=rng or random.Random(1), **facts)
 
 
 def test_busy_endpoints_are_scraped_fast_and_idle_ones_slow():
@@ -57,18 +51,19 @@ def test_failures_back_off_to_a_cap():
     assert wait(failures=10**9) == 10.0
 
 
+def test_many_failing_endpoints_share_a_budget():
+    """500 that fail at once wait 5 s at first, and as long as any other after some failures."""
+    waits = [wait(failures=count, failing_endpoints=500) for count in range(1, 4)]
+    assert waits == pytest.approx([5.0, 10.0, 10.0])
+    assert wait(failures=1, failing_endpoints=20) == 0.2
+
+
 @hypothesis.given(failures=st.integers(1, 10**9), idle=st.integers(1, 200), seed=st.integers())
 def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, seed):
     """However often nobody listened, the next look ends within 2 s, jitter and tick included."""
     settings = schedule.ScrapeSchedule()
-    wait_s = schedule.wait_s(
-        settings,
-        busy=False,
-        busy_endpoints=0,
-        idle_endpoints=idle,
-        failures=failures,
-        refused=True,
-        rng=random.Random(seed),
+    wait_s = wait(
+        settings, idle_endpoints=idle, failures=failures, refused=True, rng=random.Random(seed)
     )
     assert 0.0 < schedule.align_to_tick(0.0, wait_s, settings=settings) <= 2.0 + 1e-9
 
@@ -101,7 +96,7 @@ def test_jitter_stays_within_its_ratio(
         "failures": failures,
         "refused": refused,
     }
-    spread = schedule.wait_s(schedule.ScrapeSchedule(), rng=random.Random(seed), **facts)
+    spread = wait(schedule.ScrapeSchedule(), rng=random.Random(seed), **facts)
     # The cap of a refused one makes room for the jitter.
     steady = wait(**facts)
     if refused:

@@ -1,12 +1,14 @@
 import asyncio
+import heapq
 import random
 import threading
+from collections import Counter
 
 import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.pool import store
-from extproc.scrape import client, metrics_page, schedule, scraper
+from extproc.scrape import client, metrics_page, model_list_poller, schedule, scraper
 from extproc.supervision import Supervisor
 
 QUICK = scraper.ScraperSettings(
@@ -391,6 +393,48 @@ def test_a_refused_endpoint_is_scraped_again_within_two_seconds_of_recovery(reas
         assert 0.8 * longest_s <= scene.subject.wait_s(watch) <= longest_s
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("reason", ["status 500", "refused"])
+def test_many_endpoints_that_fail_at_once_stay_near_the_budget(reason):
+    """500 idle endpoints fail at once: about two budgets of scrapes and one of lists follow."""
+
+    async def scene():
+        settings = scraper.ScraperSettings(
+            models=model_list_poller.ModelListSettings(interval_s=30.0)
+        )
+        scene = Scene(*(f"10.0.{at // 250}.{at % 250}:1" for at in range(500)), settings=settings)
+        counts, clock, fetcher = scene.subject.endpoint_counts, scene.clock, Pages(scene.clock)
+        scene.subject.client = fetcher
+        counts.busy = counts.all = 500
+        watches = [scene.watch(at) for at in range(500)]
+        due = [(clock.now + at / 1000, at) for at in range(500)]
+        while due[0][0] < 240.0:
+            clock.now, at = due[0]
+            if clock.now >= 200.0:
+                fetcher.answer = client.FetchFailed(reason)
+            await watches[at].step()
+            heapq.heapreplace(due, (clock.now + scene.subject.wait_s(watches[at]), at))
+        return fetcher.per_second
+
+    per_second = asyncio.run(scene())
+    assert max(per_second["/metrics", at] for at in range(170, 200)) <= 120
+    assert max(per_second["/metrics", at] for at in range(200, 240)) <= 250
+    assert max(per_second["/v1/models", at] for at in range(170, 240)) <= 120
+
+
+class Pages:
+    """Answers at once, and counts the requests by path and second."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.answer = b"vllm:num_requests_waiting 3\n"
+        self.per_second = Counter()
+
+    async def get(self, where):
+        path = where.request.split()[1].decode()
+        self.per_second[path, int(self.clock.now)] += 1
+        return b'{"data": [{"id": "m"}]}' if path == "/v1/models" else self.answer
 
 
 POISON = b"vllm:num_requests_waiting 13\n"

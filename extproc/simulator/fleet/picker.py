@@ -170,7 +170,7 @@ class ExtprocPicker:
         for n in sorted(fresh):
             # A new endpoint is asked at once, like the real scraper does, but not all together.
             spread = self._pace.fast_s * self.parts.rng.random()
-            self._failures[n] = 0
+            self._set_failures(n, 0)
             self._watch(n, spread)
 
     def pick(self, sim_request: SimRequest) -> int:
@@ -353,11 +353,10 @@ class ExtprocPicker:
     def _taken(self, n: int, mark: ScrapeToken, page: Load | None, reason: str) -> None:
         """Take in a scrape; the reason says why there is no page."""
         fleet, now = self.parts.store, self._timeline.now
+        self._set_failures(n, 0 if page is not None else self._failures[n] + 1)
         if page is None:
-            self._failures[n] += 1
             fleet.scrape_failed(mark, reason, now)
         else:
-            self._failures[n] = 0
             fleet.observe(mark, page, now)
             member = fleet.pool.find(self._endpoints[n].address)
             # As the real scraper does: once an engine's page could be read.
@@ -370,13 +369,15 @@ class ExtprocPicker:
         if self.flow_controller is not None:
             self.flow_controller.notify_capacity()
 
+    def _set_failures(self, n: int, failures: int) -> None:
+        self._counts.failing += bool(failures) - bool(self._failures[n])
+        self._failures[n] = failures
+
     def _wait_s(self, n: int, *, busy: bool, resting: bool = False) -> float:
-        counts = self._counts
         return schedule.wait_s(
             self._pace,
             busy=busy,
-            busy_endpoints=max(counts.busy, int(busy)),
-            idle_endpoints=max(0, counts.all - counts.busy),
+            counts=self._counts,
             failures=self._failures[n],
             resting=resting,
             refused=bool(self._failures[n]) and self._nodes[n].has_metrics,
