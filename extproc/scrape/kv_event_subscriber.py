@@ -1,7 +1,6 @@
-"""KV event subscriptions: a ZeroMQ socket per engine and rank, read in turns of the loop.
+"""KV event subscriptions: a connection per engine and rank, read in turns of the loop.
 
-Engines that connect to us come by `kv_event_listener`. Where we connect, libzmq connects, reconnects with back-off and jitter, and reads in a thread of its own; here messages
-are taken from its queues, a bounded number of blocks per turn. A subscription that begins, or is
+Of what has come, a bounded number of blocks is taken in per turn. A subscription that begins, or is
 connected again, asks the engine's replay socket for what was missed, and reads on only behind that.
 """
 
@@ -12,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import Annotated, Final, get_args
 
 import msgspec
 
@@ -20,7 +19,6 @@ from extproc.endpoint import Endpoint
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
-from extproc.scrape import kv_event_sockets
 from extproc.scrape.kv_event_listener import KvEventListener, plain_ip
 from extproc.scrape.kv_event_subscription import (
     BatchResult,
@@ -29,9 +27,6 @@ from extproc.scrape.kv_event_subscription import (
 )
 from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
-
-if TYPE_CHECKING:
-    import zmq
 
 #: Labels of an endpoint whose engine publishes on other ports.
 PORT_LABEL, REPLAY_PORT_LABEL = "kv-events-port", "kv-events-replay-port"
@@ -54,8 +49,7 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     Attributes:
         enabled: Subscribe to every endpoint, and know by its events which prefixes it holds. False:
-            engines publish events only where they are configured to, and it needs the extra
-            `kv-events`.
+            engines publish events only where they are configured to.
         port: TCP port on which engines publish, on the address of the endpoint. 5557 is that of
             vLLM. Label `kv-events-port` of an endpoint: another one.
         bind: Address on which engines that connect are waited for, written as that of an engine that
@@ -103,15 +97,13 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def require(settings: KvEventsSection) -> None:
-    """Refuse settings that need a package that is not installed, or a tokenizer that is not there.
+    """Refuse a tokenizer that needs a package that is not installed, or is not there.
 
     Raises:
         ConfigError: The package is not installed, or the folder cannot be read.
     """
-    if settings.enabled:
-        kv_event_sockets.load_zmq()
-        if settings.tokenizer_path:
-            LocalTokenizer(settings.tokenizer_path)
+    if settings.enabled and settings.tokenizer_path:
+        LocalTokenizer(settings.tokenizer_path)
 
 
 class KvEventSubscriber:
@@ -120,9 +112,6 @@ class KvEventSubscriber:
     Args:
         on_cleared: Called with an endpoint whose cache is empty now.
         on_change: Called when a subscription is lost or regained.
-
-    Raises:
-        ConfigError: The package is not installed.
 
     Attributes:
         batches: Batches by result (count), all results from the start.
@@ -140,7 +129,6 @@ class KvEventSubscriber:
         on_change: Callable[[SubscriptionChange], None],
         supervisor: Supervisor,
     ) -> None:
-        kv_event_sockets.load_zmq()
         self.settings = settings
         self.exact = exact
         self.clock = clock
@@ -157,7 +145,6 @@ class KvEventSubscriber:
         #: Those that are to work in the next turn, in order.
         self._ready: dict[EngineSubscription, None] = {}
         self._turn: asyncio.Handle | None = None
-        self.context: zmq.Context[Any] | None = None
 
     @property
     def subscriptions(self) -> Iterator[EngineSubscription]:
@@ -181,7 +168,6 @@ class KvEventSubscriber:
         Raises:
             OSError: A port to listen on is taken.
         """
-        self.context = kv_event_sockets.open_context()
         try:
             while True:
                 self.step()
@@ -195,8 +181,6 @@ class KvEventSubscriber:
             if self._turn is not None:
                 self._turn.cancel()
                 self._turn = None
-            self.context.destroy(linger=0)
-            self.context = None
 
     def step(self) -> None:
         """Start and stop subscriptions so that they match the pool, and end silent replays.
@@ -245,8 +229,8 @@ class KvEventSubscriber:
                 endpoint,
                 rank,
                 engine,
-                url="" if self.settings.bind else _url(endpoint, port + rank),
-                replay_url=_url(endpoint, replay_port + rank) if replay_port else "",
+                port=0 if self.settings.bind else port + rank,
+                replay_port=replay_port and replay_port + rank,
             )
             started.append(subscription)
             if self.settings.bind:
@@ -318,11 +302,6 @@ def _ports(settings: KvEventsSection, endpoint: Endpoint) -> tuple[int, int]:
         is_port = text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535
         ports.append(int(text) if is_port else usual)
     return ports[0], ports[1]
-
-
-def _url(endpoint: Endpoint, port: int) -> str:
-    host = f"[{endpoint.ip}]" if ":" in endpoint.ip else endpoint.ip
-    return f"tcp://{host}:{port}"
 
 
 def _is_same_source(previous: Endpoint, current: Endpoint) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import msgspec
@@ -13,8 +14,8 @@ from extproc.pool.snapshot import EndpointSnapshot
 from extproc.prefix_cache import kv_events
 from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
-from extproc.scrape import kv_event_sockets
-from extproc.scrape.kv_event_sockets import SocketReader
+from extproc.scrape.kv_event_connection import EngineConnection, EngineConnector
+from extproc.scrape.zmtp import SocketType
 
 if TYPE_CHECKING:
     from extproc.scrape.kv_event_subscriber import KvEventSubscriber
@@ -29,6 +30,10 @@ _EVENT_BYTES_PER_BLOCK: Final = 256
 
 #: Seconds without any answer of a replay socket after which it counts as silent.
 _REPLAY_TIMEOUT_S = 2.0
+
+#: Batches and bytes of a replay behind which its socket counts as silent: ten times the batches that
+#: vLLM keeps.
+_MAX_REPLAY_BATCHES, _MAX_REPLAY_BYTES = 100_000, 1 << 30
 
 #: Seconds after a connection, and after the last batch, at which the replay socket is asked once whether
 #: there are more: no later batch would show that the last one was lost.
@@ -87,8 +92,8 @@ class EngineSubscription:
 
     Args:
         owner: Settings, and where counts and changes go.
-        url: Address that it publishes on; empty where it connects to us.
-        replay_url: Address of its replay socket; empty for none.
+        port: TCP port that it publishes on; 0 where it connects to us.
+        replay_port: That of its replay socket; 0 for none.
     """
 
     def __init__(
@@ -98,22 +103,19 @@ class EngineSubscription:
         rank: int,
         engine: EngineBlocks,
         *,
-        url: str,
-        replay_url: str,
+        port: int,
+        replay_port: int,
     ) -> None:
         self.endpoint = endpoint
         self.rank = rank
         self.engine = engine
         self._owner = owner
-        self._address = url
-        self._replay_address = replay_url
+        self._port = port
+        self._replay_port = replay_port
+        self._connector: EngineConnector | None = None
+        #: Connection on which the engine publishes; None while there is none.
         self._sub: MessageSource | None = None
-        self._monitor: SocketReader | None = None
-        #: Descriptor of the connection to an engine, and bytes that were read before it.
-        self._descriptor = -1
-        self._bytes_before = 0
-        self._replay: SocketReader | None = None
-        self._is_connected = False
+        self._replay: EngineConnector | None = None
         self._is_reported_lost = False
         self._was_live = False
         #: Number of the batch that comes next, and digest of the one before it.
@@ -129,6 +131,7 @@ class EngineSubscription:
         self._held: tuple[int, bytes] | None = None
         self._has_replay = False
         self._replay_until = 0.0
+        self._num_replayed = self._replayed_bytes = 0
         self._confirm_at: float | None = None
         #: When all batches are asked for again, and seconds until then next time.
         self._learn_at: float | None = None
@@ -143,7 +146,7 @@ class EngineSubscription:
     @property
     def state(self) -> SubscriptionState:
         """State for the metrics page."""
-        if not self._is_connected:
+        if self._sub is None:
             return "lost"
         if not self.engine.is_live:
             return "catching_up"
@@ -156,15 +159,10 @@ class EngineSubscription:
 
     def open(self) -> None:
         """Begin to connect, or wait for the engine to."""
-        if not self._address:
-            return
-        context = self._owner.context
-        if context is None:
-            raise RuntimeError("subscriptions are opened while the loop of their owner runs")
-        self._sub, self._monitor = kv_event_sockets.open_subscription(
-            context, self._address, self.wake
-        )
-        self.wake()
+        if self._port:
+            self._connector = self._connect(
+                self._port, b"SUB", on_open=self.attach, on_lost=self._on_lost
+            )
 
     @property
     def is_resting(self) -> bool:
@@ -180,28 +178,23 @@ class EngineSubscription:
         """Listen to a connection of the engine, instead of an earlier one."""
         if self._sub is not None:
             self._sub.close()
-            self._on_disconnected()
+            self._on_lost("it connects again")
         self._sub = source
         self._on_connected()
 
-    def detach(self, source: MessageSource) -> None:
+    def detach(self, source: MessageSource, why: str) -> None:
         """Note that a connection is lost."""
         if self._sub is source:
-            self._sub = None
-            self._on_disconnected()
+            self._on_lost(why)
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close all connections."""
         self._end_replay_socket()
-        # The sender of events first: without a receiver, libzmq would wait for one with the next event,
-        # and keep a lock that closing takes.
-        if self._sub is not None:
+        if self._connector is not None:
+            self._connector.close()
+        elif self._sub is not None:
             self._sub.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        self._sub = self._monitor = None
-        self._descriptor = -1
-        self._is_connected = False
+        self._connector = self._sub = None
         self._pending.clear()
         self._held = self._learn_at = None
 
@@ -219,30 +212,24 @@ class EngineSubscription:
 
     def check(self, now: float) -> None:
         """End a replay that is silent and a rest that is over, and confirm the last batch."""
-        if self._num_unread_bytes() > kv_event_sockets.MAX_UNREAD_BYTES:
-            self.rest("it sends more than can be read")
+        for connector in (self._connector, self._replay):
+            if connector is not None:
+                connector.check(now)
         if self._replay is not None:
             # An answer that waits to be read shows a late event loop, not a silent socket.
             if now >= self._replay_until and not self.work(1):
                 self._end_replay()
         elif self._learn_at is not None and now >= self._learn_at:
             self._learn_at = None
-            if self._is_connected and self._has_replay:
+            if self._sub is not None and self._has_replay:
                 self._learn_again()
         elif self._confirm_at is not None and now >= self._confirm_at:
             self._confirm_at = None
-            if self._is_connected and self._has_replay and self.engine.is_live:
+            if self._sub is not None and self._has_replay and self.engine.is_live:
                 self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
-
-    def _num_unread_bytes(self) -> int:
-        """Bytes of the engine that libzmq keeps."""
-        if self._descriptor < 0 or not isinstance(self._sub, SocketReader):
-            return 0
-        received = kv_event_sockets.received_bytes(self._descriptor, self._address)
-        return received - (self._sub.num_bytes - self._bytes_before)
 
     def note_page(self, member: EndpointSnapshot) -> None:
         """Take in what the metrics page of the engine shows of the time to reload blocks."""
@@ -281,16 +268,14 @@ class EngineSubscription:
     def _work_once(self) -> int:
         if self._pending:
             return self._apply_next()
-        for reader, handle in (
-            (self._monitor, self._on_monitor),
-            (self._replay, self._on_replay),
-            (self._sub if self._is_connected and self._replay is None else None, self._on_live),
-        ):
-            frames = None if reader is None else reader.receive()
-            if frames is not None:
-                handle(frames)
-                return _MESSAGE_COST + sum(map(len, frames)) // _MESSAGE_BYTES_PER_BLOCK
-        return 0
+        reader, handle = (
+            (self._sub, self._on_live) if self._replay is None else (self._replay, self._on_replay)
+        )
+        frames = None if reader is None else reader.receive()
+        if frames is None:
+            return 0
+        handle(frames)
+        return _MESSAGE_COST + sum(map(len, frames)) // _MESSAGE_BYTES_PER_BLOCK
 
     def wake(self) -> None:
         """Work in the next turn."""
@@ -298,31 +283,39 @@ class EngineSubscription:
 
     # Connection.
 
-    def _on_monitor(self, frames: list[bytes]) -> None:
-        is_connected, descriptor = kv_event_sockets.parse_connection_event(frames)
-        if is_connected is None:
-            self._descriptor = descriptor
-            self._bytes_before = self._sub.num_bytes if isinstance(self._sub, SocketReader) else 0
-        elif is_connected:
-            self._on_connected()
-        else:
-            self._on_disconnected()
+    def _connect(
+        self,
+        port: int,
+        socket_type: SocketType,
+        *,
+        on_open: Callable[[EngineConnection], None],
+        on_lost: Callable[[str], None],
+    ) -> EngineConnector:
+        owner = self._owner
+        return EngineConnector(
+            self.endpoint.ip,
+            port,
+            socket_type,
+            clock=owner.clock,
+            rng=owner.rng,
+            on_open=on_open,
+            on_readable=self.wake,
+            on_lost=on_lost,
+        )
 
     def _on_connected(self) -> None:
-        self._is_connected = True
-        self._has_replay = bool(self._replay_address)
+        self._has_replay = bool(self._replay_port)
+        self._num_replayed = self._replayed_bytes = 0
         # What is published before the engine knows of the subscription is not sent to us.
         self._confirm_at = self._owner.clock() + _CONFIRM_S
         if self._has_replay:
             self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
         # Else the number of its next batch says what was missed.
 
-    def _on_disconnected(self) -> None:
-        self._descriptor = -1
-        self._is_connected = False
-        self._held = None
+    def _on_lost(self, why: str) -> None:
+        self._sub = self._held = None
         self._end_replay_socket()
-        self._lose("the connection is gone")
+        self._lose(why)
 
     def _lose(self, why: str) -> None:
         owner = self._owner
@@ -455,21 +448,27 @@ class EngineSubscription:
             start: First number.
             verify: Whether the first one was taken in already: if it differs, the engine is another.
         """
-        owner = self._owner
         self._end_replay_socket()
-        if owner.context is None:
-            return
         self._is_verifying = verify
         self._has_progress = self._has_hole = False
-        self._replay_until = owner.clock() + _REPLAY_TIMEOUT_S
-        self._replay = kv_event_sockets.open_replay(
-            owner.context, self._replay_address, start, self.wake
+        self._replay_until = self._owner.clock() + _REPLAY_TIMEOUT_S
+        self._replay = self._connect(
+            self._replay_port,
+            b"DEALER",
+            # As from a socket of type REQ, behind an empty frame.
+            on_open=lambda connection: connection.send(b"", start.to_bytes(8)),
+            on_lost=lambda _: None,
         )
-        self.wake()
 
     def _on_replay(self, frames: list[bytes]) -> None:
         """A batch that was sent again, behind an empty frame, and a topic from newer engines."""
         self._replay_until = self._owner.clock() + _REPLAY_TIMEOUT_S
+        self._num_replayed += 1
+        self._replayed_bytes += sum(map(len, frames))
+        if self._num_replayed > _MAX_REPLAY_BATCHES or self._replayed_bytes > _MAX_REPLAY_BYTES:
+            self._replay_until, self._has_hole = 0.0, False
+            self._end_replay()
+            return
         if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
             self._on_malformed()
             return
@@ -497,8 +496,12 @@ class EngineSubscription:
             self._take(seq, payload)
 
     def _end_replay(self) -> None:
-        """A replay is over, or its socket is silent."""
-        if self._is_verifying and self._is_connected and self._owner.clock() < self._replay_until:
+        """A replay is over, or its socket is silent, or sends without end."""
+        if (
+            self._is_verifying
+            and self._sub is not None
+            and self._owner.clock() < self._replay_until
+        ):
             # Not even the batch before: the engine has published fewer, so it is another.
             self._reset()
             self._request_replay(0, verify=False)
@@ -514,6 +517,7 @@ class EngineSubscription:
                 self._is_from_start = False
                 self._owner.exact.index.wipe(self.engine, is_complete=False)
         self._end_replay_socket()
+        self._num_replayed = self._replayed_bytes = 0
         held, self._held = self._held, None
         if held is not None and held[0] >= self._expected:
             if held[0] > self._expected:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -47,8 +47,8 @@ _PATHS: Final[Mapping[str, Sequence[str]]] = {
 #: Statuses of a path that an engine does not have.
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 
-#: Requests to engines at a time (count).
-_NUM_WORKERS = 4
+#: Requests to engines at a time (count), and to each: one that hangs leaves the others their share.
+_NUM_WORKERS, _MAX_PER_ENGINE = 8, 2
 
 #: Prompts that wait (count), and bytes of their bodies; beyond, prompts are not mapped.
 _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
@@ -183,7 +183,10 @@ class PromptRenderer:
         self._clock = clock
         self._supervisor = supervisor
         self._instance = instance
-        self._queue: asyncio.Queue[_UnmappedPrompt] = asyncio.Queue(_MAX_QUEUED)
+        self._queue: asyncio.Queue[_UnmappedPrompt] = asyncio.Queue()
+        #: Prompts that wait because their engine has its share, and workers of each engine (count).
+        self._parked: dict[str, deque[_UnmappedPrompt]] = {}
+        self._num_at: Counter[str] = Counter()
         self._queued_bytes = 0
         #: Prompts that wait or are being rendered, by their last byte block.
         self._unmapped: dict[int, _UnmappedPrompt] = {}
@@ -253,7 +256,7 @@ class PromptRenderer:
             return None
         edit = decision.body_edit
         body = bytes(raw.body) if edit is None else edit.apply(raw.body)
-        if self._queue.full() or self._queued_bytes + len(body) > _MAX_QUEUED_BYTES:
+        if len(self._unmapped) >= _MAX_QUEUED or self._queued_bytes + len(body) > _MAX_QUEUED_BYTES:
             self.results["dropped"] += 1
             return None
         self._queued_bytes += len(body)
@@ -308,19 +311,34 @@ class PromptRenderer:
     async def _work(self, session: aiohttp.ClientSession) -> None:
         while True:
             prompt = await self._queue.get()
-            self._queued_bytes -= len(prompt.body)
-            result: PromptResult = "failed"
+            address, num_at = prompt.address, self._num_at
+            parked = self._parked.setdefault(address, deque())
+            parked.append(prompt)
+            if num_at[address] >= _MAX_PER_ENGINE:
+                continue
+            num_at[address] += 1
             try:
-                result = await self._render(session, prompt)
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                self._pause(prompt.address, _FAILED_PAUSE_S)
-            except Exception as error:  # noqa: BLE001 - one prompt must not end the worker
-                self._supervisor.record_error("kv_events", error, instance=self._instance)
+                while parked:
+                    await self._handle(session, parked.popleft())
             finally:
-                del self._unmapped[prompt.chain[-1]]
-                for wait in list(prompt.waits):
-                    self._end_wait(wait, "mapped" if result == "mapped" else "failed")
-            self.results[result] += 1
+                num_at[address] -= 1
+                if not num_at[address]:
+                    del num_at[address], self._parked[address]
+
+    async def _handle(self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt) -> None:
+        self._queued_bytes -= len(prompt.body)
+        result: PromptResult = "failed"
+        try:
+            result = await self._render(session, prompt)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            self._pause(prompt.address, _FAILED_PAUSE_S)
+        except Exception as error:  # noqa: BLE001 - one prompt must not end the worker
+            self._supervisor.record_error("kv_events", error, instance=self._instance)
+        finally:
+            del self._unmapped[prompt.chain[-1]]
+            for wait in list(prompt.waits):
+                self._end_wait(wait, "mapped" if result == "mapped" else "failed")
+        self.results[result] += 1
 
     async def _render(
         self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt

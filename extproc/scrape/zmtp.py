@@ -1,13 +1,14 @@
-"""ZMTP 3.0: what a subscriber reads of a publisher that connected to it, and answers.
+"""ZMTP 3.0, the protocol of ZeroMQ: the bytes of a publisher or a replay socket, and our answers.
 
 Frames, greeting and commands are those of ZeroMQ RFC 23 (https://rfc.zeromq.org/spec/23/) with the
-mechanism NULL. Against libzmq as the server, the number of frames of a message is bounded as well,
-and a message is only parsed when it is asked for.
+mechanism NULL; PING and PONG are of RFC 37 (https://rfc.zeromq.org/spec/37/). Unlike in libzmq, the
+number of frames of a message is bounded, and a message is only parsed when it is asked for.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
 
 #: Signature, version 3.0, the mechanism NULL, and a peer that is no server.
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -24,32 +25,41 @@ _MAX_COMMAND_BYTES: Final = 1024
 #: Bytes that were read and are still kept.
 _MAX_READ_BYTES: Final = 65_536
 
-#: A publisher may be of any of these kinds.
-_PUBLISHERS: Final = frozenset({b"PUB", b"XPUB"})
+SocketType = Literal[b"SUB", b"DEALER"]
+
+#: Types of sockets that the peer of each may have.
+_PEERS: Final[Mapping[SocketType, frozenset[bytes]]] = {
+    b"SUB": frozenset({b"PUB", b"XPUB"}),
+    b"DEALER": frozenset({b"ROUTER", b"REP"}),
+}
 
 
 class ZmtpError(Exception):
     """A peer does not keep to the protocol."""
 
 
-class ZmtpSubscriber:
-    """Parser of a connection of a publisher.
+class ZmtpParser:
+    """Parser of a connection with a publisher, or with a replay socket.
 
     Args:
+        socket_type: Type of our own socket. As `SUB`, every topic is subscribed to.
         max_bytes: Bytes of a message at most.
 
     Attributes:
         output: Bytes to send; the owner clears them.
-        is_open: True once the peer is known as a publisher, and is subscribed to.
+        is_open: True behind the handshake.
+        has_heartbeats: True if the peer answers to PING.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, socket_type: SocketType, max_bytes: int) -> None:
+        self._socket_type = socket_type
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._start = 0
         self._is_greeted = False
         self.output = bytearray(_GREETING)
         self.is_open = False
+        self.has_heartbeats = False
 
     @property
     def num_buffered(self) -> int:
@@ -59,6 +69,11 @@ class ZmtpSubscriber:
     def feed(self, data: bytes) -> None:
         """Take bytes of the peer."""
         self._buffer += data
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send a message, whose frames have 255 bytes at most."""
+        for number, frame in enumerate(frames, 1):
+            self.output += bytes((_MORE if number < len(frames) else 0, len(frame))) + frame
 
     def ping(self) -> None:
         """Ask the peer for a sign of life, without a time in which it expects another."""
@@ -89,7 +104,8 @@ class ZmtpSubscriber:
             raise ZmtpError("another version or mechanism than ZMTP 3 and NULL")
         self._start = 64
         self._is_greeted = True
-        self.output += _command(b"READY", _property(b"Socket-Type", b"SUB"))
+        self.has_heartbeats = greeting[10:12] > b"\x03\x00"
+        self.output += _command(b"READY", _property(b"Socket-Type", self._socket_type))
         return True
 
     def _next(self) -> tuple[list[bytes] | None, bool]:
@@ -133,11 +149,12 @@ class ZmtpSubscriber:
     def _on_command(self, body: bytes) -> None:
         name, rest = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""
         if name == b"READY" and not self.is_open:
-            if _properties(rest).get(b"socket-type") not in _PUBLISHERS:
-                raise ZmtpError("no publisher")
+            if _properties(rest).get(b"socket-type") not in _PEERS[self._socket_type]:
+                raise ZmtpError("a socket of another type")
             self.is_open = True
-            # Every topic: as a message, which all versions take.
-            self.output += b"\0\x01\x01"
+            if self._socket_type == b"SUB":
+                # Every topic: as a message, which all versions take.
+                self.send([b"\x01"])
         elif name == b"PING":
             self.output += _command(b"PONG", rest[2:18])
         elif name == b"ERROR":

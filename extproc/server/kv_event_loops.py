@@ -27,9 +27,6 @@ class KvEventLoops:
     Args:
         parts: Parts of the pool, whose director shows routed requests from now on.
         exact: What engines publish, and prompts by their tokens.
-
-    Raises:
-        ConfigError: The extra `kv-events` is not installed.
     """
 
     def __init__(

@@ -10,12 +10,19 @@ import random
 import pytest
 
 from extproc.endpoint import Endpoint
+from extproc.scrape import kv_event_connection
 from tests.scrape.kv_event_engines import HOST, Engine, Subscriber, depth, run_async, text
 
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
 #: Seconds for which what is known may be wrong.
 WRONG_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _connects_soon(monkeypatch):
+    """Connections are cut more often than anywhere else."""
+    monkeypatch.setattr(kv_event_connection, "_MAX_RECONNECT_S", 0.1)
 
 
 class Site:

@@ -6,14 +6,12 @@ import contextlib
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.scrape import kv_event_listener
+from extproc.scrape import kv_event_connection
 from extproc.scrape.kv_event_listener import plain_ip
 from tests.scrape.kv_event_engines import HOST, Engine, Subscriber, depth, run_async, text
+from tests.scrape.test_kv_event_connection import BROKEN, GREETING, READY
 
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
 
 
 @contextlib.asynccontextmanager
@@ -164,22 +162,7 @@ def test_connections_of_an_address_are_bounded():
     run_async(test())
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        GREETING.replace(b"NULL", b"CURV") + READY,
-        GREETING.replace(b"\x7f\x03", b"\x7f\x01") + READY,
-        GREETING + READY.replace(b"PUB", b"SUB"),
-        GREETING + b"\x00\x01a",
-        GREETING + READY + b"\x01\x01a" * 9,
-        GREETING + READY + b"\x02" + (1 << 40).to_bytes(8),
-        GREETING + READY + b"\x04\x09\x05ERROR\x00\x00\x00",
-        GREETING + READY + b"\x04\x01\x00" * 100,
-        GREETING + READY + b"\x06" + (2000).to_bytes(8) + bytes(2000),
-        GREETING + READY + b"\x01\x01a" + b"\x04\x01\x00",
-    ],
-)
+@pytest.mark.parametrize("sent", BROKEN)
 def test_a_peer_that_does_not_keep_to_the_protocol_is_refused(sent):
     """Whatever it sends, the connection is closed, and the subscription is as before."""
 
@@ -198,22 +181,22 @@ def test_a_peer_that_does_not_keep_to_the_protocol_is_refused(sent):
 
 def test_a_peer_that_is_silent_is_given_up(monkeypatch):
     """One that never greets, and one that answers no pings."""
-    monkeypatch.setattr(kv_event_listener, "_HANDSHAKE_S", 0.0)
-    monkeypatch.setattr(kv_event_listener, "_HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(kv_event_connection, "_HANDSHAKE_S", 0.0)
+    monkeypatch.setattr(kv_event_connection, "_HEARTBEAT_S", 0.0)
 
     async def test():
         async with listening() as subscriber:
             reader, writer = await connect(subscriber)
             assert await is_closed(reader)
             writer.close()
-            monkeypatch.setattr(kv_event_listener, "_HANDSHAKE_S", 1e9)
+            monkeypatch.setattr(kv_event_connection, "_HANDSHAKE_S", 1e9)
             reader, writer = await connect(subscriber)
-            writer.write(GREETING + READY)
+            writer.write(GREETING.replace(b"\x7f\x03\x00", b"\x7f\x03\x01") + READY)
             await subscriber.until(lambda: subscriber.state == "catching_up")
             assert await is_closed(reader)
             writer.close()
             assert subscriber.state == "lost"
-            monkeypatch.setattr(kv_event_listener, "_MAX_SILENT", 1e9)
+            monkeypatch.setattr(kv_event_connection, "_MAX_SILENT", 1e9)
             async with connected(subscriber):
                 (connection,) = subscriber.events.listeners[0].connections
                 for _ in range(10):

@@ -10,8 +10,7 @@ import pytest
 
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
-from extproc.scrape import kv_event_sockets, kv_event_subscriber
-from extproc.scrape.kv_event_subscriber import KvEventsSection
+from extproc.scrape import kv_event_subscription
 from tests.scrape.kv_event_engines import (
     HOST,
     Engine,
@@ -330,25 +329,56 @@ async def publish_without_end(reader, writer):
     writer.close()
 
 
-def test_a_message_without_end_ends_the_subscription_for_a_while(monkeypatch):
-    """Libzmq keeps its parts, which no limit of it bounds; what was kept is free again."""
-    monkeypatch.setattr(kv_event_sockets, "MAX_UNREAD_BYTES", 5_000_000)
+def test_a_message_without_end_ends_the_connection():
+    """Its number of parts is bounded; another connection is made."""
 
     async def test():
-        server = await asyncio.start_server(publish_without_end, HOST, 0)
+        num_accepted = 0
+
+        async def serve(reader, writer):
+            nonlocal num_accepted
+            num_accepted += 1
+            await publish_without_end(reader, writer)
+
+        server = await asyncio.start_server(serve, HOST, 0)
         port = str(server.sockets[0].getsockname()[1])
         subscriber = Subscriber({"kv-events-port": port})
         task = asyncio.ensure_future(subscriber.events.run())
         try:
-            await subscriber.until(lambda: subscriber.subscription is not None)
-            await subscriber.until(lambda: subscriber.subscription._rests_until is not None)
-            assert subscriber.state == "lost"
+            await subscriber.until(lambda: num_accepted == 3)
             assert not subscriber.supervisor.failures["kv_events"]
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             server.close()
+
+    run_async(test())
+
+
+def test_a_replay_without_end_is_given_up(monkeypatch):
+    """Its batches are counted, also those that bring nothing new; live ones are taken in then."""
+    monkeypatch.setattr(kv_event_subscription, "_MAX_REPLAY_BATCHES", 200)
+
+    async def test():
+        engine = Engine()
+        engine.run_prompt(text(1))
+
+        async def answer_without_end():
+            router, frames = engine.publisher._router, None
+            while True:
+                frames = frames or await router.recv_multipart()
+                payload = engine.publisher._buffer[0][1]
+                await router.send_multipart((frames[0], b"", b"", (0).to_bytes(8), payload))
+                await asyncio.sleep(0)
+
+        engine.publisher.run = answer_without_end
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "partial")
+            assert not subscriber.subscription.is_replaying
+            engine.run_prompt(text(2))
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            assert subscriber.events.batches["lost"] == 0
 
     run_async(test())
 
@@ -375,15 +405,6 @@ def test_a_turn_does_as_much_as_its_events_cost(event, most):
             assert 200 - most <= len(subscription._pending) < 200
 
     run_async(test())
-
-
-def test_settings_need_the_extra(monkeypatch):
-    """Without it the error says how to install it."""
-    kv_event_subscriber.require(KvEventsSection(enabled=True))
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    kv_event_subscriber.require(KvEventsSection())
-    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[kv-events\]'"):
-        kv_event_subscriber.require(KvEventsSection(enabled=True))
 
 
 def test_an_index_with_losses_and_lost_connections_equals_the_engine():
@@ -435,3 +456,10 @@ async def _copy(reader, writer):
             writer.write(data)
             await writer.drain()
     writer.close()
+
+
+def test_a_publisher_needs_the_extra(monkeypatch):
+    """Only simulated engines use libzmq; without it the error says how to install it."""
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[kv-events\]'"):
+        Engine()

@@ -318,6 +318,34 @@ def test_prompts_beyond_the_queue_are_dropped():
     asyncio.run(test())
 
 
+def test_an_engine_that_hangs_has_its_share_of_the_renderer():
+    """Prompts of others are mapped meanwhile, and its own end with it."""
+
+    async def test():
+        async with (
+            running(None) as (hung, _, renderer),
+            serving(Server(reply(RENDERED))) as other,
+        ):
+            for number in range(20):
+                renderer.note(decision(hung, chain=[100 + number]), HttpRequest({}, b"{}"))
+            renderer.note(decision(other, chain=CHAIN), HttpRequest({}, b"{}"))
+            async with asyncio.timeout(300):
+                while not renderer.results["mapped"]:
+                    await asyncio.sleep(0.001)
+                while len(hung.requests) < 2:
+                    await asyncio.sleep(0.001)
+            assert renderer.num_unmapped == 20
+            assert len(hung.requests) == 2
+            for writer in hung.writers:
+                writer.transport.abort()
+            async with asyncio.timeout(300):
+                while renderer.num_unmapped:
+                    await asyncio.sleep(0.001)
+            assert renderer.results["failed"] == 20
+
+    asyncio.run(test())
+
+
 #: Settings of a renderer for which requests wait.
 PATIENT = RenderSettings(budget_s=600.0)
 

@@ -1,0 +1,270 @@
+"""Connections with engines for KV events: ZMTP over TCP, accepted or opened by us.
+
+What a peer sends waits in its own socket until it is worked off, so that it takes neither memory nor
+the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from extproc.prefix_cache import kv_events
+from extproc.scrape.zmtp import SocketType, ZmtpError, ZmtpParser
+
+#: Bytes that a connection may have read and not worked off; more than the longest message.
+_MAX_BUFFERED: Final = kv_events.MAX_BATCH_BYTES + 65_536
+
+#: Seconds between looks for signs of life, and of them without any until a connection is lost (count).
+_HEARTBEAT_S, _MAX_SILENT = 0.5, 3
+
+#: Seconds within which the handshake has to be over.
+_HANDSHAKE_S: Final = 5.0
+
+#: Seconds within which a connection is made, and until the next attempt, at first and at most.
+_CONNECT_S: Final = 5.0
+_RECONNECT_S, _MAX_RECONNECT_S = 0.1, 5.0
+
+#: Options of TCP by which the system notices within two seconds that a peer has vanished, where it
+#: has them (seconds, count): for peers without heartbeats.
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
+
+
+class ConnectionOwner(Protocol):
+    """Opened or accepted a connection, and hears of it."""
+
+    def on_made(self, connection: EngineConnection) -> None:
+        """There is a connection, before its handshake."""
+
+    def on_readable(self, connection: EngineConnection) -> None:
+        """Bytes have come behind the handshake, or its last ones."""
+
+    def on_closed(self, connection: EngineConnection, why: str | None) -> None:
+        """It is closed: by us (None), by a peer that has gone (empty) or broke a rule (which)."""
+
+
+class EngineConnection(asyncio.Protocol):
+    """Connection in ZMTP, whose messages are parsed once they are asked for.
+
+    Args:
+        socket_type: Type of our socket.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, owner: ConnectionOwner, socket_type: SocketType, clock: Callable[[], float]
+    ) -> None:
+        self._owner = owner
+        self._parser = ZmtpParser(socket_type, kv_events.MAX_BATCH_BYTES)
+        self._transport: asyncio.Transport | None = None
+        #: Message that was looked at, until it is taken.
+        self._first: list[bytes] | None = None
+        now = clock()
+        self._until = now + _HANDSHAKE_S
+        self._ping_at = now + _HEARTBEAT_S
+        self._num_silent = 0
+        self._is_paused = False
+
+    @property
+    def is_open(self) -> bool:
+        """True from the end of the handshake until it is closed."""
+        return self._parser.is_open and self._transport is not None
+
+    @property
+    def num_buffered(self) -> int:
+        """Bytes that were read and not worked off (count)."""
+        return self._parser.num_buffered
+
+    def is_answered(self) -> bool:
+        """True if the peer sent something since the last look for signs of life."""
+        return not self._num_silent
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet the peer."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - for the type
+        self._transport = transport
+        _keep_alive(transport.get_extra_info("socket"))
+        self._owner.on_made(self)
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what came until it is asked for."""
+        if self._transport is None:
+            return
+        self._num_silent = 0
+        self._parser.feed(data)
+        if self._parser.num_buffered >= _MAX_BUFFERED and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+        if not self._parser.is_open:
+            self.peek()
+        if self.is_open:
+            self._owner.on_readable(self)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """The peer has gone."""
+        self._close("")
+
+    def peek(self) -> list[bytes] | None:
+        """Frames of the next message, which stays the next one; None where there is none."""
+        if self._first is None:
+            self._first = self.receive()
+        return self._first
+
+    def receive(self) -> list[bytes] | None:
+        """Frames of the next message; None where there is none."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if self._transport is None:
+            return None
+        try:
+            frames = self._parser.receive()
+        except ZmtpError as error:
+            self._close(str(error))
+            return None
+        self._flush()
+        if self._is_paused and self._parser.num_buffered < _MAX_BUFFERED // 2:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return frames
+
+    def send(self, *frames: bytes) -> None:
+        """Send a message, whose frames have 255 bytes at most."""
+        self._parser.send(frames)
+        self._flush()
+
+    def check(self, now: float) -> None:
+        """Close it if the peer is silent, else ask for a sign of life."""
+        if not self._parser.is_open:
+            if now >= self._until:
+                self._close("no handshake")
+        elif now >= self._ping_at and self._parser.has_heartbeats and not self._is_paused:
+            # By looks, not by time: a late event loop is no silent peer.
+            self._ping_at = now + _HEARTBEAT_S
+            self._num_silent += 1
+            if self._num_silent > _MAX_SILENT:
+                self._close("")
+            else:
+                self._parser.ping()
+                self._flush()
+
+    def close(self) -> None:
+        """Close it."""
+        self._close(None)
+
+    def _flush(self) -> None:
+        if self._parser.output and self._transport is not None:
+            self._transport.write(bytes(self._parser.output))
+            self._parser.output.clear()
+            if self._transport.get_write_buffer_size() > _MAX_BUFFERED:
+                self._close("it asks for answers, and does not read them")
+
+    def _close(self, why: str | None) -> None:
+        transport, self._transport = self._transport, None
+        self._first = None
+        if transport is not None:
+            transport.abort()
+            self._owner.on_closed(self, why)
+
+
+class EngineConnector:
+    """Connects to an engine, and again where that fails or the connection is lost, with back-off.
+
+    Args:
+        host: IP address, or a name.
+        on_open: Called with each connection behind its handshake.
+        on_readable: Called when there may be messages.
+        on_lost: Called with the reason when a connection is lost that was open.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        socket_type: SocketType,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_open: Callable[[EngineConnection], None],
+        on_readable: Callable[[], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._socket_type: SocketType = socket_type
+        self._clock = clock
+        self._rng = rng
+        self._on_open = on_open
+        self._on_readable = on_readable
+        self._on_lost = on_lost
+        self._connection: EngineConnection | None = None
+        self._is_open = False
+        self._closed = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="KV event connection")
+
+    def receive(self) -> list[bytes] | None:
+        """Frames of the next message; None where there is none."""
+        return None if self._connection is None else self._connection.receive()
+
+    def check(self, now: float) -> None:
+        """Close a connection that is silent."""
+        if self._connection is not None:
+            self._connection.check(now)
+
+    def close(self) -> None:
+        """Close the connection, and make no other."""
+        self._task.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    def on_made(self, connection: EngineConnection) -> None:
+        """There is a connection, before its handshake."""
+        self._connection = connection
+
+    def on_readable(self, connection: EngineConnection) -> None:
+        """Bytes have come behind the handshake, or its last ones."""
+        if not self._is_open:
+            self._is_open = True
+            self._on_open(connection)
+        self._on_readable()
+
+    def on_closed(self, _: EngineConnection, why: str | None) -> None:
+        """A connection is closed: another one is made after a while."""
+        was_open, self._is_open = self._is_open, False
+        self._connection = None
+        self._closed.set()
+        if was_open and why is not None:
+            self._on_lost(why or "the connection is gone")
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = _RECONNECT_S
+        while True:
+            self._closed.clear()
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    await loop.create_connection(
+                        lambda: EngineConnection(self, self._socket_type, self._clock),
+                        self._host,
+                        self._port,
+                    )
+            except (OSError, ValueError, OverflowError):  # or no such name, or no such port
+                pass
+            else:
+                began = loop.time()
+                await self._closed.wait()
+                if loop.time() - began > _MAX_RECONNECT_S:
+                    wait_s = _RECONNECT_S
+            await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
+            wait_s = min(_MAX_RECONNECT_S, 2.0 * wait_s)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,189 @@
+"""Connections that we open to engines: real sockets on loopback, and peers of any kind."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from extproc.scrape import kv_event_connection
+from extproc.scrape.kv_event_connection import EngineConnector
+from tests.scrape.kv_event_engines import HOST, run_async
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+
+#: What no publisher sends.
+BROKEN = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    GREETING.replace(b"NULL", b"CURV") + READY,
+    GREETING.replace(b"\x7f\x03", b"\x7f\x01") + READY,
+    GREETING + READY.replace(b"PUB", b"SUB"),
+    GREETING + b"\x00\x01a",
+    GREETING + READY + b"\x01\x01a" * 9,
+    GREETING + READY + b"\x02" + (1 << 40).to_bytes(8),
+    GREETING + READY + b"\x04\x09\x05ERROR\x00\x00\x00",
+    GREETING + READY + b"\x04\x01\x00" * 100,
+    GREETING + READY + b"\x06" + (2000).to_bytes(8) + bytes(2000),
+    GREETING + READY + b"\x01\x01a" + b"\x04\x01\x00",
+]
+
+
+class Peer:
+    """A server that sends the same to each connection, and a connector to it."""
+
+    def __init__(self, sent, *, closes=False):
+        self.sent = sent
+        self.closes = closes
+        self.num_accepted = 0
+        self.num_opened = 0
+        self.lost = []
+
+    @contextlib.asynccontextmanager
+    async def running(self, *, now=0.0):
+        self.now = now
+        server = await asyncio.start_server(self.serve, HOST, 0)
+        self.connector = EngineConnector(
+            HOST,
+            server.sockets[0].getsockname()[1],
+            b"SUB",
+            clock=lambda: self.now,
+            rng=random.Random(1),
+            on_open=self.on_open,
+            on_readable=self.read,
+            on_lost=self.lost.append,
+        )
+        try:
+            yield self
+        finally:
+            self.connector.close()
+            server.close()
+
+    async def serve(self, reader, writer):
+        self.num_accepted += 1
+        writer.write(self.sent)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            while not self.closes and await reader.read(4096):
+                pass
+        writer.close()
+
+    def on_open(self, _):
+        self.num_opened += 1
+
+    def read(self):
+        while self.connector.receive() is not None:
+            pass
+
+    async def until(self, fact):
+        async with asyncio.timeout(300):
+            while not fact():
+                await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("sent", BROKEN)
+def test_a_peer_that_does_not_keep_to_the_protocol_is_connected_to_again(sent, monkeypatch):
+    """The connection is closed by us, whatever came."""
+    monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.001)
+
+    async def test():
+        async with Peer(sent).running() as peer:
+            await peer.until(lambda: peer.num_accepted >= 3)
+            assert len(peer.lost) == peer.num_opened - (peer.num_opened > len(peer.lost))
+            assert not any(why == "the connection is gone" for why in peer.lost)
+
+    run_async(test())
+
+
+def test_attempts_are_further_and_further_apart(monkeypatch):
+    """The wait doubles up to a bound, with a part by chance."""
+    waits, sleep = [], asyncio.sleep
+
+    async def note(seconds):
+        waits.append(seconds)
+        await sleep(0.001)
+
+    async def test():
+        async with Peer(GREETING + READY, closes=True).running() as peer:
+            monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
+            async with asyncio.timeout(300):
+                while len(waits) < 9:
+                    await sleep(0.001)
+            assert set(peer.lost) == {"the connection is gone"}
+        bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+        for bound, wait in zip(bounds, waits, strict=False):
+            assert 0.5 * bound <= wait <= bound
+        assert len(set(waits)) == len(waits)
+
+    run_async(test())
+
+
+def test_a_silent_peer_that_knows_no_heartbeats_is_left_to_the_system():
+    """ZMTP 3.0 has none: it may have nothing to publish."""
+
+    async def test():
+        async with Peer(GREETING + READY).running() as peer:
+            await peer.until(lambda: peer.num_opened)
+            for _ in range(20):
+                peer.now += 1.0
+                peer.connector.check(peer.now)
+            assert not peer.lost
+
+    run_async(test())
+
+
+def test_a_silent_peer_with_heartbeats_is_lost():
+    """ZMTP 3.1 answers to pings."""
+
+    async def test():
+        sent = GREETING.replace(b"\x7f\x03\x00", b"\x7f\x03\x01") + READY
+        async with Peer(sent).running() as peer:
+            await peer.until(lambda: peer.num_opened)
+            for _ in range(4):
+                peer.now += 1.0
+                peer.connector.check(peer.now)
+            assert peer.lost == ["the connection is gone"]
+
+    run_async(test())
+
+
+def test_a_peer_that_never_greets_is_given_up():
+    """It is no publisher."""
+
+    async def test():
+        async with Peer(b"").running() as peer:
+            await peer.until(lambda: peer.num_accepted)
+            peer.now += 6.0
+            peer.connector.check(peer.now)
+            await peer.until(lambda: peer.num_accepted == 2)
+            assert not peer.lost
+
+    run_async(test())
+
+
+@pytest.mark.parametrize(("host", "port"), [(HOST, 70_000), ("a..b", 5557), (HOST, 9)])
+def test_an_address_that_cannot_be_connected_to_is_tried_again(host, port, monkeypatch):
+    """A rank's port may be beyond the last one, and a name no name."""
+    monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.001)
+
+    async def test():
+        rng = random.Random(1)
+        before = rng.getstate()
+        nothing = lambda *_: None  # noqa: E731
+        connector = EngineConnector(
+            host,
+            port,
+            b"SUB",
+            clock=lambda: 0.0,
+            rng=rng,
+            on_open=nothing,
+            on_readable=nothing,
+            on_lost=nothing,
+        )
+        async with asyncio.timeout(300):
+            while rng.getstate() == before:
+                await asyncio.sleep(0.001)
+        assert connector.receive() is None
+        connector.close()
+
+    run_async(test())
