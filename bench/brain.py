@@ -20,7 +20,7 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import PrefixSection, ScrapeSection, Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint, EngineCounters, Load

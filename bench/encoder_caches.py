@@ -25,7 +25,7 @@ from bench import rig
 from extproc.config.settings import Settings
 from extproc.endpoint import ServedModels
 from extproc.request import MediaSpan
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.scheduling.costs import EstimatedTime
 from extproc.scheduling.prefix_affinity import MmEmbeddingsCacheScorer
 from extproc.scheduling.profile import SchedulerProfile
@@ -151,7 +151,7 @@ class EncoderFleet:
 
 
 def _profile(strategy: str, adaptive: SchedulerProfile) -> SchedulerProfile:
-    balanced = presets.profiles()["balanced"]
+    balanced = registry.profiles()["balanced"]
     match strategy:
         case "adaptive":
             return adaptive

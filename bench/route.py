@@ -21,7 +21,7 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest

@@ -33,7 +33,7 @@ import grpc
 
 from bench import rig, soak_kinds
 from bench import soak_messages as messages
-from extproc.config.pool_schema import PoolSource
+from extproc.config.pool_sections import PoolSource
 from extproc.config.settings import DecisionsSection, FlowControlSection, ServerSection, Settings
 from extproc.demo import stack
 from extproc.endpoint import EngineCounters, Load

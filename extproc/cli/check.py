@@ -18,14 +18,13 @@ import msgspec
 from extproc.cli import flags, main
 from extproc.config import (
     autoscaling,
-    discovery_sources,
     envoy_lint,
     finding,
     kubernetes_plan,
     lint,
     loader,
     pool_annotations,
-    pool_schema,
+    pool_sections,
     pools,
     reloading,
     validation,
@@ -33,7 +32,7 @@ from extproc.config import (
 from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
-from extproc.scheduling import presets, registry
+from extproc.scheduling import registry
 from extproc.scheduling.framework import Plugin, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
@@ -267,7 +266,7 @@ def _describe_settings(resolved: flags.Resolved) -> Iterator[str]:
 def _changed_fields(settings: Settings) -> Sequence[reloading.Change]:
     """Every field that is not as it would be without a file and flags."""
     default = Settings(
-        pools=tuple(pool_schema.PoolSection(name=pool.name) for pool in settings.pools)
+        pools=tuple(pool_sections.PoolSection(name=pool.name) for pool in settings.pools)
     )
     return list(reloading.find_changes(default, settings))
 
@@ -349,7 +348,7 @@ def _describe_limits(settings: Settings) -> Iterator[str]:
 
 def _describe_plugins() -> Iterator[str]:
     yield "strategies"
-    yield from (f"  {name}" for name in presets.profiles())
+    yield from (f"  {name}" for name in registry.profiles())
     yield from _describe_kinds("filters", registry.FILTERS)
     yield from _describe_kinds("scorers", registry.SCORERS)
     yield from _describe_kinds("costs", registry.COSTS)
@@ -437,7 +436,7 @@ def describe_pools(settings: Settings) -> Iterator[str]:
                 yield "            scheduled by rules of its own"
         pool = plan.settings.pool
         yield from _describe_source(pool)
-        yield from pool_schema.describe_policy(pool.objectives, pool.rewrites)
+        yield from pool_sections.describe_policy(pool.objectives, pool.rewrites)
         if pool.autoscaling is not None:
             yield from autoscaling.describe_section(pool.autoscaling)
     cluster = settings.cluster
@@ -455,8 +454,8 @@ def describe_pools(settings: Settings) -> Iterator[str]:
         yield f"ready       only the holder of Lease {lease.name} in namespace {lease.namespace}"
 
 
-def _describe_source(pool: pool_schema.PoolSource) -> Iterator[str]:
-    sources = discovery_sources.configured_sources(pool) or discovery_sources.SOURCES[:1]
+def _describe_source(pool: pool_sections.PoolSource) -> Iterator[str]:
+    sources = pools.configured_sources(pool) or pools.SOURCES[:1]
     for source in sources:
         first, *endpoints = source.describe(pool)
         yield f"endpoints   {first}"

@@ -18,7 +18,7 @@ import msgspec
 from extproc.config import validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 
 #: Below this many seconds the upstream picker clamps its refresh interval; so do we.
 SHORTEST_REFRESH_S = 0.05
@@ -173,7 +173,7 @@ def default(flag: Flag) -> str:
 def choices(flag: Flag) -> Sequence[str]:
     """The words that a flag takes; empty where it takes any."""
     if flag.path == ("scheduling", "strategy"):
-        return tuple(presets.profiles())
+        return tuple(registry.profiles())
     if flag.read is not _text:
         return ()
     kind: Any = Settings

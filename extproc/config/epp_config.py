@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from extproc.config import epp_kv_events, epp_sections, filter_tree_syntax, settings, validation
-from extproc.config.scheduling_schema import (
+from extproc.config.pool_sections import (
     ROLES,
     EppPlugins,
     EppProfile,

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from extproc.config import validation
-from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
+from extproc.config.pool_sections import EppPlugins, NamedPlugin
 from extproc.errors import ConfigError
 from extproc.scrape import local_tokenizer
 from extproc.scrape.kv_event_subscriber import BIND_PATTERN

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from extproc.config import validation
-from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
+from extproc.config.pool_sections import EppPlugins, NamedPlugin
 from extproc.errors import ConfigError
 from extproc.scrape import engines
 

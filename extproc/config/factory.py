@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import discovery_sources, pool_schema, profile_builder
+from extproc.config import pool_sections, pools, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
@@ -129,12 +129,14 @@ def build(
         profiles=resolved,
         director=router,
         scraping=_scraping(settings.scrape),
-        flag_entries=discovery_sources.parse_entries(settings.pool, where=where),
+        flag_entries=pools.parse_entries(settings.pool, where=where),
         discovery=_static_discovery(settings.pool),
     )
 
 
-def _static_discovery(pool: pool_schema.PoolSource) -> static_discovery.StaticDiscoverySettings:
+def _static_discovery(
+    pool: pool_sections.PoolSource,
+) -> static_discovery.StaticDiscoverySettings:
     return static_discovery.StaticDiscoverySettings(
         file=pool.endpoints_file, refresh_s=pool.dns_refresh_s, pool=pool.name
     )
@@ -256,7 +258,7 @@ def build_routing_config(
             kubeai_names=settings.scheduling.kubeai_names,
             busy_s=settings.flow_control.busy_s if settings.flow_control.enabled else None,
         ),
-        policy=pool_schema.build_policy(settings.pool.objectives, settings.pool.rewrites),
+        policy=pool_sections.build_policy(settings.pool.objectives, settings.pool.rewrites),
     )
 
 
@@ -266,13 +268,13 @@ def build_discovery(
     clock: Callable[[], float],
     on_event: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
-) -> discovery_sources.EndpointDiscovery | None:
+) -> pools.EndpointDiscovery | None:
     """Build the discovery of a pool; None where another component sets its endpoints.
 
     Args:
         parts: The picker whose store is updated.
     """
-    context = discovery_sources.DiscoveryContext(
+    context = pools.DiscoveryContext(
         settings=parts.discovery,
         flag_entries=parts.flag_entries,
         store=parts.store,
@@ -281,7 +283,7 @@ def build_discovery(
         on_event=on_event,
         supervisor=supervisor,
     )
-    sources = discovery_sources.configured_sources(parts.settings.pool)
+    sources = pools.configured_sources(parts.settings.pool)
     return sources[0].build(context) if sources else None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from extproc.config import scheduling_schema, validation
+from extproc.config import pool_sections, validation
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree
 from extproc.scheduling.framework import Filter
@@ -41,7 +41,7 @@ _VALUES: Mapping[object, str] = {
 }
 
 #: Builds a filter from an entry at a path.
-BuildFilter = Callable[[scheduling_schema.PluginEntry, validation.Path], Filter]
+BuildFilter = Callable[[pool_sections.PluginEntry, validation.Path], Filter]
 
 
 class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -126,12 +126,12 @@ _GATEWAY_KEYS = {
 }
 
 #: The entry of a node's filter, the key of each successor by its field, and the successors.
-_ReadNode = tuple[scheduling_schema.PluginEntry, Mapping[str, str], tuple[object, object, object]]
+_ReadNode = tuple[pool_sections.PluginEntry, Mapping[str, str], tuple[object, object, object]]
 
 
 def _read_tree_node(written: object, *, where: str, path: validation.Path) -> _ReadNode:
     node = validation.to_struct(written, _TreeNode, where=where, path=path)
-    entry = scheduling_schema.PluginEntry(kind=node.kind, params=node.params)
+    entry = pool_sections.PluginEntry(kind=node.kind, params=node.params)
     keys = {field: field for field in _SUCCESSORS}
     return entry, keys, (node.on_success, node.on_failure, node.on_either)
 
@@ -143,7 +143,7 @@ def _read_gateway_node(written: object, *, where: str, path: validation.Path) ->
         for name, value in (node.filter_option or {}).items()
     }
     return (
-        scheduling_schema.PluginEntry(kind=KINDS.get(node.name, node.name), params=options),
+        pool_sections.PluginEntry(kind=KINDS.get(node.name, node.name), params=options),
         _GATEWAY_KEYS,
         (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure),
     )
@@ -155,7 +155,7 @@ MAX_DEPTH = 32
 
 #: Finds the kind and parameters of a plugin by its name, referred to at a path; parameters of a
 #: decision tree are as they were written.
-FindPlugin = Callable[[str, validation.Path], tuple[scheduling_schema.PluginEntry, bool]]
+FindPlugin = Callable[[str, validation.Path], tuple[pool_sections.PluginEntry, bool]]
 
 
 class _DecisionTreeEntry(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config import pool_schema, pools
+from extproc.config import pool_sections, pools
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes.settings import (
     AllPools,
@@ -117,7 +117,7 @@ def process_identity(environment: Mapping[str, str]) -> str:
 
 
 def _with_namespace(
-    wanted: pool_schema.KubernetesSection, name: str, here: str
+    wanted: pool_sections.KubernetesSection, name: str, here: str
 ) -> InferencePoolRef | PodSelector | ServiceRef:
     place = wanted.namespace or here
     if wanted.inference_pool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config import epp_config, pool_schema, pools
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config import epp_config, pool_sections, pools
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import Settings
 
 
@@ -62,9 +62,9 @@ def _shadow(scheduling: SchedulingSection, where: str) -> Iterator[str]:
 
 
 def _rewrites(settings: Settings) -> Iterator[str]:
-    yield from pool_schema.warnings(settings.pool.rewrites, "pool.rewrites")
+    yield from pool_sections.warnings(settings.pool.rewrites, "pool.rewrites")
     for at, pool in enumerate(settings.pools):
-        yield from pool_schema.warnings(pool.rewrites, f"pools[{at}].rewrites")
+        yield from pool_sections.warnings(pool.rewrites, f"pools[{at}].rewrites")
 
 
 def _scaling(settings: Settings) -> Iterator[str]:

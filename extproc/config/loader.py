@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 import yaml
 
-from extproc.config import discovery_sources, epp_config, pools, validation
+from extproc.config import epp_config, pools, validation
 from extproc.config.settings import API_VERSION, KIND, Settings
 from extproc.discovery.static_discovery import YAML_FAILURES
 from extproc.errors import ConfigError, file_error
@@ -186,9 +186,9 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
         merged = msgspec.structs.replace(merged, scheduling=scheduling)
     flags = sorted({override.flag for override in overrides})
     listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
-    discovery_sources.parse_entries(merged.pool, where=listed)
+    pools.parse_entries(merged.pool, where=listed)
     for at, pool in enumerate(merged.pools):
-        discovery_sources.parse_entries(pool, where=validation.location(where, ("pools", at)))
+        pools.parse_entries(pool, where=validation.location(where, ("pools", at)))
     check_compatible(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return _resolve_paths(merged, document.folder)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.config import scheduling_schema, validation
+from extproc.config import pool_sections, validation
 from extproc.errors import ConfigError
 from extproc.scheduling import plugin_guard, registry
 from extproc.scheduling.framework import Signal
@@ -57,7 +57,7 @@ class ExternalPlugins(msgspec.Struct, frozen=True):
 
 
 def tables(
-    scheduling: scheduling_schema.SchedulingSection,
+    scheduling: pool_sections.SchedulingSection,
     *,
     where: str,
     guards: plugin_guard.GuardFactory | None = None,

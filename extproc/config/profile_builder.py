@@ -10,17 +10,11 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.config import (
-    epp_config,
-    filter_tree_syntax,
-    plugin_loader,
-    scheduling_schema,
-    validation,
-)
-from extproc.config.scheduling_schema import PluginSpec, ProfileSpec
+from extproc.config import epp_config, filter_tree_syntax, plugin_loader, pool_sections, validation
+from extproc.config.pool_sections import PluginSpec, ProfileSpec
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
-from extproc.scheduling import filter_tree, plugin_guard, presets, registry
+from extproc.scheduling import filter_tree, plugin_guard, registry
 from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
@@ -66,8 +60,8 @@ class ProfileOrigin(msgspec.Struct, frozen=True):
         budget_ms: Time budget of a call to an external plugin (milliseconds); 0 without any.
     """
 
-    rules: scheduling_schema.SchedulingRules
-    epp: scheduling_schema.EppPlugins | None
+    rules: pool_sections.SchedulingRules
+    epp: pool_sections.EppPlugins | None
     external: frozenset[type]
     budget_ms: float
 
@@ -109,16 +103,14 @@ def resolve_all(
 
     origins: dict[str | None, ProfileOrigin] = {}
 
-    def checked(
-        rules: scheduling_schema.SchedulingRules, *path: validation.Step
-    ) -> SchedulerProfile:
+    def checked(rules: pool_sections.SchedulingRules, *path: validation.Step) -> SchedulerProfile:
         profile = _ruled(rules, path, where=where, tables=tables)
         _require(profile, signals, where=where, path=path)
         _require_metrics(profile, settings.scrape.extra_metrics, where=where, path=path)
         return profile
 
     def ruled(
-        rules: scheduling_schema.SchedulingRules, model: str | None, *path: validation.Step
+        rules: pool_sections.SchedulingRules, model: str | None, *path: validation.Step
     ) -> SchedulerProfile:
         profile = checked(rules, *path)
         origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
@@ -143,13 +135,11 @@ def resolve_all(
 
 
 def _origin(
-    rules: scheduling_schema.SchedulingRules, tables: registry.PluginRegistry, budget_ms: float
+    rules: pool_sections.SchedulingRules, tables: registry.PluginRegistry, budget_ms: float
 ) -> ProfileOrigin:
-    own = {
-        name: getattr(rules, name) for name in scheduling_schema.SchedulingRules.__struct_fields__
-    }
-    plain = scheduling_schema.SchedulingRules(**own)
-    epp = rules.epp if isinstance(rules, scheduling_schema.SchedulingSection) else None
+    own = {name: getattr(rules, name) for name in pool_sections.SchedulingRules.__struct_fields__}
+    plain = pool_sections.SchedulingRules(**own)
+    epp = rules.epp if isinstance(rules, pool_sections.SchedulingSection) else None
     words = set(_words(msgspec.to_builtins([plain, epp]))) if tables.external else set()
     used = frozenset(cls for cls in tables.external if getattr(cls, "kind", "") in words)
     return ProfileOrigin(plain, epp, used, budget_ms if used else 0.0)
@@ -168,7 +158,7 @@ def _words(tree: object) -> Iterator[str]:
 
 
 def _ruled(
-    rules: scheduling_schema.SchedulingRules,
+    rules: pool_sections.SchedulingRules,
     path: validation.Path,
     *,
     where: str,
@@ -177,17 +167,17 @@ def _ruled(
     """Build the profile of rules: written out, of an EndpointPickerConfig, or a strategy."""
     if rules.profile is not None:
         return _build(by_roles(rules.profile, (*path, "profile")), tables, where=where)
-    if isinstance(rules, scheduling_schema.SchedulingSection) and rules.epp is not None:
+    if isinstance(rules, pool_sections.SchedulingSection) and rules.epp is not None:
         return _build(epp_config.by_reference(rules.epp, tables, where=where), tables, where=where)
     return _named(rules.strategy, path, where=where)
 
 
-def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> ProfileSpec:
+def by_roles(entry: pool_sections.ProfileEntry, path: validation.Path) -> ProfileSpec:
     """Return the specification of a profile that lists its plugins by roles."""
     return ProfileSpec(entry.name, tuple(_parts(entry, path)), path)
 
 
-def _parts(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Iterator[PluginSpec]:
+def _parts(entry: pool_sections.ProfileEntry, path: validation.Path) -> Iterator[PluginSpec]:
     for at, plugin in enumerate(entry.filters):
         yield PluginSpec("filters", plugin, (*path, "filters", at), "params")
     for at, scorer in enumerate(entry.scorers):
@@ -215,7 +205,7 @@ def plugins(profile: SchedulerProfile) -> tuple[Plugin, ...]:
 
 
 def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProfile:
-    named = presets.profiles()
+    named = registry.profiles()
     profile = named.get(strategy)
     if profile is None:
         raise ConfigError(
@@ -255,14 +245,14 @@ def _build(
                 fix="keep one",
             )
     if not pickers:
-        usual = PluginSpec("pickers", scheduling_schema.MAX_SCORE, written.path, "params")
+        usual = PluginSpec("pickers", pool_sections.MAX_SCORE, written.path, "params")
         pickers = [make(tables.pickers, usual)]
     return SchedulerProfile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
 
 
 def _plugin(
     table: Mapping[str, type[PluginT]],
-    entry: scheduling_schema.PluginEntry,
+    entry: pool_sections.PluginEntry,
     *,
     where: str,
     path: validation.Path,
@@ -273,7 +263,7 @@ def _plugin(
     params = dict(entry.params)
     if issubclass(kind, filter_tree.FilterTree):
 
-        def below(node: scheduling_schema.PluginEntry, at: validation.Path) -> Filter:
+        def below(node: pool_sections.PluginEntry, at: validation.Path) -> Filter:
             spot = (*at, "params")
             return _plugin(tables.filters, node, where=where, path=at, tables=tables, spot=spot)
 

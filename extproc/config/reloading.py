@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.config import loader, pool_schema, profile_builder, validation
+from extproc.config import loader, pool_sections, profile_builder, validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
@@ -145,7 +145,7 @@ def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
 
 def find_differences_from_defaults(settings: Settings) -> Iterator[Change]:
     """Yield every field that differs from its default, without passwords and command lines."""
-    pools = tuple(pool_schema.PoolSection(name=pool.name) for pool in settings.pools)
+    pools = tuple(pool_sections.PoolSection(name=pool.name) for pool in settings.pools)
     for change in find_changes(msgspec.structs.replace(Settings(), pools=pools), settings):
         if _COMMANDS.isdisjoint(change.path.split(".")):
             yield change
@@ -177,7 +177,8 @@ def _section(path: validation.Path, live: tuple[str, ...], old: Any, new: Any) -
 
 
 def _pools(
-    before: tuple[pool_schema.PoolSection, ...], after: tuple[pool_schema.PoolSection, ...]
+    before: tuple[pool_sections.PoolSection, ...],
+    after: tuple[pool_sections.PoolSection, ...],
 ) -> Iterator[Change]:
     old, new = ({pool.name: pool for pool in pools} for pools in (before, after))
     if list(old) != list(new):

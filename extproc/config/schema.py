@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from extproc.config.settings import Settings
-from extproc.scheduling import presets, registry
+from extproc.scheduling import registry
 
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -28,8 +28,8 @@ def schema() -> dict[str, Any]:
         # msgspec adds the module to structs that share a name.
         full = f"{struct.__module__}.{struct.__qualname__}"
         _describe(parts[full if full in parts else struct.__name__], struct)
-    parts["SchedulingRules"]["properties"]["strategy"]["examples"] = list(presets.profiles())
-    parts["SchedulingSection"]["properties"]["strategy"]["examples"] = list(presets.profiles())
+    parts["SchedulingRules"]["properties"]["strategy"]["examples"] = list(registry.profiles())
+    parts["SchedulingSection"]["properties"]["strategy"]["examples"] = list(registry.profiles())
     kinds = sorted({*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS})
     for name in ("PluginEntry", "WeightedScorer"):
         parts[name]["properties"]["kind"]["examples"] = kinds

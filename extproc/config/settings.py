@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from extproc.config import pool_schema, scheduling_schema, validation
+from extproc.config import pool_sections, validation
 from extproc.config.autoscaling import AutoscalingSection
 from extproc.config.tracing import TracingSection
 from extproc.flow_control.flow_queue import Order
@@ -430,11 +430,11 @@ class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 _SERVER = ServerSection()
-_SOURCE = pool_schema.PoolSource()
-_CLUSTER = pool_schema.ClusterSection()
+_SOURCE = pool_sections.PoolSource()
+_CLUSTER = pool_sections.ClusterSection()
 _SCRAPE = ScrapeSection()
 _HEALTH = endpoint_health.OutlierDetectionSettings()
-_SCHEDULING = scheduling_schema.SchedulingSection()
+_SCHEDULING = pool_sections.SchedulingSection()
 _PREFIX = PrefixSection()
 _KV_EVENTS = KvEventsSection()
 _LIMITS = LimitsSection()
@@ -482,12 +482,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
     kind: Literal["ExtProcConfig"] = KIND
     server: ServerSection = _SERVER
-    pool: pool_schema.PoolSource = _SOURCE
-    pools: tuple[pool_schema.PoolSection, ...] = ()
-    cluster: pool_schema.ClusterSection = _CLUSTER
+    pool: pool_sections.PoolSource = _SOURCE
+    pools: tuple[pool_sections.PoolSection, ...] = ()
+    cluster: pool_sections.ClusterSection = _CLUSTER
     scrape: ScrapeSection = _SCRAPE
     health: endpoint_health.OutlierDetectionSettings = _HEALTH
-    scheduling: scheduling_schema.SchedulingSection = _SCHEDULING
+    scheduling: pool_sections.SchedulingSection = _SCHEDULING
     prefix: PrefixSection = _PREFIX
     kv_events: KvEventsSection = _KV_EVENTS
     limits: LimitsSection = _LIMITS

@@ -1,23 +1,35 @@
-"""JSON APIs other than OpenAI's: Anthropic messages, ranking, and generation without a template.
+"""APIs other than OpenAI's JSON: Anthropic messages, ranking, prompts without a template, opaque bodies.
 
 Rerank and score are one query against many documents. The engine makes one prompt per pair. The query
 comes first in each of them, so it is the shared prefix. Which fields make a valid request differs
 between engine versions: the engine judges.
 
 Generation without a chat template is vLLM's tokens-in surface and SGLang's native one.
+
+Opaque requests, on an unknown path, with a cut body, or with audio in a multipart form, are never
+refused. What can be read cheaply is read, so that a request on an unknown path still finds its model and
+its prefix (GIE conformance posts `{model, prompt}` to paths of its own; SageMaker posts any OpenAI body
+to `/invocations`).
+
+Of the form of an audio transcription or translation (RFC 7578), short text fields are read, and the
+file is stepped over. A form that cannot be read is routed without a model, as an engine with one model
+would serve it. There is no prompt to hash but the optional text one: encoder-decoder models keep no
+prefix cache of the audio.
 """
 
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope, narrow_types
-from extproc.request import HttpRequest, InferenceRequest
+from extproc.parsing import bounded_decoder, canonical_prompt, envelope, narrow_types, openai_api
+from extproc.request import HttpRequest, InferenceRequest, RequestBody, shorten_id
 
 _WANTED_MESSAGES: Final = "invalid messages request: must have at least one message"
 
@@ -162,3 +174,176 @@ def parse_native_generate(raw: HttpRequest, api: str) -> InferenceRequest | Reje
             break
     salted = canonical_prompt.with_cache_salt(prompt, body.cache_salt)
     return envelope.request(api, raw, body, prompt=salted)
+
+
+#: Larger bodies on unknown paths are not looked into: uploads, not prompts.
+MAX_OPAQUE_BYTES: Final = 1 << 20
+
+#: Largest size of a cut body for which its `content-length` counts (bytes): a larger claim must not
+#: make an endpoint look busy.
+MAX_LENGTH: Final = 64 << 20
+
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1024}")')
+_STREAM = re.compile(rb'"stream"\s*:\s*true')
+
+
+class LooseBody(envelope.Envelope, gc=False):
+    """The usual places of a prompt."""
+
+    prompt: narrow_types.TextOrIds = None
+    messages: Any = None
+    input: narrow_types.TextOrIds = None
+
+
+_DECODER = msgspec.json.Decoder(LooseBody)
+_ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
+
+
+def parse_opaque(raw: HttpRequest, api: str) -> InferenceRequest:
+    """Read model and prompt if the body is a small JSON object that has them."""
+    body = _decode(_DECODER, raw)
+    if body is None:
+        return envelope.unparsed_request(raw, api)
+    prompt = (
+        canonical_prompt.prompt_of(body.prompt)
+        or openai_api.loose_prompt(body.messages)
+        or canonical_prompt.prompt_of(body.input)
+        or canonical_prompt.NOTHING
+    )
+    return envelope.request(
+        api, raw, body, prompt=canonical_prompt.with_cache_salt(prompt, body.cache_salt)
+    )
+
+
+def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
+    """Read everything but the prompt, for work that leaves nothing in a prefix cache."""
+    body = _decode(_ENVELOPE, raw)
+    if body is None:
+        return envelope.unparsed_request(raw, api)
+    return envelope.request(api, raw, body, prompt=canonical_prompt.NOTHING)
+
+
+def _decode(
+    decoder: msgspec.json.Decoder[envelope.BodyT], raw: HttpRequest
+) -> envelope.BodyT | None:
+    if len(raw.body) > MAX_OPAQUE_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
+        return None
+    try:
+        return bounded_decoder.decode(decoder, raw.body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
+    """Read a body of which only the beginning was shown (BUFFERED_PARTIAL).
+
+    The raw bytes are the prompt: equal beginnings of bodies are equal beginnings of prompts, as
+    long as a client writes its fields in one order. `content-length` tells the whole size.
+    """
+    match = _MODEL.search(raw.body)
+    model = _unquote(match[1]) if match else ""
+    content_length = raw.headers.get("content-length", "")
+    length = int(content_length) if content_length.isdecimal() and len(content_length) < 16 else 0
+    length = max(min(length, MAX_LENGTH), len(raw.body))
+    return InferenceRequest(
+        api,
+        model=model or envelope.model_header(raw.headers),
+        prompt=bytes(raw.body),
+        prompt_tokens=canonical_prompt.estimate(length),
+        stream=_STREAM.search(raw.body) is not None,
+        session=envelope.session_of_headers(raw.headers),
+        subset=raw.subset,
+        prompt_bytes=length,
+    )
+
+
+def _unquote(text: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(text))
+    except ValueError:
+        return ""
+
+
+#: A form has a handful of fields; whatever follows the last of so many parts is not read.
+MAX_PARTS: Final = 64
+#: No header block of a part, and no field worth reading, is longer.
+MAX_FIELD_BYTES: Final = 8192
+
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
+_NAME = re.compile(
+    rb'^content-disposition:[^\r\n]*?;\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))',
+    re.IGNORECASE | re.MULTILINE,
+)
+_WANTED = frozenset({"model", "prompt", "stream", "user"})
+
+
+def parse_form(raw: HttpRequest, api: str) -> InferenceRequest:
+    """Read a transcription or translation request; never refused."""
+    match = _BOUNDARY.search(raw.headers.get("content-type", ""))
+    if match is None:
+        return parse_opaque(raw, api)
+    boundary = match[1] or match[2]
+    fields = read_form(raw.body, boundary.encode())
+    known = envelope.unparsed_request(raw, api)
+    prompt = canonical_prompt.text_prompt(fields.get("prompt", "").encode())
+    return InferenceRequest(
+        api,
+        model=fields.get("model") or known.model,
+        prompt=prompt.content,
+        prompt_tokens=prompt.tokens,
+        stream=fields.get("stream", "").lower() in {"true", "1"},
+        session=known.session or shorten_id(fields.get("user", "")),
+        subset=raw.subset,
+        prompt_bytes=prompt.text_bytes,
+    )
+
+
+def read_form(body: RequestBody, boundary: bytes) -> Mapping[str, str]:
+    """The last value of each wanted text field; malformed fields are absent.
+
+    Args:
+        body: The form, whole or cut.
+        boundary: As in the content type, without the leading dashes.
+    """
+    return {
+        name: body[start:stop].decode("utf-8", "replace")
+        for name, (start, stop) in _spans(body, boundary).items()
+    }
+
+
+def model_span(raw: HttpRequest) -> tuple[int, int] | None:
+    """Start and end of the value of the last `model` field; None if there is none."""
+    match = _BOUNDARY.search(raw.headers.get("content-type", ""))
+    if match is None:
+        return None
+    return _spans(raw.body, (match[1] or match[2]).encode()).get("model")
+
+
+def _spans(body: RequestBody, boundary: bytes) -> Mapping[str, tuple[int, int]]:
+    """Start and end of the values of the wanted fields."""
+    fields: dict[str, tuple[int, int]] = {}
+    delimiter = b"--" + boundary
+    start = body.find(delimiter)
+    for _ in range(MAX_PARTS):
+        if start < 0:
+            break
+        start += len(delimiter)
+        end = body.find(b"\r\n" + delimiter, start)
+        _read_part(fields, body, (start, end if end >= 0 else len(body)))
+        start = end + 2 if end >= 0 else -1
+    return fields
+
+
+def _read_part(
+    fields: dict[str, tuple[int, int]], body: RequestBody, span: tuple[int, int]
+) -> None:
+    start, end = span
+    blank = body.find(b"\r\n\r\n", start, min(end, start + MAX_FIELD_BYTES))
+    if blank < 0 or end - blank - 4 > MAX_FIELD_BYTES:
+        return
+    match = _NAME.search(body, start, blank)
+    if match is None:
+        return
+    name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
+    if name in _WANTED:
+        fields[name] = (blank + 4, end)

@@ -17,7 +17,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import BodyEdit, Rejection
-from extproc.parsing import canonical_prompt, envelope, opaque, openai_api, other_apis, vllm_grpc
+from extproc.parsing import canonical_prompt, envelope, openai_api, other_apis, vllm_grpc
 from extproc.parsing.envelope import EPP_MODEL, GATEWAY_MODEL
 from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
 
@@ -138,29 +138,29 @@ SURFACES: Final = (
     Surface(
         "audio/transcriptions",
         "transcriptions",
-        opaque.parse_form,
+        other_apis.parse_form,
         accepts_truncated=True,
-        find_model=opaque.model_span,
+        find_model=other_apis.model_span,
     ),
     Surface(
         "audio/translations",
         "translations",
-        opaque.parse_form,
+        other_apis.parse_form,
         accepts_truncated=True,
-        find_model=opaque.model_span,
+        find_model=other_apis.model_span,
     ),
     Surface("messages", "messages", other_apis.parse_messages),
     Surface(
         "messages/count_tokens",
         "count_tokens",
-        opaque.parse_envelope,
+        other_apis.parse_envelope,
         accepts_truncated=True,
         observes_response=False,
     ),
     Surface("rerank", "rerank", other_apis.parse_ranking),
     Surface("score", "score", other_apis.parse_ranking),
     Surface("pooling", "pooling", openai_api.parse_pooling),
-    Surface("tokenize", "tokenize", opaque.parse_envelope, accepts_truncated=True),
+    Surface("tokenize", "tokenize", other_apis.parse_envelope, accepts_truncated=True),
     Surface("inference/v1/generate", "generate", other_apis.parse_generate),
     Surface("generate", "sglang_generate", other_apis.parse_native_generate),
     Surface("vllm.grpc.engine.VllmEngine/Generate", "grpc_generate", vllm_grpc.parse_generate),
@@ -168,7 +168,7 @@ SURFACES: Final = (
 )
 
 #: Any other path.
-OPAQUE: Final = Surface("", "opaque", opaque.parse)
+OPAQUE: Final = Surface("", "opaque", other_apis.parse_opaque)
 
 #: Any other gRPC method: routed by its headers.
 GRPC: Final = Surface(
@@ -269,7 +269,7 @@ def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
         surface = GRPC
     is_cut = raw.truncated and not surface.accepts_truncated
     try:
-        parsed = (opaque.parse_truncated if is_cut else surface.parse)(raw, surface.api)
+        parsed = (other_apis.parse_truncated if is_cut else surface.parse)(raw, surface.api)
     except RecursionError:
         # Decoding stayed within the interpreter's depth, and writing the value again did not.
         is_opaque = surface is OPAQUE

@@ -2,7 +2,7 @@
 
 `framework` has the plugin interfaces; the plugins are in `pickers` and in a module for each concept, with
 its filters, scorers and costs; `profile` runs Filter, Score and Pick; `registry` is the table of all plugin
-kinds; `presets` are the profiles that need no configuration.
+kinds, and of the profiles that a strategy names.
 
 A filter answers a yes-or-no question for each candidate and keeps the order. A scorer judges one thing from
 0 to 1, higher is better; how much that thing matters is the profile's business. What is unknown scores like

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from extproc.config import profile_builder
-from extproc.config.scheduling_schema import PluginEntry, ProfileEntry, WeightedScorer
+from extproc.config.pool_sections import PluginEntry, ProfileEntry, WeightedScorer
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling.framework import Plugin

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import Decision
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.scheduling.costs import EstimatedTime
 from extproc.scheduling.framework import SchedulingContext
 from extproc.scheduling.profile import SchedulerProfile
@@ -85,7 +85,7 @@ class StrategyComparison:
     """Comparison of strategies on decisions that are added in their order."""
 
     def __init__(self) -> None:
-        profiles = presets.profiles()
+        profiles = registry.profiles()
         self._profiles = {name: profiles[name] for name in COMPARED}
         self._tallies = {name: _Tally() for name in COMPARED}
         self._actual = _Tally()

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.cli import check, main
 from extproc.config import loader
-from extproc.scheduling import presets, registry
+from extproc.scheduling import registry
 
 CONFIG = """
 apiVersion: extproc/v1alpha1
@@ -169,7 +169,7 @@ def test_plugins_are_listed(capsys):
     assert main.main(["check", "--plugins"]) == 0
     words = capsys.readouterr().out.split()
     kinds = {*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS}
-    for name in (*presets.profiles(), *kinds):
+    for name in (*registry.profiles(), *kinds):
         assert any(word.strip(",") == name for word in words)
 
 

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from extproc.cli import flags
-from extproc.config import pool_schema
+from extproc.config import pool_sections
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -30,9 +30,9 @@ def test_the_flags_of_an_upstream_deployment_follow_an_inference_pool():
         *("--pool-name", "llama", "--pool-namespace=prod", "--kubeconfig", "k"),
         "--pool-group=inference.networking.x-k8s.io",
     )
-    assert resolved.settings.pool == pool_schema.PoolSource(
+    assert resolved.settings.pool == pool_sections.PoolSource(
         name="llama",
-        kubernetes=pool_schema.KubernetesSection(
+        kubernetes=pool_sections.KubernetesSection(
             inference_pool="llama",
             namespace="prod",
             group="inference.networking.x-k8s.io",
@@ -45,7 +45,7 @@ def test_the_flags_of_an_upstream_deployment_follow_an_inference_pool():
 def test_a_selector_with_ports_needs_no_pool():
     """Labels and target ports; the name, if any, is a label."""
     words = ("--endpoint-selector", "app=vllm, tier=gpu", "--endpoint-target-ports=8000,8001")
-    assert kubernetes(*words) == pool_schema.KubernetesSection(
+    assert kubernetes(*words) == pool_sections.KubernetesSection(
         selector={"app": "vllm", "tier": "gpu"}, ports=(8000, 8001)
     )
     named = resolve(*words, "--pool-name=x").settings.pool
@@ -68,11 +68,11 @@ def test_the_name_is_a_label_where_endpoints_are_listed():
 def test_flags_beat_the_file():
     """A name replaces the object of the file, keeping what goes with it; a selector replaces it."""
     text = "pool: {kubernetes: {inference_pool: a, namespace: x}}"
-    assert kubernetes("--pool-name=b", text=text) == pool_schema.KubernetesSection(
+    assert kubernetes("--pool-name=b", text=text) == pool_sections.KubernetesSection(
         inference_pool="b", namespace="x"
     )
     assert kubernetes("--pool-namespace=y", text=text).namespace == "y"
-    assert kubernetes("--endpoint-selector=a=b", text=text) == pool_schema.KubernetesSection(
+    assert kubernetes("--endpoint-selector=a=b", text=text) == pool_sections.KubernetesSection(
         selector={"a": "b"}, namespace="x"
     )
     service = "pool: {kubernetes: {service: s}}"

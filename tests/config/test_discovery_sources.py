@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from extproc.config import discovery_sources, pool_schema
+from extproc.config import pool_sections, pools
 
 #: A pool section for each source.
 SECTIONS = {
@@ -21,7 +21,7 @@ DESCRIBED = {
 }
 
 
-@pytest.mark.parametrize("source", discovery_sources.SOURCES, ids=lambda source: source.key)
+@pytest.mark.parametrize("source", pools.SOURCES, ids=lambda source: source.key)
 def test_every_source_is_selected_by_its_setting_and_described(source, tmp_path):
     """Each key selects its row alone, and its description states what the source is."""
     path = tmp_path / "endpoints.yaml"
@@ -29,8 +29,8 @@ def test_every_source_is_selected_by_its_setting_and_described(source, tmp_path)
     section = SECTIONS[source.key] | {"name": "a"}
     if "endpoints_file" in section:
         section["endpoints_file"] = str(path)
-    pool = msgspec.convert(section, pool_schema.PoolSource)
-    assert discovery_sources.configured_sources(pool) == [source]
+    pool = msgspec.convert(section, pool_sections.PoolSource)
+    assert pools.configured_sources(pool) == [source]
     source.check(pool, "x")
     first, *_ = source.describe(pool)
     assert first == DESCRIBED[source.key].replace("FILE", str(path))
@@ -38,4 +38,4 @@ def test_every_source_is_selected_by_its_setting_and_described(source, tmp_path)
 
 def test_a_pool_without_a_source_has_none():
     """An empty pool section selects no source."""
-    assert discovery_sources.configured_sources(pool_schema.PoolSource()) == []
+    assert pools.configured_sources(pool_sections.PoolSource()) == []

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import kubernetes_plan
-from extproc.config.pool_schema import ClusterSection, KubernetesSection, PoolSection, PoolSource
+from extproc.config.pool_sections import (
+    ClusterSection,
+    KubernetesSection,
+    PoolSection,
+    PoolSource,
+)
 from extproc.config.settings import Settings
 from extproc.election.lease_state import ElectionSettings as Lease
 from extproc.errors import ConfigError

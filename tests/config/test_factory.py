@@ -6,7 +6,7 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.request import HttpRequest
-from extproc.scheduling import presets, registry
+from extproc.scheduling import registry
 from extproc.scheduling.framework import Signal
 from extproc.server.app import EndpointPickerProcess
 
@@ -24,7 +24,7 @@ def scheduling(**tree):
     return loader.settings(document)
 
 
-@pytest.mark.parametrize("strategy", presets.profiles())
+@pytest.mark.parametrize("strategy", registry.profiles())
 def test_every_strategy_resolves(strategy):
     """Each named strategy can be had by its name."""
     settings = scheduling(scheduling={"strategy": strategy})

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from extproc.config import loader, profile_builder, scheduling_schema
+from extproc.config import loader, pool_sections, profile_builder
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 
 OWN = """
 from __future__ import annotations
+
+from extproc.config import pool_sections
 from typing import ClassVar
 import msgspec
 from extproc.scheduling.framework import Signal
@@ -27,9 +29,9 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def resolve(params, **more):
     """The one filter of a profile with a tree of these parameters."""
-    keep = scheduling_schema.PluginEntry(kind="tree", params=params)
-    scheduling = scheduling_schema.SchedulingSection(
-        profile=scheduling_schema.ProfileEntry(filters=(keep,)),
+    keep = pool_sections.PluginEntry(kind="tree", params=params)
+    scheduling = pool_sections.SchedulingSection(
+        profile=pool_sections.ProfileEntry(filters=(keep,)),
         plugin_files=tuple(more.pop("plugin_files", ())),
     )
     settings = sections.Settings(scheduling=scheduling)

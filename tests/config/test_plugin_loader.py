@@ -3,7 +3,7 @@ import textwrap
 
 import pytest
 
-from extproc.config import factory, loader, plugin_loader, profile_builder, scheduling_schema
+from extproc.config import factory, loader, plugin_loader, pool_sections, profile_builder
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -17,6 +17,8 @@ CHAT = HttpRequest(
 )
 HEAD = """\
 from __future__ import annotations
+
+from extproc.config import pool_sections
 from functools import cached_property
 from typing import ClassVar
 import msgspec
@@ -52,7 +54,7 @@ def brought(path):
 
 
 def scheduling(*paths, **more):
-    return scheduling_schema.SchedulingSection(plugin_files=tuple(map(str, paths)), **more)
+    return pool_sections.SchedulingSection(plugin_files=tuple(map(str, paths)), **more)
 
 
 def refused(path):
@@ -100,7 +102,7 @@ class Worth(msgspec.Struct, frozen=True):
 
 def test_no_files_are_the_built_in_tables():
     """Without plugins of others there are the kinds of the catalogue."""
-    tables = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
+    tables = plugin_loader.tables(pool_sections.SchedulingSection(), where="x")
     assert tables.external == {}
     assert "queue-depth" in tables.scorers
 
@@ -266,7 +268,7 @@ def package(tmp_path, monkeypatch):
 def test_entry_points_provide_plugins(package, value):
     """An installed package names a module or a class."""
     package(SCORER, value)
-    tables = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
+    tables = plugin_loader.tables(pool_sections.SchedulingSection(), where="x")
     assert tables.external[tables.scorers["last"]] == "entry point wise of fleetwise"
 
 
@@ -284,7 +286,7 @@ def test_a_broken_entry_point_is_an_error(package, body, value, actual):
     """The error names the entry point and its package."""
     package(body, value)
     with pytest.raises(ConfigError) as raised:
-        plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
+        plugin_loader.tables(pool_sections.SchedulingSection(), where="x")
     assert raised.value.where == "entry point wise of fleetwise"
     assert raised.value.got == actual
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from extproc.config import factory, lint, loader, pool_schema, pools, reloading
+from extproc.config import factory, lint, loader, pool_sections, pools, reloading
 from extproc.config import settings as sections
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
@@ -231,12 +231,12 @@ def test_policy_errors_name_their_path(pool: str, fixture: str):
 def test_the_policy_is_described():
     """As `extproc check` prints it."""
     pool = settings(POOL).pool
-    assert list(pool_schema.describe_policy(pool.objectives, pool.rewrites)) == [
+    assert list(pool_sections.describe_policy(pool.objectives, pool.rewrites)) == [
         "objectives  gold 10, batch -1",
         "rewrites    big, large to big-v1 (90), big-v2 (10)",
         "            every other model to small",
     ]
-    assert list(pool_schema.describe_policy({}, ())) == []
+    assert list(pool_sections.describe_policy({}, ())) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from msgspec import inspect
 
 from extproc.config import loader, reloading
 from extproc.config import settings as sections
-from extproc.config.pool_schema import PoolSection
+from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import Settings
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -159,6 +159,6 @@ def test_changes_name_the_full_path():
         ("seed", "null", "3"),
     ]
     assert not list(reloading.find_changes(new, new))
-    long = Settings(pool=sections.pool_schema.PoolSource(endpoints=("10.0.0.1:8000",) * 50))
+    long = Settings(pool=sections.pool_sections.PoolSource(endpoints=("10.0.0.1:8000",) * 50))
     (change,) = reloading.find_changes(Settings(), long)
     assert len(change.after) == 60

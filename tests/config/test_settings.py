@@ -4,14 +4,14 @@ import re
 import msgspec
 import pytest
 
-from extproc.config import lint, pool_schema, scheduling_schema
+from extproc.config import lint, pool_sections
 from extproc.config import settings as sections
 
 
 def structs():
     return [
         member
-        for module in (sections, scheduling_schema)
+        for module in (sections, pool_sections)
         for _, member in inspect.getmembers(module, inspect.isclass)
         if issubclass(member, msgspec.Struct) and member.__module__ == module.__name__
     ]
@@ -61,7 +61,7 @@ def test_grpc_address(host, address):
     assert sections.ServerSection(host=host).grpc_address(1) == address
 
 
-ENDPOINTS = pool_schema.PoolSource(endpoints=("10.0.0.1:8000",))
+ENDPOINTS = pool_sections.PoolSource(endpoints=("10.0.0.1:8000",))
 
 ADVISED = {
     "xds without fallbacks": (
@@ -92,22 +92,22 @@ ADVISED = {
     "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
     "subset ignored": (
         sections.Settings(
-            pool=ENDPOINTS, scheduling=scheduling_schema.SchedulingSection(respect_subset=False)
+            pool=ENDPOINTS, scheduling=pool_sections.SchedulingSection(respect_subset=False)
         ),
         "respect_subset",
     ),
     "shadow of itself": (
         sections.Settings(
             pool=ENDPOINTS,
-            scheduling=scheduling_schema.SchedulingSection(shadow=scheduling_schema.ShadowRules()),
+            scheduling=pool_sections.SchedulingSection(shadow=pool_sections.ShadowRules()),
         ),
         "nothing to compare",
     ),
     "shadow of no request": (
         sections.Settings(
             pool=ENDPOINTS,
-            scheduling=scheduling_schema.SchedulingSection(
-                shadow=scheduling_schema.ShadowRules(strategy="random", sample_ratio=0)
+            scheduling=pool_sections.SchedulingSection(
+                shadow=pool_sections.ShadowRules(strategy="random", sample_ratio=0)
             ),
         ),
         "sample_ratio",
@@ -116,7 +116,7 @@ ADVISED = {
         sections.Settings(
             pool=ENDPOINTS,
             scrape=sections.ScrapeSection(models=False),
-            scheduling=scheduling_schema.SchedulingSection(unknown_model="reject"),
+            scheduling=pool_sections.SchedulingSection(unknown_model="reject"),
         ),
         "unknown_model",
     ),

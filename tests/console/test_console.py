@@ -12,14 +12,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from extproc.config.pool_schema import PoolSection
+from extproc.config.pool_sections import PoolSection, SchedulingSection
 from extproc.config.reloading import Change
-from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import ScrapeSection
 from extproc.demo import stack
 from extproc.request import HttpRequest, RequestLabels
 from extproc.routing.pool_match import PoolMatch
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server.reload import ReloadResult
 from tests.console import browser
@@ -272,7 +271,7 @@ async def test_shadows_stand_beside_strategies(scene, chromium):
     director = scene.picker.pool_registry.by_name[""].parts.director
     routing = director.routing
     second = ShadowScheduler(
-        presets.profiles()["adaptive"],
+        registry.profiles()["adaptive"],
         sample_ratio=1.0,
         rng=random.Random(1),
         stopwatch=lambda: 0.0,

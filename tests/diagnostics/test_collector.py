@@ -9,7 +9,7 @@ import json
 import pytest
 
 from extproc.cli import main
-from extproc.config.pool_schema import PoolSource
+from extproc.config.pool_sections import PoolSource
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.diagnostics import collector, report
 from extproc.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from extproc import endpoint, request
-from extproc.scheduling import framework, presets, registry
+from extproc.scheduling import framework, registry
 from extproc.testing import builders, contract
 from tests.docs import reference
 
@@ -40,7 +40,7 @@ KIT = (contract, builders)
 def strategies_block() -> str:
     """What each built-in strategy consists of."""
     rows = ["| strategy | filters | scorers or costs, with weights | picker |", "|---|---|---|---|"]
-    for name, profile in presets.profiles().items():
+    for name, profile in registry.profiles().items():
         filters = ", ".join(f"`{step.kind}`" for step in profile.filters) or "none"
         weighed = [f"`{scorer.kind}` {weight:g}" for scorer, weight in profile.scorers]
         if profile.cost is not None:

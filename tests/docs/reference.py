@@ -14,9 +14,8 @@ from extproc.autoscaling import demand_estimator, policies
 from extproc.config import (
     autoscaling,
     pool_annotations,
-    pool_schema,
+    pool_sections,
     reloading,
-    scheduling_schema,
     settings,
     tracing,
     validation,
@@ -31,16 +30,16 @@ from extproc.xds import resources
 
 SECTIONS = (
     ("server", settings.ServerSection),
-    ("pool", pool_schema.PoolSource),
-    ("pool.kubernetes", pool_schema.KubernetesSection),
-    ("pools[]", pool_schema.PoolSection),
+    ("pool", pool_sections.PoolSource),
+    ("pool.kubernetes", pool_sections.KubernetesSection),
+    ("pools[]", pool_sections.PoolSection),
     ("pools.match", pool_match.PoolMatch),
-    ("cluster", pool_schema.ClusterSection),
+    ("cluster", pool_sections.ClusterSection),
     ("cluster.match_rules[]", pool_annotations.MatchRule),
     ("cluster.lease", lease_state.ElectionSettings),
     ("scrape", settings.ScrapeSection),
     ("health", endpoint_health.OutlierDetectionSettings),
-    ("scheduling", scheduling_schema.SchedulingSection),
+    ("scheduling", pool_sections.SchedulingSection),
     ("prefix", settings.PrefixSection),
     ("prefix.schedule", blocks.Schedule),
     ("kv_events", settings.KvEventsSection),
@@ -229,7 +228,7 @@ def reload_block() -> str:
     for field in msgspec.structs.fields(settings.Settings):
         value = getattr(settings.Settings(), field.name)
         if isinstance(value, GROUPS):
-            rows.append(row(field.name, pool_schema.PoolSection if value == () else type(value)))
+            rows.append(row(field.name, pool_sections.PoolSection if value == () else type(value)))
     return "\n".join(rows)
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from tests.docs import generate, helm_reference, http_reference, metrics_reference
 
 PAGES = list(generate.pages())
@@ -26,7 +26,7 @@ def test_every_generated_block_is_on_a_page(name):
     assert end in holders[0].read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", presets.profiles())
+@pytest.mark.parametrize("name", registry.profiles())
 def test_every_strategy_is_explained(name):
     """The written table of strategies has a row for each."""
     assert f"| `{name}` |" in (generate.DOCS / "reference/strategies.md").read_text()

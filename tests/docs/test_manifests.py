@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from extproc.config import discovery_sources, loader
+from extproc.config import loader, pools
 from extproc.config.settings import ServerSection
 
 DOCUMENTS = list(
@@ -21,10 +21,7 @@ def test_the_configuration_is_valid():
     """The ConfigMap holds a file that the strict reader takes."""
     (text,) = BY_KIND["ConfigMap"]["data"].values()
     settings = loader.settings(loader.parse(text, where="plain.yaml"))
-    assert (
-        discovery_sources.parse_entries(settings.pool, where="plain.yaml")[0].host
-        == "vllm-headless"
-    )
+    assert pools.parse_entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
 
 
 def test_ports_are_the_defaults():

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.parsing import opaque
+from extproc.parsing import other_apis
 from tests.parsing import builders
 
 PATH = "/v1/audio/transcriptions"
@@ -79,7 +79,7 @@ def test_model_of_a_cut_form():
 
 def test_parts_are_bounded():
     """Only so many parts are looked at."""
-    many = part(b"x", b"y") * opaque.MAX_PARTS
+    many = part(b"x", b"y") * other_apis.MAX_PARTS
     assert form(many + part(b"model", b"w")).model == ""
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.parsing import opaque, surfaces
+from extproc.parsing import other_apis, surfaces
 from extproc.request import HttpRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
@@ -44,7 +44,7 @@ def test_other_bodies_are_routed(body):
 
 def test_large_bodies_are_not_decoded():
     """An upload on an unknown path costs no decode."""
-    body = b'{"model": "m", "x": "' + b"x" * opaque.LARGEST_BYTES + b'"}'
+    body = b'{"model": "m", "x": "' + b"x" * other_apis.MAX_OPAQUE_BYTES + b'"}'
     assert builders.parsed("/upload", body).model == ""
 
 

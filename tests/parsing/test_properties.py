@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.parsing import bounded_decoder, opaque, surfaces, vllm_grpc
+from extproc.parsing import bounded_decoder, other_apis, surfaces, vllm_grpc
 from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
@@ -109,7 +109,7 @@ def test_any_form(pieces):
     if body:
         content_type = "multipart/form-data; boundary=b"
         builders.parsed("/v1/audio/transcriptions", body, content_type=content_type)
-    opaque.read(body, b"")
+    other_apis.read_form(body, b"")
 
 
 @settings(max_examples=examples(100), deadline=None)

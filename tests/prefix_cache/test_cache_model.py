@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from extproc.config import factory
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint, Load, StepTimeModel

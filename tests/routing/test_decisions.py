@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from tests.support.xds_fixture import STEP_S, Scene
 
 #: Strategies that count what they send. Those that go by pages alone, as upstream's do, herd between
@@ -101,7 +101,7 @@ def test_an_engine_without_a_page_gets_its_share_of_requests(strategy):
 
 def test_every_strategy_is_tried():
     """A strategy that is added stands in one of the lists; `maximum` is `filter-chain`."""
-    assert {*COUNTING, *PAGES_ALONE, "maximum"} == {*presets.profiles()}
+    assert {*COUNTING, *PAGES_ALONE, "maximum"} == {*registry.profiles()}
 
 
 @hypothesis.given(data=st.data(), strategy=st.sampled_from(COUNTING), size=st.integers(2, 12))

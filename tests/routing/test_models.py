@@ -11,7 +11,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import AdapterResidency, ServedModels
 from extproc.request import HttpRequest
 from extproc.routing.scheduler import RoutingSettings
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from tests.support.pool_fixture import PoolFixture, load
 
 PATH = "/v1/chat/completions"
@@ -280,7 +280,7 @@ def test_an_unseen_body_is_not_edited():
     assert (decision.model_rewrite, decision.body_edit) == ("a", None)
 
 
-@pytest.mark.parametrize("strategy", sorted(presets.profiles()))
+@pytest.mark.parametrize("strategy", sorted(registry.profiles()))
 def test_every_strategy_keeps_to_endpoints_of_the_model(strategy: str):
     """Every strategy chooses among those that serve."""
     queued = build_pool(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)

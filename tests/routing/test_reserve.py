@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from extproc.config import factory
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from extproc.config import factory
-from extproc.config.scheduling_schema import SchedulingRules, SchedulingSection, ShadowRules
+from extproc.config.pool_sections import SchedulingRules, SchedulingSection, ShadowRules
 from extproc.config.settings import Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
-from extproc.scheduling import plugin_guard, presets, shadow
+from extproc.scheduling import plugin_guard, registry, shadow
 
 ENDPOINTS = [Endpoint(f"10.0.0.{n}:8000") for n in range(1, 6)]
-STRATEGIES = sorted(presets.profiles())
+STRATEGIES = sorted(registry.profiles())
 
 
 def build(strategy="adaptive", *, second=None, ratio=1.0, seed=1, on_pending=lambda: None):
@@ -217,7 +217,7 @@ class Broken:
 
 def test_an_exception_of_a_shadow_is_counted():
     """It reaches nobody."""
-    profile = msgspec.structs.replace(presets.profiles()["adaptive"], picker=Broken())
+    profile = msgspec.structs.replace(registry.profiles()["adaptive"], picker=Broken())
     parts = build()
     second = shadow.ShadowScheduler(
         profile,

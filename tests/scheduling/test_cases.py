@@ -7,7 +7,7 @@ import yaml
 
 from extproc.config import filter_tree_syntax
 from extproc.decision import Decision
-from extproc.scheduling import presets, registry
+from extproc.scheduling import registry
 from tests.scheduling import builders
 
 FOLDER = Path(__file__).parent.parent / "cases"
@@ -40,7 +40,7 @@ def load():
 
 def wanted_files():
     files = {f"{role}-{kind}" for role, table in TABLES.items() for kind in table}
-    return files | {f"profile-{name}" for name in presets.profiles()}
+    return files | {f"profile-{name}" for name in registry.profiles()}
 
 
 def test_every_kind_has_a_case_file():
@@ -99,7 +99,7 @@ def check_costs(case, priced):
         assert result == pytest.approx(wanted)
 
 
-PROFILES = presets.profiles()
+PROFILES = registry.profiles()
 
 
 def blind(candidates):

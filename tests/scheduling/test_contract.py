@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from extproc.scheduling import presets, registry
+from extproc.scheduling import registry
 from extproc.scheduling.filter_tree import FilterTreeNode
 from extproc.scheduling.load_bounds import KvRange, TopK
 from extproc.testing import builders, contract, probes
@@ -79,13 +79,13 @@ def test_plugin_refuses_an_unknown_parameter(cls, check):
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("size", contract.SIZES)
-@pytest.mark.parametrize("name", list(presets.profiles()))
+@pytest.mark.parametrize("name", list(registry.profiles()))
 def test_named_profiles_decide(name, size, known):
     """Every named profile picks without degrading, known or not, and repeats itself by seed."""
     candidates = builders.loaded_candidates(size, scraped=known)
-    profile = presets.profiles()[name]
+    profile = registry.profiles()[name]
     first = profile.run(probes.probe_context(), candidates)
     assert profile.run(probes.probe_context(), candidates) == first
-    assert presets.profiles()[name].run(probes.probe_context(), candidates) == first
+    assert registry.profiles()[name].run(probes.probe_context(), candidates) == first
     assert first.degraded == ""
     assert first.endpoints[0] in [c.endpoint for c in candidates]

@@ -9,7 +9,7 @@ from extproc.endpoint import Candidate, Endpoint
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.scheduling.framework import SchedulingContext
 
 
@@ -24,7 +24,7 @@ class Fleet:
         self.open = deque()
         self.limit = open_requests
         self.rng = Random(seed)
-        self.profile = presets.profiles()[profile]
+        self.profile = registry.profiles()[profile]
         self.picks = Counter()
 
     def send(self, prompt):

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.testing import builders
 from tests.support.seeded import examples
 
-NAMES = list(presets.profiles())
-PROFILES = presets.profiles()
+NAMES = list(registry.profiles())
+PROFILES = registry.profiles()
 #: More endpoints are no other case for any strategy, and cost more.
 SIZES = (0, 1, 2, 3, 10, 100, 1000)
 

@@ -10,7 +10,7 @@ import time
 import msgspec
 import pytest
 
-from extproc.config.pool_schema import PoolSection
+from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import PeerSyncSection
 from extproc.decision import no_endpoints
 from extproc.request import HttpRequest, RequestLabels

@@ -15,8 +15,7 @@ import pytest
 
 from bench import soak
 from extproc.cli import main
-from extproc.config.pool_schema import PoolSection
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import PoolSection, SchedulingSection
 from extproc.config.settings import DecisionsSection, RecordSection
 from extproc.demo import stack
 from extproc.recording import reader, recorder

@@ -9,8 +9,7 @@ import pytest
 
 from extproc.cli import flags
 from extproc.config import loader, reloading
-from extproc.config.pool_schema import PoolSource
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import PoolSource, SchedulingSection
 from extproc.config.settings import LimitsSection, ScrapeSection, ServerSection, Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint

@@ -4,7 +4,7 @@ import pytest
 
 from extproc.cli import main
 from extproc.errors import ConfigError
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.simulator import fleet_plan, plan_command, replay, replay_tuning, tune_command
 from extproc.simulator.fleet import client, scenario
 from tests.simulator.fleet import builders
@@ -52,7 +52,7 @@ def test_objectives_have_units():
 @pytest.mark.parametrize("name", ["adaptive", "balanced"])
 def test_a_strategy_is_written_out_as_a_profile(name):
     """The profile with every parameter decides as the strategy does."""
-    entry = replay_tuning.entry_of(presets.profiles()[name], "test")
+    entry = replay_tuning.entry_of(registry.profiles()[name], "test")
     numbers = replay_tuning.find_numbers(entry)
     assert len(numbers) >= 5
     changed = replay_tuning.with_number(entry, numbers[0], 0.123)
@@ -64,7 +64,7 @@ def test_a_bad_setting_is_found_and_mended(tmp_path):
     """A weight that sends everything to one endpoint loses to others, beyond noise."""
     path, _ = write(tmp_path, "adaptive", talks(120), client=client.Client(users=24))
     loaded = replay.load(path, strategies=(), configs=())
-    bad = replay_tuning.entry_of(presets.profiles()["adaptive"], "test")
+    bad = replay_tuning.entry_of(registry.profiles()["adaptive"], "test")
     for number in replay_tuning.find_numbers(bad):
         if number.parameter in {"tie_share", "waste_share"}:
             bad = replay_tuning.with_number(bad, number, 50.0)

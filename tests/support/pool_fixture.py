@@ -15,7 +15,7 @@ from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest
 from extproc.routing.director import Director
 from extproc.routing.scheduler import RoutingConfig, RoutingSettings
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.scheduling.profile import SchedulerProfile
 
 
@@ -51,7 +51,7 @@ class PoolFixture:
             load = loads[member.endpoint.address]
             if load is not None:
                 self.store.observe(self.store.begin_scrape(member.endpoint), load, self.now)
-        chosen = presets.profiles()[profile] if isinstance(profile, str) else profile
+        chosen = registry.profiles()[profile] if isinstance(profile, str) else profile
         self.director = Director(
             store=self.store,
             routing=RoutingConfig(

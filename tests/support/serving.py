@@ -14,8 +14,7 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2
 
-from extproc.config.pool_schema import PoolSource
-from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.pool_sections import PoolSource, SchedulingSection
 from extproc.config.settings import LimitsSection, ScrapeSection, ServerSection, Settings
 from extproc.decision import Decision
 from extproc.http2.limits import ReceiveBudget

@@ -8,7 +8,7 @@ import pytest
 
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.request import InferenceRequest
-from extproc.scheduling import presets
+from extproc.scheduling import registry
 from extproc.scheduling.framework import SchedulingContext
 from extproc.telemetry.request_recorder import DecisionRecord
 from extproc.telemetry.strategy_comparison import COMPARED, StrategyComparison
@@ -30,7 +30,7 @@ def record(number, *, strategy):
         ),
     ]
     context = SchedulingContext(request, 0.0, random.Random(1), blocks=(1,))
-    decision = presets.profiles()[strategy].run(context, candidates)
+    decision = registry.profiles()[strategy].run(context, candidates)
     return DecisionRecord(f"id-{number}", float(number), decision)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from extproc.config import scheduling_schema
+from extproc.config import pool_sections
 from extproc.config.settings import Settings
 from extproc.simulator.fleet import client, scenario, simulation, workloads
 from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest, SimSession
@@ -50,7 +50,7 @@ def a_scenario(workload=None, **facts) -> scenario.Scenario:
 
 def settings(strategy="adaptive") -> Settings:
     """A configuration of one word."""
-    return Settings(scheduling=scheduling_schema.SchedulingSection(strategy=strategy))
+    return Settings(scheduling=pool_sections.SchedulingSection(strategy=strategy))
 
 
 def a_simulation(definition=None, strategy="adaptive", *, seed=1, rows=()) -> simulation.Simulation:
