@@ -32,8 +32,8 @@ from extproc.config.envoy_tree import (
 from extproc.config.finding import Finding
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
-from extproc.flow_control.request_headers import FlowHeaders
 from extproc.protocol import headers
+from extproc.request import FlowHeaders
 from extproc.routing.request_preparer import OBJECTIVE_HEADERS
 
 #: Envoy's defaults.

@@ -18,11 +18,11 @@ from extproc.flow_control.flow_queue import Order
 from extproc.flow_control.priority_band import Fairness
 from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.rate_limit import RateLimit
-from extproc.flow_control.request_headers import FlowHeaders
 from extproc.parsing import usage
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
+from extproc.request import FlowHeaders
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.xds import resources
 

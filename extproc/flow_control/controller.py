@@ -18,10 +18,10 @@ from extproc.flow_control.queue import (
     Blocked,
     DepartureCause,
     DispatchResult,
+    EnqueueRequest,
     FlowControlSettings,
     Queue,
 )
-from extproc.flow_control.request_headers import EnqueueRequest
 
 #: Shortest and longest time until capacity is looked for again without an event (seconds).
 _SOONEST_S = 0.002

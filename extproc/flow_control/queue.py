@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import Enum
 
 import msgspec
@@ -16,6 +16,28 @@ import msgspec
 from extproc.decision import Rejection
 from extproc.flow_control.flow_queue import EndpointBits, EndpointSets, Order, QueuedItem
 from extproc.flow_control.priority_band import Fairness, FairShare, PriorityBand, Sweep
+
+
+class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Properties of a request that is about to be queued.
+
+    Attributes:
+        tenant: Tenant that sent it; empty if unknown.
+        target: Key of the endpoints that can serve it; see `QueuedItem`.
+        size: Bytes of its body.
+        tokens: Its prompt's estimated tokens.
+        timeout_s: Longest wait it asks for; None for none.
+        slo_s: Seconds to the first token it asks for; infinity for none.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    objective: str = ""
+    target: Hashable = ""
+    size: int = 0
+    tokens: int = 0
+    timeout_s: float | None = None
+    slo_s: float = math.inf
 
 
 class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,15 +8,23 @@ be queued, and `DeferredResponses` has the replies that are withheld until then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ClassVar
 
 import msgspec
 
 from extproc.decision import Decision, DirectResponse, Rejection
+from extproc.endpoint import DataParallelRank
 from extproc.protocol import messages, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
-from extproc.protocol.headers import SELECTION, edited_length, endpoint_scores, select_rank, tokens
+from extproc.protocol.headers import (
+    CONTROL_HEADERS,
+    DATA_PARALLEL_RANK,
+    SELECTION,
+    edited_length,
+    endpoint_scores,
+    tokens,
+)
 from extproc.protocol.messages import (
     BODY_MODE_TRAITS,
     CHUNK_BYTES,
@@ -145,19 +153,24 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
 
 
 # An enum's members, where every message passes: a global costs less than the look-up in the enum.
-_GATHERING = RequestState.GATHERING
-_DECIDING = RequestState.DECIDING
-_ROUTED = RequestState.ROUTED
-_STARTED = ResponseState.STARTED
-_ENDED = ResponseState.ENDED
-_REQUEST_HEADERS = MessageKind.REQUEST_HEADERS
-_REQUEST_BODY = MessageKind.REQUEST_BODY
-_REQUEST_TRAILERS = MessageKind.REQUEST_TRAILERS
-_RESPONSE_BODY = MessageKind.RESPONSE_BODY
+_GATHERING, _DECIDING, _ROUTED = RequestState.GATHERING, RequestState.DECIDING, RequestState.ROUTED
+_STARTED, _ENDED = ResponseState.STARTED, ResponseState.ENDED
+_REQUEST_HEADERS, _REQUEST_BODY = MessageKind.REQUEST_HEADERS, MessageKind.REQUEST_BODY
+_REQUEST_TRAILERS, _RESPONSE_BODY = MessageKind.REQUEST_TRAILERS, MessageKind.RESPONSE_BODY
 
 _NO_REPLIES: tuple[ProcessingResponse, ...] = ()
 #: The reply that lets a message pass, by kind.
 _CONTINUE = tuple((ContinueResponse(kind),) for kind in MessageKind)
+
+
+def _select_rank(
+    rank: DataParallelRank | None, sent: Collection[str]
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The rank as a header to set, and the control headers to remove of those that were sent."""
+    removed = CONTROL_HEADERS.intersection(sent)
+    if rank is None:
+        return (), tuple(removed)
+    return ((DATA_PARALLEL_RANK, str(rank.index)),), tuple(removed - {DATA_PARALLEL_RANK})
 
 
 class Exchange(msgspec.Struct):
@@ -232,8 +245,7 @@ class Exchange(msgspec.Struct):
             ProtocolError: The event does not fit the phase.
         """
         kind = event.kind
-        history = self._history << transitions.KIND_BITS | kind
-        self._history = history & transitions.HISTORY
+        self._history = (self._history << transitions.KIND_BITS | kind) & transitions.HISTORY
         modes = self._modes
         if modes is None:
             modes = self._modes = event.modes or DEFAULT_BODY_MODES
@@ -273,7 +285,7 @@ class Exchange(msgspec.Struct):
             self._response_headers += (("x-request-id", request_id or self.request_id),)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.host_port for endpoint in outcome.endpoints])
-        set_headers, removed = select_rank(outcome.endpoints[0].rank, self._headers)
+        set_headers, removed = _select_rank(outcome.endpoints[0].rank, self._headers)
         if request_id:
             set_headers += (("x-request-id", request_id),)
         if traceparent:

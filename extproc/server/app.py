@@ -27,6 +27,7 @@ from extproc.server import (
     admin,
     admin_access,
     console,
+    grpc_workarounds,
     health,
     lease_client,
     listeners,
@@ -111,7 +112,8 @@ class EndpointPickerProcess:
         self._kubernetes_discovery = self._build_kubernetes_discovery(plan)
         self._info_labels["profile"] = self.pool_registry.profile
         self.readiness = self._build_readiness()
-        self._stall_meter = StallMeter(self.counters)
+        memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
+        self._stall_meter = StallMeter(self.counters, count_streams=memory_trimmer.count)
         self._elector = lease_client.build_elector(
             settings, can_lead=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )

@@ -95,7 +95,6 @@ class ExternalProcessorServicer:
 
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
-        self._memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._streams: dict[asyncio.Task[None], _OpenStream] = {}
         self._uploads: UploadMonitor[asyncio.Task[None]] = UploadMonitor()
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
@@ -111,9 +110,7 @@ class ExternalProcessorServicer:
         # A drain waits for writes: gRPC ends no call of which a write was cancelled.
         writes = grpc_workarounds.UncancelledOperations(_never)
         entry = self._streams[task] = _OpenStream(stream, context, reads, writes)
-        num_streams = len(self._streams)
-        self._memory_trimmer.count(num_streams)
-        overloaded = num_streams > self.shared.settings.max_streams
+        overloaded = len(self._streams) > self.shared.settings.max_streams
         handle = stream.reject_overload if overloaded else stream.handle
         result: StreamResult = "error"
         try:
@@ -147,7 +144,6 @@ class ExternalProcessorServicer:
             await self._fail(stream, context, error)
         finally:
             del self._streams[task]
-            self._memory_trimmer.count(len(self._streams))
             observer.on_stream_ended(result)
             stream.finish(result)
 

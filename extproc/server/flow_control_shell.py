@@ -12,9 +12,8 @@ from extproc.config.settings import FlowControlSection
 from extproc.decision import Decision, Deferral, Outcome, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
-from extproc.flow_control.queue import Queue
+from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
-from extproc.flow_control.request_headers import EnqueueRequest
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.routing.director import Director

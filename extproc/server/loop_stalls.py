@@ -33,6 +33,7 @@ class StallMeter:
     Args:
         clock: Monotonic seconds, of the same kind as the event loop's.
         thread_time: Seconds of processor time of the current thread.
+        count_streams: Called at each look with the number of open streams.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class StallMeter:
         *,
         clock: Callable[[], float] = time.monotonic,
         thread_time: Callable[[], float] = time.thread_time,
+        count_streams: Callable[[int], object] = int,
     ) -> None:
         self._stall_s: MetricHistogram = counters.event_loop_lag_s
         self._stall_cpu_s: MetricHistogram = counters.event_loop_lag_cpu_s
         self._clock = clock
         self._thread_time = thread_time
         self._counters = counters
+        self._count_streams = count_streams
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = False
         self._due = 0.0
@@ -78,6 +81,7 @@ class StallMeter:
             self._stall_s.add(late_s)
             self._stall_cpu_s.add(min(late_s, computed_s - self._computed_s))
             self._computed_s = computed_s
+            self._count_streams(self._counters.streams_open)
         finally:
             # What raises here goes to the supervisor, and must not be the last look.
             self._schedule()

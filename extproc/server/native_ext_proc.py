@@ -281,7 +281,6 @@ class NativeExternalProcessor:
 
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
-        self._memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._apart_allocator = grpc_workarounds.build_apart_allocator()
         self._calls: dict[ExtProcCall, None] = {}
         self._parses: dict[ExtProcCall, asyncio.Task[None]] = {}
@@ -306,7 +305,6 @@ class NativeExternalProcessor:
             )
         call = ExtProcCall(connection, stream_id, self)
         self._calls[call] = None
-        self._memory_trimmer.count(len(self._calls))
         return call
 
     def routes(self) -> dict[str, CallFactory]:
@@ -336,7 +334,6 @@ class NativeExternalProcessor:
         parse = self._parses.pop(call, None)
         if parse is not None:
             parse.cancel()
-        self._memory_trimmer.count(len(self._calls))
         self.shared.observer.on_stream_ended(result)
         if not self._calls:
             self._calls.clear()  # its empty table stays as large as it was

@@ -12,12 +12,11 @@ from typing import Literal, Protocol
 import msgspec
 
 from extproc.decision import Decision, Rejection
-from extproc.flow_control.request_headers import FlowHeaders
 from extproc.parsing.usage import UsageKind
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.trace_context import TraceContext, TraceSampler
-from extproc.request import RequestLabels
+from extproc.request import FlowHeaders, RequestLabels
 from extproc.routing.pool_selector import PoolSelector
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.server.large_bodies import LargeBodies

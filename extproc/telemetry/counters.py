@@ -28,7 +28,7 @@ _HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
 #: Facts of requests that are counted together (count): some 0.3 ms of work.
-_MAX_DEFERRED = 192
+MAX_DEFERRED = 192
 
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
@@ -162,6 +162,18 @@ class PoolCounters:
                 del counter[key]
 
 
+class _PoolTable(dict[str, PoolCounters]):
+    """Counters by name of the pool; each request reads it."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__()
+        self._settle = settle
+
+    def __missing__(self, pool: str) -> PoolCounters:
+        counters = self[pool] = PoolCounters(pool, self._settle)
+        return counters
+
+
 class ProcessCounters:
     """Counters of the process.
 
@@ -186,6 +198,7 @@ class ProcessCounters:
         supervisor: Keeps loops alive, and counts their failures.
         deferred: Counts facts of requests later, with others of their kind: code and data that were
             just used are in the caches.
+        open_pools: Counters by name of the pool, without what was deferred; created on first use.
 
     A rejection before a pool was found counts under the default pool, which has the empty name if there
     are several.
@@ -211,31 +224,19 @@ class ProcessCounters:
         self.event_loop_lag_cpu_s = MetricHistogram(_STALL_BOUNDS_S)
         self.xds = XdsCounters()
         self.supervisor = Supervisor()
-        self._pools: dict[str, PoolCounters] = {}
+        self.open_pools = _PoolTable(self.settle)
         self.deferred: deque[Callable[[], None]] = deque()
 
     @property
     def pools(self) -> dict[str, PoolCounters]:
         """Counters by name of the pool, with everything that was deferred."""
         self.settle()
-        return self._pools
+        return self.open_pools
 
     def for_pool(self, pool: str) -> PoolCounters:
         """Returns the counters of one pool with everything that was deferred, created on first use."""
         self.settle()
-        return self.for_request(pool)
-
-    def for_request(self, pool: str) -> PoolCounters:
-        """Returns the counters that a request to this pool is counted in."""
-        counters = self._pools.get(pool)
-        if counters is None:
-            counters = self._pools[pool] = PoolCounters(pool, self.settle)
-        return counters
-
-    def limit_deferred(self) -> None:
-        """Count what was deferred, where it is much; at the end of each request."""
-        if len(self.deferred) >= _MAX_DEFERRED:
-            self.settle()
+        return self.open_pools[pool]
 
     def settle(self) -> None:
         """Count what was deferred."""

@@ -16,7 +16,7 @@ from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
 from extproc.request import UNNAMED, RequestLabels, shorten_id
 from extproc.supervision import ExceptionLog
-from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
+from extproc.telemetry.counters import MAX_DEFERRED, REMOVED_ENDPOINT, PoolCounters, ProcessCounters
 from extproc.telemetry.request_series import (
     NO_STATUS,
     UNOBSERVED_STATUS,
@@ -249,7 +249,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
-        self._pool_counters = self._streams.counters.for_request(pool)
+        self._pool_counters = self._streams.counters.open_pools[pool]
 
     def on_direct_response(self) -> None:
         """Count a request that was answered without an endpoint."""
@@ -385,7 +385,8 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
                 self._record_end(record, status, duration_s)
         counters = self._streams.counters
         counters.deferred.append(self._count_end)
-        counters.limit_deferred()
+        if len(counters.deferred) >= MAX_DEFERRED:
+            counters.settle()
 
     def _count_end(self) -> None:
         """Count the end of a routed request, and its tokens."""
@@ -495,4 +496,4 @@ class StreamRecorder:
 
     def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
-        return self._recorder_type(self, self.counters.for_request(pool))
+        return self._recorder_type(self, self.counters.open_pools[pool])

@@ -8,9 +8,8 @@ from extproc.decision import Decision, Rejection, all_busy, no_endpoints_yet
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.flow_queue import QueuedItem
-from extproc.flow_control.queue import FlowControlSettings
-from extproc.flow_control.request_headers import EnqueueRequest, FlowHeaders
-from extproc.request import MAX_ID_BYTES, InferenceRequest
+from extproc.flow_control.queue import EnqueueRequest, FlowControlSettings
+from extproc.request import MAX_ID_BYTES, FlowHeaders, InferenceRequest
 from tests.flow_control.timer_fixture import TimerFixture
 
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))

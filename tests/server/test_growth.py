@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import soak, soak_kinds, soak_messages
-from extproc.flow_control.request_headers import FlowHeaders
 from extproc.parsing import envelope, surfaces
 from extproc.protocol.headers import CONTROL_HEADERS
+from extproc.request import FlowHeaders
 from tests.support.seeded import examples
 
 #: Bytes that a hostile request may leave on average while tables of fixed sizes fill: its place among

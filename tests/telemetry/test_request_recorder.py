@@ -147,7 +147,7 @@ def test_a_removed_endpoint_gets_no_series_later():
     request = scene.route()
     respond(request, 0.5)
     request.on_finished(endpoint=SPOT.address, status="200", duration_s=1.0)
-    scene.counters.for_request("default").forget(SPOT.address)
+    scene.counters.open_pools["default"].forget(SPOT.address)
     counted = scene.counters.for_pool("default")
     assert counted.answered_total == 1
     assert not counted.responses

@@ -12,8 +12,7 @@ from extproc.config.settings import FlowControlSection
 from extproc.decision import Deferral, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, GrantT
 from extproc.flow_control.flow_queue import QueuedItem
-from extproc.flow_control.queue import Queue
-from extproc.flow_control.request_headers import EnqueueRequest
+from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.sim_request import SimRequest
 
