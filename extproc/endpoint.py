@@ -101,7 +101,6 @@ def split_ranks(endpoint: Endpoint, numbers: Sequence[int]) -> tuple[Endpoint, .
     """The endpoints of an engine's data-parallel ranks; the endpoint itself where it has one.
 
     Args:
-        endpoint: The engine, as discovery lists it.
         numbers: Numbers of its ranks, ascending; at most one for an engine that is one endpoint.
     """
     if len(numbers) < 2:

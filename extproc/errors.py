@@ -38,9 +38,6 @@ class ConfigError(ExtprocError):
 
     Args:
         where: The file and YAML path, or the flag.
-        wanted: The expected value.
-        got: The actual value.
-        fix: Advice to the reader.
     """
 
     def __init__(self, where: str, *, wanted: str, got: str, fix: str) -> None:

@@ -31,9 +31,6 @@ def shorten_id(text: str) -> str:
 
     A cut alone would make one tenant of two whose ids differ behind it.
 
-    Args:
-        text: A request id, a session or a tenant, as a client or a gateway wrote it.
-
     Returns:
         At most `MAX_ID_BYTES` bytes; two different ids stay different.
     """
@@ -201,7 +198,6 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
         """The tenant of a request, see `shorten_id`; empty if no header names it.
 
         Args:
-            headers: Headers of the request, names in lower case.
             served_by: The adapter or model it asks for.
         """
         for name in self.tenant_headers:

@@ -215,7 +215,6 @@ class DemandEstimator:
             now: Monotonic seconds; must not go back.
             pickers: Counters of every picker there should be, by its name; None where they could
                 not be read.
-            observation: Replicas and load of the target, as scraped.
         """
         before = self._learned
         total, counters = self._summed(now, pickers)

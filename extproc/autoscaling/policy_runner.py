@@ -78,7 +78,6 @@ class PolicyRunner:
         """Continue from the state of another process.
 
         Args:
-            saved: State of that scaler, from JSON.
             shift_s: Seconds to add to its times: the difference between the monotonic clocks of the
                 two processes, known from the time of day.
 

@@ -445,10 +445,6 @@ def compatibility_warnings(args: argparse.Namespace) -> Iterator[str]:
 def unknown_flag_warnings(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
     """Warnings for log flags among unknown words.
 
-    Args:
-        words: Words that the parser did not know.
-        known: Every flag there is, for the guess at what was meant.
-
     Raises:
         ConfigError: A word is no log flag.
     """

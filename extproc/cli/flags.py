@@ -214,9 +214,6 @@ def _kubernetes_overrides(
 ) -> Iterator[loader.FlagOverride]:
     """Overrides of settings from the flags of Kubernetes discovery.
 
-    Args:
-        tree: The configuration file as it was written.
-
     Raises:
         ConfigError: A flag is wrong, or goes with another source of endpoints.
     """
@@ -269,11 +266,7 @@ def _kubernetes_section(
 
 
 def _warn_unused_kubernetes_flags(args: argparse.Namespace, *, followed: bool) -> Iterator[str]:
-    """A warning for each flag of Kubernetes discovery that changes nothing.
-
-    Args:
-        followed: Whether anything is followed in Kubernetes.
-    """
+    """A warning for each flag of Kubernetes discovery that changes nothing."""
     if followed:
         return
     for name in list(_KUBERNETES_FLAGS)[1:]:

@@ -270,9 +270,6 @@ def actuator_type(section: ScalingSection) -> ActuatorType:
 def check_section(wanted: ScalingSection, *, where: str) -> None:
     """Reject a section that contradicts itself.
 
-    Args:
-        wanted: The section of a pool.
-
     Raises:
         ConfigError: The bounds are the wrong way round, several things act, there is no such policy
             or parameter, or it is unknown where the target is.
@@ -307,9 +304,6 @@ def describe_section(wanted: ScalingSection) -> Iterator[str]:
 
 def check_target(target: ScaleTarget, where: str) -> None:
     """Reject a target of an unknown kind, or with a field that is no valid path segment.
-
-    Args:
-        target: The object to be scaled.
 
     Raises:
         ConfigError: Its kind is not known, or a field does not have the form that Kubernetes

@@ -78,9 +78,6 @@ _fine = functools.partial(Finding, "fine")
 def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Lint an Envoy configuration.
 
-    Args:
-        tree: The file, as mappings and lists.
-
     Raises:
         ConfigError: It has no connection manager with an ext_proc filter, or an invalid duration.
     """

@@ -211,9 +211,6 @@ def find_running_configuration(dump: YamlTree) -> YamlTree:
 
     The static resources of the bootstrap stand in it twice; routes of RDS and filters of ECDS stand
     apart from the connection managers that use them.
-
-    Args:
-        dump: The page `/config_dump` of an admin port.
     """
     tables: dict[str, YamlTree] = {}
     filters: dict[str, YamlTree] = {}

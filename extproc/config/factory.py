@@ -269,11 +269,7 @@ def build_discovery(
     on_event: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
 ) -> pools.EndpointDiscovery | None:
-    """Build the discovery of a pool; None where another component sets its endpoints.
-
-    Args:
-        parts: The picker whose store is updated.
-    """
+    """Build the discovery of a pool; None where another component sets its endpoints."""
     context = pools.DiscoveryContext(
         settings=parts.discovery,
         flag_entries=parts.flag_entries,

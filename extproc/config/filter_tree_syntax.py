@@ -183,9 +183,6 @@ def from_decision_tree(
 ) -> dict[str, object]:
     """Return parameters of a `tree` filter that behaves as a decision tree.
 
-    Args:
-        params: Parameters of the decision tree, as written.
-
     Raises:
         ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.
     """

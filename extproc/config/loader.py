@@ -111,9 +111,6 @@ def parse(text: str, *, where: str) -> ConfigDocument:
 
     The upstream picker's file is converted to a tree of ours.
 
-    Args:
-        text: YAML or JSON.
-
     Raises:
         ConfigError: It is no mapping, or has a duplicate key.
     """
@@ -384,9 +381,6 @@ def collect(
 
     A wrong value is removed and the rest is read again. The removed value then has its default, so
     the other errors are the same as if it had been corrected.
-
-    Args:
-        read: Reads a document, and raises ConfigError at the first error.
 
     Returns:
         The result of `read` without the wrong values, None if the last error has no place in the

@@ -108,10 +108,6 @@ class Change(msgspec.Struct, frozen=True):
 def apply_live_fields(started: Settings, wanted: Settings) -> Settings:
     """Return the settings in force after a running process reads another configuration.
 
-    Args:
-        started: Settings at the start of the process.
-        wanted: Settings just read.
-
     Returns:
         `started` with the live fields of `wanted`. Of several pools, those in both change; pools
         are neither added nor removed.
@@ -256,7 +252,6 @@ def compare(running: Settings, wanted: Settings, *, where: str) -> Comparison:
     """Compare two configurations.
 
     Args:
-        running: Settings with which a process was started.
         where: The file of `running`, for people.
     """
     return Comparison(where, tuple(find_changes(running, wanted)), refusal(running, wanted))

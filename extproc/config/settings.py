@@ -259,17 +259,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     @property
     def queue(self) -> FlowControlSettings:
         """The settings of the queue."""
-        return FlowControlSettings(
-            timeout_s=self.timeout_s,
-            empty_timeout_s=self.empty_timeout_s,
-            max_timeout_s=self.max_timeout_s,
-            by_objective=self.by_objective,
-            max_requests=self.max_requests,
-            max_bytes=self.max_bytes,
-            order=self.order,
-            fairness=self.fairness,
-            half_life_s=self.half_life_s,
-        )
+        return msgspec.convert(self, FlowControlSettings, from_attributes=True)
 
     @property
     def headers(self) -> FlowHeaders:

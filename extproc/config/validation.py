@@ -53,8 +53,6 @@ def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ())
     """Convert a tree to a struct.
 
     Args:
-        tree: Content of a file or flag.
-        into: A struct type that forbids unknown fields.
         path: Path of `tree` in the file, for errors.
 
     Raises:

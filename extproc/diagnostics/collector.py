@@ -124,8 +124,6 @@ class Collector:
         """Read all pages; what is not there in `TOTAL_S` is left out.
 
         Args:
-            envoy: Admin port of Envoy; None for none.
-            picker: Metrics port of extproc; None for none.
             token: Bearer token for the pages of extproc; empty for none.
 
         Raises:

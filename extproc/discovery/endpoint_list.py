@@ -60,9 +60,6 @@ class EndpointListEntry(msgspec.Struct, frozen=True, dict=True):
 def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, ...]:
     """Parses a loaded YAML or JSON document.
 
-    Args:
-        document: Parsed YAML or JSON.
-
     Raises:
         ConfigError: With the path of the value that is wrong.
     """

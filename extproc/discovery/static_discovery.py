@@ -182,9 +182,6 @@ def load_file(
 ) -> tuple[endpoint_list.EndpointListEntry, ...]:
     """Loads a YAML or JSON file.
 
-    Args:
-        limit_bytes: Longest file taken.
-
     Raises:
         ConfigError: If it cannot be read, is too long, is no YAML or no list of endpoints.
     """

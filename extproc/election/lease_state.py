@@ -117,11 +117,7 @@ class LeaseState:
         return self._build_write(acquired=True) if now >= self._free_at else None
 
     def confirm(self, write: LeaseWrite, version: str, sent_at_s: float) -> None:
-        """Record a confirmed write.
-
-        Args:
-            sent_at_s: Monotonic seconds at which it was sent.
-        """
+        """Record a confirmed write."""
         self._stored = LeaseRecord(write.holder, write.duration_s, write.transitions, version)
         self._is_fresh, self._version, self._free_at = True, version, -math.inf
         if write.holder and not self._resigned:

@@ -162,7 +162,6 @@ class FlowController(Generic[ItemT, GrantT]):
         """Add a request to the queue.
 
         Args:
-            item: The request, as passed to `callbacks`.
             outcome: Its outcome without capacity.
 
         Returns:

@@ -72,11 +72,7 @@ class FairShare:
         return self._turns.get(tenant, 0)
 
     def served(self, tenant: str, tokens: float, now: float) -> None:
-        """Record that a request of a tenant is dispatched.
-
-        Args:
-            tokens: Estimated cost.
-        """
+        """Record that a request of a tenant is dispatched."""
         self._turn += 1
         self._turns[tenant] = self._turn
         self.charge(tenant, tokens, now)
@@ -188,7 +184,6 @@ def next_items(queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> I
 
     Args:
         queues_by_key: Requests leave them meanwhile, and come only to what is blocked.
-        sweep: The blocked requests.
     """
     top, groups = _first_places(queues_by_key, sweep)
     while top:
@@ -358,8 +353,6 @@ class PriorityBand:
     """All requests of one priority.
 
     Args:
-        order: Order within a tenant.
-        fairness: Order of the tenants.
         fair_share: Attained service of tenants; shared by all bands.
 
     Attributes:

@@ -123,9 +123,6 @@ class TenantRateLimiter:
     `MAX_TENANTS` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
     nothing for it. While there is none, further tenants share one account, so that no number of
     names gives a tenant a bucket that is full again.
-
-    Args:
-        default: Limit of tenants without a limit of their own.
     """
 
     def __init__(

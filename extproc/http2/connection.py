@@ -36,7 +36,6 @@ class Http2Connection(FrameReader):
     Methods that take a stream identifier do nothing once the call ended.
 
     Args:
-        limits: Limits of what the peer may cost.
         budget: Limit on incomplete messages, shared by connections.
         counts: Streams and connections that ended by a limit or a violation, by its name; shared.
         send_budget: Limit on answers that wait, shared by connections; None is one of its own.

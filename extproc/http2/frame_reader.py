@@ -27,9 +27,6 @@ class FrameReader:
     other frame is inside of a header block. A call does a bounded amount of work, and leaves the
     rest of its bytes to the next: a peer can fill a read of 256 kB with header blocks.
 
-    Args:
-        limits: For the size of header blocks.
-
     Attributes:
         has_settings: True once the peer began as HTTP/2 does.
         has_unread: True if complete frames wait for the next call, which needs no further bytes.

@@ -86,7 +86,6 @@ class Http2Error(Exception):
     """Violation of HTTP/2 by the peer, or of a limit.
 
     Args:
-        code: Sent to the peer.
         detail: Violation in words, for the log of the peer and of this process.
         stream_id: Stream that ends; 0 ends the connection.
         limit: Name of the limit that was exceeded; empty for a violation.

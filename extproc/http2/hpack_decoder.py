@@ -227,10 +227,6 @@ class _HuffmanState(dict[int, tuple["_HuffmanState", bytes]]):
     """Bits of a Huffman code that began in an earlier byte; maps the next byte to what it completes.
 
     Entries are computed when they are first needed: texts need some hundred of all 65,000.
-
-    Args:
-        length: Number of the bits.
-        code: Their value.
     """
 
     def __init__(self, length: int, code: int) -> None:

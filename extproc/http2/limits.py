@@ -54,9 +54,6 @@ class ReceiveBudget:
 
     Shared by connections, so that a peer cannot raise it by opening more.
 
-    Args:
-        limit_bytes: The most of all of them.
-
     Attributes:
         held_bytes: Bytes in use.
     """

@@ -27,8 +27,6 @@ class MessageError(Exception):
     """Message that the server does not take.
 
     Args:
-        status: Ends the stream.
-        message: Text for the client.
         limit: Name of the limit that was exceeded; empty for a violation.
     """
 
@@ -58,12 +56,7 @@ def frame_messages(messages: Sequence[bytes]) -> bytes:
 
 
 class MessageAssembler:
-    """Joins the payloads of DATA frames of a stream to messages.
-
-    Args:
-        max_bytes: Largest message.
-        budget: Limit on incomplete messages of all streams.
-    """
+    """Joins the payloads of DATA frames of a stream to messages."""
 
     __slots__ = ("_budget", "_held_bytes", "_max_bytes", "_missing_bytes", "_pieces", "_prefix")
 

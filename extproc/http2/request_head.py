@@ -95,11 +95,7 @@ class RequestHead(msgspec.Struct, frozen=True):
 
 
 class PartialHeaderBlock:
-    """Header block whose CONTINUATION frames are still to come.
-
-    Args:
-        is_end_of_stream: True if HEADERS ended the stream.
-    """
+    """Header block whose CONTINUATION frames are still to come."""
 
     __slots__ = ("_fragments", "_size", "is_end_of_stream", "stream_id")
 
@@ -150,9 +146,6 @@ class HeaderDecoder:
 
     Once the peer keeps no table of fields, where settings announce none, a block always means the
     same, and those that came before are not decoded again.
-
-    Args:
-        limits: For the size of header lists and of the table.
     """
 
     def __init__(self, limits: Http2Limits) -> None:

@@ -40,9 +40,6 @@ class SendBudget:
     A peer that takes what it asked for is not ended for others: the answer that waits for the
     longest time goes first.
 
-    Args:
-        limit_bytes: The most of all of them.
-
     Attributes:
         held_bytes: Bytes in use.
         waiting: Streams whose answer waits, in the order in which that began, and their connections.
@@ -70,8 +67,6 @@ class ResponseSender:
     the transport took what came before.
 
     Args:
-        guard: Counts the frames of data that are sent.
-        budget: Limit on what waits on all connections.
         holder: Ends calls whose answer the budget drops; None drops none.
 
     Attributes:

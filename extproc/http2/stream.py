@@ -21,8 +21,6 @@ class Http2Stream:
     """Open stream.
 
     Args:
-        send_window_bytes: Initial window of the peer.
-        assembler: Joins its payloads to messages.
         content_bytes: Bytes that its request announced; None if it did not.
 
     Attributes:

@@ -227,9 +227,6 @@ def _is_wide(json: RequestBody) -> bool:
 def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded:
     """Decode a body into the struct of a surface.
 
-    Args:
-        body: JSON, of any content.
-
     Raises:
         msgspec.DecodeError: The body is no JSON, or a typed field is of another type.
         UnicodeDecodeError: A text is no UTF-8.
@@ -454,9 +451,7 @@ def _open_escape(json: bytes, at: int, stop: int) -> int:
     """Start of the escape that continues at `stop`; 0 for none.
 
     Args:
-        json: Holds a string.
         at: Where a part of it begins, with no escape open.
-        stop: Where it is to be cut.
     """
     last = json.rfind(b"\\", max(at, stop - _ESCAPE_BYTES + 1), stop)
     if last < 0:

@@ -279,7 +279,6 @@ def item(part: object, *, counts_media: bool = True) -> bytes:
     """A part that is not text, as one field; JSON that was not built stays as it is written.
 
     Args:
-        part: The part.
         counts_media: Whether fields of its images, videos and audio follow.
     """
     if type(part) is msgspec.Raw:

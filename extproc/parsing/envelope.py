@@ -66,7 +66,6 @@ def session_of(headers: Mapping[str, str], body: Envelope) -> str:
 
     Args:
         headers: Names in lower case.
-        body: The decoded body, whose fields may be of any type.
 
     Returns:
         At most `request.MAX_ID_BYTES` bytes; empty when there is no hint.

@@ -131,7 +131,6 @@ def _read(text: str, start: int, offset: int, count: int) -> bytes:
     """Bytes at an offset in base64, fewer at its end; none where it is no base64.
 
     Args:
-        text: Holds the base64.
         start: Where it begins.
         offset: Of the first byte.
         count: Of bytes.
@@ -149,8 +148,6 @@ def _image_size(head: bytes, text: str, start: int) -> Size:
     """Width and height in pixels as the header has them; zeros for an unknown format.
 
     Args:
-        head: Its first bytes.
-        text: Holds its base64.
         start: Where that begins.
     """
     if len(head) < _HEAD_BYTES:
@@ -426,7 +423,6 @@ def estimate(model: str, kind: MediaKind, size: tuple[int, int]) -> int:
 
     Args:
         model: Name of a model; any other name is of an unknown family.
-        kind: What it is.
         size: Width and height in pixels, or seconds and 0; zeros where it is unknown.
     """
     family = _find_family(model)

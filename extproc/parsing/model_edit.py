@@ -54,9 +54,6 @@ _TEXT = msgspec.json.Decoder(str)
 def locate_model(raw: HttpRequest, model: str) -> BodyEdit | None:
     """Build the edit that replaces the model of a body.
 
-    Args:
-        model: The name to put in.
-
     Returns:
         None where the body was not shown, is neither a JSON object nor a form, was cut before the
         name, or where its `model` is no string.

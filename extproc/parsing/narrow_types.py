@@ -107,9 +107,6 @@ def decode_around_ids(kind: Any, body: RequestBody) -> Any:
 
     The ids are packed a chunk at a time, and what is around them is decoded.
 
-    Args:
-        body: JSON, of any content.
-
     Returns:
         The narrow struct; None for any other body.
     """

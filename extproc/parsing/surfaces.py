@@ -286,7 +286,6 @@ def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection
 
     Args:
         raw: A request that `parse` refuses with `envelope.NO_MODEL`.
-        model: Its model.
 
     Returns:
         As of `parse`; None where its body was read before, and something else is wrong with it.

@@ -53,9 +53,6 @@ def read(tail: bytes) -> Mapping[str, int]:
     Reads OpenAI chat, completions and responses and Anthropic messages, whole or as SSE. Chunk
     borders do not matter, since the bytes are joined before.
 
-    Args:
-        tail: The end of the answer's body.
-
     Returns:
         The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports
         none or is no JSON.
@@ -77,9 +74,6 @@ def read_ids(tail: bytes) -> Sequence[str]:
 
     One of them is that of the answer. The other may be that of an item or of a tool call, which the
     client knows as well.
-
-    Args:
-        tail: The end of the answer's body.
     """
     first, at = _ID.search(tail, 0, _ID_HEAD_BYTES), tail.rfind(_ID_KEY)
     ids = [] if first is None else [first[1].decode("utf-8", "replace")]
@@ -92,10 +86,6 @@ def read_ids(tail: bytes) -> Sequence[str]:
 
 def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float | None:
     """Cost of a request: the sum of weight times tokens over the kinds, and at least 0.
-
-    Args:
-        counts: Tokens by kind, as of `read`.
-        weights: Weight of a token by kind.
 
     Returns:
         None where nothing that has a weight is reported.

@@ -136,10 +136,6 @@ def reserve(rows: io.BytesIO, count: int) -> None:
 def pack_varints(packed: bytes | memoryview, rows: io.BytesIO) -> bool:
     """Pack a protobuf field of uint32 values, a chunk at a time.
 
-    Args:
-        packed: The field.
-        rows: Where packed ids go.
-
     Returns:
         False as where `unpack_varints` gives None. Values of more bytes than a uint32 takes are read
         in `_MAX_LOOPED_CHUNKS` chunks at most, since that is slow and no encoder writes them; False

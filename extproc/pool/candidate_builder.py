@@ -308,7 +308,6 @@ def build_candidates(
     Args:
         matched_tokens: Per member, prompt tokens predicted as cached there.
         adapter: LoRA adapter the request asks for; empty for a base model.
-        adapters: Names known to be adapters.
         imputation: Imputed pages of these members; None where every page counts as it is.
         last_account: Account of the endpoint of the conversation's last turn; None without one.
     """

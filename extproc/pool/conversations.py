@@ -65,20 +65,12 @@ class ConversationTracker:
         return len(self._turns)
 
     def last_endpoint(self, chain: Sequence[int]) -> InflightLoad | None:
-        """Endpoint of the latest prompt that this one continues; None if new or freed.
-
-        Args:
-            chain: Block hashes of the prompt, 64 bits each, root first.
-        """
+        """Endpoint of the latest prompt that this one continues; None if new or freed."""
         latest = self._latest(chain)
         return None if latest is None else latest.account()
 
     def expected_growth_tokens(self, prompt_tokens: int) -> float:
-        """Tokens a conversation will grow by: young ones grow to the size of the others.
-
-        Args:
-            prompt_tokens: Prompt tokens of its latest turn.
-        """
+        """Tokens a conversation will grow by: young ones grow to the size of the others."""
         # Without a call: every request comes here twice.
         growth = self.prompt_tokens - prompt_tokens
         return self.continuation_ratio * growth if growth > 0.0 else 0.0
@@ -102,10 +94,6 @@ class ConversationTracker:
         self, chain: Sequence[int], account: InflightLoad, *, prompt_tokens: int, now: float
     ) -> LastTurn | None:
         """Record a prompt that was sent.
-
-        Args:
-            chain: Block hashes of the prompt, 64 bits each, root first.
-            account: Account of the endpoint it was sent to.
 
         Returns:
             The turn, to be marked when the request ends; None where no later prompt can match it.
@@ -177,7 +165,6 @@ class PendingLoad:
 
         Args:
             address: Address of the endpoint; empty for none.
-            chain: Block hashes of the prompt, 64 bits each, root first.
 
         Returns:
             What to take back once the request goes on or leaves; None where there is nothing.

@@ -99,7 +99,6 @@ class CounterReader:
         """Take in the next scrape.
 
         Args:
-            ran: Adapters of requests that ended since the last one.
             idle: Time in which none of our requests was on the engine.
             is_alone: Whether nothing else runs on it then.
             shared: Tokens of context that the cache holds once for several running requests.
@@ -191,14 +190,7 @@ class ForeignTraffic:
         return max(0.0, self.hit_ratio - known) / (1.0 - known) if known < 1.0 else 0.0
 
     def update(self, own: float, foreign: float, *, before: Load, after: Load) -> None:
-        """Fold one scrape of one endpoint into the averages.
-
-        Args:
-            own: Our requests there (count).
-            foreign: Open requests of others on the endpoint (count).
-            before: The load until then.
-            after: The load from now on.
-        """
+        """Fold one scrape of one endpoint into the averages."""
         self._ours += _ALPHA * (own - self._ours)
         self._others += _ALPHA * (foreign - self._others)
         requests = self._ours + self._others

@@ -52,7 +52,6 @@ def merged(first: InferencePolicy, second: InferencePolicy) -> InferencePolicy:
 
     Args:
         first: Its priorities count before those of `second`, and its rules come first.
-        second: Counts where the first is silent.
     """
     if second is EMPTY_POLICY:
         return first

@@ -200,12 +200,9 @@ class InflightLoad:
 
         Args:
             target: Adapter or model name of the request.
-            prompt_tokens: Estimated prompt tokens, 0 or more.
             cached_tokens: Of these, tokens predicted to be in the engine's prefix cache.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
-            blocks: The prompt's chain of block hashes, root first.
             last_turn: Marked when the request ends; None for none.
-            from_peers: Whether another picker sent it.
         """
         self.adapter_slots = None
         if not self.in_flight:
@@ -280,7 +277,6 @@ class InflightLoad:
         """Count what a request will hold in the cache while it is open.
 
         Args:
-            reservation: Just opened.
             blocks: Its prompt's chain of block hashes, root first; not empty.
             tokens: Prompt tokens by depth of a chain.
             growth: Tokens its conversation will grow by.
@@ -334,11 +330,7 @@ class InflightLoad:
         return count
 
     def set_drain_rate(self, rates: StepTimeModel, requests: float) -> None:
-        """Set how fast queued work drains.
-
-        Args:
-            requests: Requests on it (count), whose decodes share its iterations.
-        """
+        """Set how fast queued work drains."""
         self.iteration_s = rates.iteration_s(requests)
         self.tokens_per_s = 1.0 / (rates.prefill_s + self.iteration_s / _BUDGET_TOKENS)
 

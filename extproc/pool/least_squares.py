@@ -79,7 +79,6 @@ class RecursiveLeastSquares:
             free: Positions of the unknowns to solve for.
             fixed: Positions of the unknowns that keep their value.
             estimate: By position: the value of a fixed unknown, the unit of a free one.
-            weight: Weight of the prior against rows, above 0.
 
         Returns:
             Values of the free unknowns in their units, aligned with `free`.

@@ -65,10 +65,6 @@ class MediaCorrection:
 
         An item of unknown size takes what those of the model took on average: others of unknown size, or
         else those of known size. Before any is known, the estimate stands.
-
-        Args:
-            model: LLM or adapter name.
-            media: Items of a prompt.
         """
         known = self._models.get(model)
         if known is None:
@@ -103,8 +99,6 @@ class MediaCorrection:
         """Take in the prompt tokens that the `usage` of an answer reports.
 
         Args:
-            model: LLM or adapter name.
-            media: Items of its prompt, at least one.
             prompt_tokens: By the engine.
             text_tokens: Estimate for the text beside them.
         """

@@ -73,8 +73,6 @@ class ScrapeObserver(Protocol):
         """Handle a scrape that was taken in.
 
         Args:
-            before: The load until then.
-            after: The load from now on.
             restarted: Whether the engine is another process now.
         """
 

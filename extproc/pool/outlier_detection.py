@@ -229,8 +229,6 @@ class OutlierDetector:
         """Take in the outcome of a request.
 
         Args:
-            incarnation: `Endpoint.incarnation` when the request was sent.
-            sent_at: Monotonic seconds at which it was sent.
             sole: Whether no other endpoint can have answered in its place.
         """
         record = self._records.get(incarnation)
@@ -253,9 +251,7 @@ class OutlierDetector:
         """Record a scrape that connected.
 
         Args:
-            restarted: The engine is another process than at the scrape before.
             moved: Whether its counters moved; None when it has none.
-            idle: Whether it has nothing to do.
         """
         record = self._records[incarnation]
         # The port refused before and listens now: failures in between were no answers of the engine.

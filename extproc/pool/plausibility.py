@@ -81,8 +81,6 @@ def next_progress(
 
     Args:
         progress: Progress before this scrape.
-        before: The page until then.
-        after: The page that was just read.
     """
     counters = after.counters, after.prefix_queries
     if counters == (NO_COUNTERS, None):

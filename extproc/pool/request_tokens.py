@@ -164,9 +164,6 @@ class TypicalWork:
     is whatever the one longest prompt makes of it. Requests that were refused or abandoned do not
     count, since the part of them that ran is unknown.
 
-    Args:
-        on_change: Called when `typical` changed.
-
     Attributes:
         typical: The median in tokens, above 0, within a fifth; `_DEFAULT_TOKENS` before any.
     """
@@ -238,12 +235,7 @@ class AnswerTokens:
         self._on_change = on_change
 
     def add(self, tokens: float, answers: float) -> None:
-        """Take in what an engine did between two scrapes.
-
-        Args:
-            tokens: Generated tokens.
-            answers: Answers that ended (count).
-        """
+        """Take in what an engine did between two scrapes."""
         if not self._is_counted:
             self._is_counted = True
             self._tokens, self._answers = self.mean * _DEFAULT_ANSWERS, _DEFAULT_ANSWERS
@@ -350,9 +342,6 @@ class BytesPerTokenEstimator:
     def bytes_per_token(self, model: str) -> float:
         """Mean bytes of a prompt token, 1 to 8.
 
-        Args:
-            model: LLM or adapter name.
-
         Returns:
             The model's own ratio; while it showed too little that of all models together, since an
             adapter has the tokenizer of its base model; without any `BYTES_PER_TOKEN`.
@@ -364,7 +353,6 @@ class BytesPerTokenEstimator:
         """Bytes per token of one prompt; token ids are `BYTES_PER_TOKEN` each.
 
         Args:
-            model: LLM or adapter name.
             prompt_bytes: Bytes of prompt text; 0 when it came as token ids.
         """
         return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
@@ -387,9 +375,6 @@ class BytesPerTokenEstimator:
         """Take in the prompt tokens that the `usage` of an answer reports.
 
         Args:
-            model: LLM or adapter name.
-            prompt_bytes: Bytes of text in the prompt; 0 when it was tokenized already.
-            tokens: Prompt tokens by the engine.
             media: Images, videos and audio in the prompt; they are learned, and not the text.
         """
         if media:

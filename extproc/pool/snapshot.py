@@ -297,9 +297,6 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
         When none of those it may go to takes part, the least bad ones do: those that can be
         reached, or all.
-
-        Args:
-            subset: Subset hint, as in `allowed`.
         """
         members = self.allowed(subset)
         return healthiest(members) if self.unhealthy_or_doubtful else members

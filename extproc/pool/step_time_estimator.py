@@ -80,7 +80,6 @@ class StepTimeEstimator:
     """Estimates the step times of one engine.
 
     Args:
-        prior: Step times until the engine shows others.
         answers: Answers of the pool; None for those of this engine alone.
 
     Attributes:
@@ -155,8 +154,6 @@ class StepTimeEstimator:
 
         Args:
             load: Its `at` must not be before the last one's.
-            ran: Adapters of requests that ended since the last scrape.
-            idle: Time in which nothing of ours was on the engine, as of the scrape.
             shared: Tokens of context that running requests have from each other's blocks: the cache
                 holds them once, and every iteration reads them once for each.
             is_alone: Whether the requests of others are few. If they are not, what ran while nothing
@@ -246,8 +243,6 @@ class StepTimeEstimator:
         """Add a row, weighted by its distance from the prediction.
 
         Args:
-            row: Counts.
-            seconds: The time they took.
             rest: Seconds beyond the prediction.
             past_share: Share of the rows before it that their age leaves.
         """
@@ -406,12 +401,7 @@ def pool_mean(rates: Sequence[StepTimeModel]) -> StepTimeModel:
 
 
 def engine_restarted(before: Load, after: Load) -> bool:
-    """True if the engine is another process than at the last scrape.
-
-    Args:
-        before: The scrape before.
-        after: The last one.
-    """
+    """True if the engine is another process than at the last scrape."""
     if before.started_at is not None and after.started_at is not None:
         # Whole seconds: an exporter may round.
         return after.started_at > before.started_at + 1.0

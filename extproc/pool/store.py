@@ -50,7 +50,6 @@ class PoolStore:
     Args:
         on_gone: Called with every endpoint incarnation that left, so that predictions about it can be
             dropped.
-        on_observed: Called after every scrape that was taken in.
         outlier_detector: Decides which endpoints are ejected; None for the defaults and chance without a seed.
         on_changed: Called with the snapshots before and after endpoints or their health changed.
 
@@ -142,7 +141,6 @@ class PoolStore:
 
         Args:
             endpoint: The engine or one of its ranks, in its incarnation when its page was requested.
-            numbers: Numbers of its ranks, ascending; at most one for an engine that is one endpoint.
         """
         members = self._pool.ranks_at(endpoint.host_port)
         if not members or members[0].endpoint.engine != endpoint.engine:

@@ -105,10 +105,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Cumulative estimated tokens by depth of a prompt with media.
 
         Args:
-            media: Its items, in order.
-            media_tokens: Tokens of each.
             bytes_per_token: Of the text between them, above 0.
-            depth: Blocks of the prompt (count).
         """
         tokens: list[int] = []
         items = list(zip(media, media_tokens, strict=True))
@@ -182,9 +179,6 @@ def seed(*parts: str) -> bytes:
 
 def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> array[int]:
     """Hash the full blocks of a prompt; the rest behind the last full block does not count.
-
-    Args:
-        prompt: The prompt as the engine will see it.
 
     Returns:
         One 60-bit hash per full block, from the root to the tail; packed, because a request keeps its

@@ -127,7 +127,6 @@ class Calibration:
         Args:
             prompt_tokens: Prompt length by the engine.
             predicted: Tokens predicted as cached when it was sent.
-            cached: Tokens found.
 
         Returns:
             Whether `factor` changed.
@@ -196,7 +195,6 @@ class CacheModel:
     """Sizes each endpoint's part of the index by its engine's capacity and counters.
 
     Args:
-        index: Index whose capacities are set.
         tokens: Cumulative prompt tokens by depth of a chain, at `BYTES_PER_TOKEN`.
         most_blocks: Blocks of one endpoint at most, whatever its engine holds.
     """
@@ -227,7 +225,6 @@ class CacheModel:
         """Record a request that was committed to an endpoint.
 
         Args:
-            blocks: Its prompt's chain.
             cached_tokens: Of these, tokens predicted as cached there.
         """
         state = self.state_of(endpoint)
@@ -254,8 +251,6 @@ class CacheModel:
 
         Args:
             endpoint: The endpoint, in its incarnation when the request was sent.
-            blocks: Its prompt's chain.
-            cached_tokens: Of these, tokens that were predicted as cached.
         """
         known = self._states.get(index_key(endpoint))
         if known is None:

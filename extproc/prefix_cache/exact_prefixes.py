@@ -68,9 +68,6 @@ class SentPrompt(NamedTuple):
 
         They are on their way until they are computed, behind all that waits there, and no engine
         evicts them while it serves their request.
-
-        Args:
-            address: Address of the endpoint that it was sent to.
         """
         request = self.request
         if request.is_open:
@@ -189,7 +186,6 @@ class PromptMap:
             chain: Hashes of its byte blocks, at least one.
             keys: Keys of its full token blocks.
             tokens: Its length in tokens, at least 1.
-            first_media: As of `MappedPrompt`.
         """
         if len(keys) > self._max_blocks:
             return None
@@ -287,12 +283,7 @@ class ExactPrefixes:
         self._unmapped: OrderedDict[int, dict[str, SentPrompt]] = OrderedDict()
 
     def open(self, key: tuple[str, int], rank: int) -> EngineBlocks:
-        """Blocks of a rank of an endpoint, empty; ranks are opened in order.
-
-        Args:
-            key: Address and incarnation of the endpoint.
-            rank: Rank, from 0.
-        """
+        """Blocks of a rank of an endpoint, empty; ranks are opened in order."""
         engines = self._engines.setdefault(key, [])
         if len(engines) != rank:
             raise ValueError(f"expected rank {len(engines)} of {key[0]}, got {rank}")

@@ -136,9 +136,6 @@ class PrefixIndex:
     def match(self, blocks: Sequence[int]) -> list[int]:
         """Count the leading blocks that each endpoint holds.
 
-        Args:
-            blocks: A chain, root first.
-
         Returns:
             Depth by slot, one for every slot ever given out; 0 where nothing matches.
         """
@@ -173,7 +170,6 @@ class PrefixIndex:
 
         Args:
             key: Key of the endpoint; a new key is given a slot.
-            blocks: A chain, root first.
         """
         slot = self._slots.get(key)
         if slot is None:
@@ -239,7 +235,6 @@ class PrefixIndex:
         """Drop the prediction that an endpoint holds a chain, or anything that continues it.
 
         Args:
-            blocks: The chain, root first.
             keep: Leading blocks that are still predicted as held.
         """
         slot = self._slots.get(key)
@@ -263,7 +258,6 @@ class PrefixIndex:
         """Bound one endpoint; what no longer fits is forgotten, least recently used first.
 
         Args:
-            key: Key of the endpoint; a new key is given a slot.
             capacity_blocks: Blocks predicted as held by it at most; 0 for none.
         """
         slot = self.slot(key)

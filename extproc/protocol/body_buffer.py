@@ -48,12 +48,7 @@ class BufferBudget:
 
 
 class BodyBuffer(msgspec.Struct):
-    """The body of one request as it arrives.
-
-    Args:
-        budget: Shared by all exchanges.
-        limit_bytes: The most one body may have.
-    """
+    """The body of one request as it arrives."""
 
     _budget: BufferBudget
     _limit_bytes: int
@@ -104,9 +99,6 @@ class BodyBuffer(msgspec.Struct):
 
     def apply_edit(self, edit: BodyEdit) -> RequestBody:
         """Replace a part of the complete body, and account for the difference in size.
-
-        Args:
-            edit: The edit; a few bytes, so that no limit is checked again.
 
         Returns:
             The body as it is now.
@@ -176,8 +168,6 @@ class UploadMonitor(Generic[UploadKeyT]):
         """Find the bodies to abort: idle for `idle_s`, or too slow since they began.
 
         Args:
-            arriving: All bodies on their way, with their bytes so far.
-            idle_s: Seconds that a body may stand still.
             max_streams: Arriving bodies beyond half of which `idle_s` is shortened (count).
             max_bytes: Bytes of them beyond half of which it is shortened.
         """

@@ -74,7 +74,6 @@ class DeferredResponses(msgspec.Struct):
         """All withheld replies, if Envoy sends the body on itself.
 
         Args:
-            destination: Address of the chosen endpoint.
             body_shown: Whether a body message waits for its answer.
             body: The replacement of the body; None leaves it unchanged.
         """
@@ -97,11 +96,7 @@ class DeferredResponses(msgspec.Struct):
         *,
         remove_headers: tuple[str, ...],
     ) -> Iterable[ProcessingResponse]:
-        """All withheld replies and the body, which is held until its chunks are written.
-
-        Args:
-            destination: Address of the chosen endpoint.
-        """
+        """All withheld replies and the body, which is held until its chunks are written."""
         first: tuple[ProcessingResponse, ...] = ()
         if self.headers:
             first = (
@@ -177,9 +172,7 @@ class Exchange(msgspec.Struct):
     """State machine of a stream. Not for use after `close`.
 
     Args:
-        settings: Shared by all exchanges of a server.
         budget: Bytes all exchanges together may gather.
-        watch_stream: Whether a streamed answer of this exchange is sampled for its usage.
 
     Attributes:
         request_state: How far the request is.

@@ -59,9 +59,6 @@ def edited_length(raw: HttpRequest, edit: BodyEdit) -> tuple[tuple[str, str], ..
 
     Of a body that BUFFERED_PARTIAL cut the rest follows; without a length of the whole there is
     nothing to correct.
-
-    Args:
-        raw: The request before the edit.
     """
     if raw.truncated:
         return changed_length(raw.headers.get("content-length", ""), edit.growth_bytes)

@@ -255,7 +255,6 @@ def chunks(
     Args:
         answers: REQUEST_BODY or RESPONSE_BODY.
         body: All bytes of this message or direction.
-        end_of_stream: Whether the last piece ends the direction.
         destination: Put on the first piece, see `StreamedBodyResponse`.
     """
     if len(body) <= CHUNK_BYTES:

@@ -86,11 +86,7 @@ class ModelNameRestorer:
         self._start_document()
 
     def pass_on(self, chunk: bytes, *, last: bool) -> bytes:
-        """Rewrite the next bytes of the response; empty while they may begin a match.
-
-        Args:
-            last: Whether none follow.
-        """
+        """Rewrite the next bytes of the response; empty while they may begin a match."""
         text = self._held + chunk if self._held else chunk
         changed: list[bytes] = []
         at, size = 0, len(text)
@@ -127,9 +123,6 @@ class ModelNameRestorer:
         """Go through a part of a document.
 
         Args:
-            text: Holds it.
-            at: Where it begins.
-            end: Where it ends.
             complete: Whether the document ends there.
             changed: Takes the bytes as they become.
 
@@ -248,11 +241,6 @@ def for_response(
     headers: Mapping[str, str], engine_model: str, client_model: str
 ) -> ModelNameRestorer | None:
     """Build the restorer of a response.
-
-    Args:
-        headers: Headers of the response, names in lower case.
-        engine_model: The model name in the request to the engine.
-        client_model: The model name in the request of the client.
 
     Returns:
         None where names are equal or empty, and where the answer is neither JSON nor a stream of

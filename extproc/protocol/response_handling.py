@@ -84,9 +84,7 @@ def response_headers_reply(
 
     Args:
         mode: Body mode to switch to; None keeps the configured one.
-        marker: Whether to set `x-went-into-resp-headers`.
         conformance: Whether to report the served endpoint.
-        headers: Further headers for the client.
         drops_length: Whether to remove `content-length`, because the length of the body changes by
             an amount that is not known yet.
     """
@@ -116,9 +114,6 @@ def response_body_mode_override(
     FULL_DUPLEX_STREAMED). A whole answer costs one message; it is asked for only when its size is
     declared and safe to buffer. A streamed answer must not be buffered, as that would hold its
     first token back to the end.
-
-    Args:
-        watch_stream: Whether this exchange is in the sample of watched streams.
     """
     if not BODY_MODE_TRAITS[modes.request].is_buffered or modes.response is not _NONE:
         return None

@@ -76,11 +76,7 @@ def parse_traceparent(value: str) -> TraceContext | None:
 
 
 def sampled_trace_id(headers: Mapping[str, str]) -> str:
-    """Trace id of a request whose caller samples its trace; empty for any other.
-
-    Args:
-        headers: Request headers, names in lower case.
-    """
+    """Trace id of a request whose caller samples its trace; empty for any other."""
     value = headers.get(TRACEPARENT)
     if value is None or value[_LENGTH - 1 : _LENGTH] in _UNSAMPLED_DIGITS:
         return ""
@@ -112,7 +108,6 @@ class TraceSampler:
         client whose trace is not sampled costs a look at its header.
 
         Args:
-            headers: Request headers, names in lower case.
             read_call_traceparent: Reads `traceparent` of the gRPC call, by which the data plane
                 names its own span; empty without one.
 

@@ -51,12 +51,7 @@ class PromptListener(Protocol):
         """Take note of a routed request."""
 
     def render_ahead(self, decision: Decision, raw: HttpRequest) -> Awaitable[None] | None:
-        """Wait, for a bounded time, until a better choice can be made; None for no wait.
-
-        Args:
-            decision: The choice as it would be now.
-            raw: The request.
-        """
+        """Wait, for a bounded time, until a better choice can be made; None for no wait."""
 
 
 class Director:
@@ -179,7 +174,6 @@ class Director:
         """Choose an endpoint for a prepared request, without charging it.
 
         Args:
-            prepared: Result of `prepare`, now or earlier.
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
@@ -287,10 +281,7 @@ class Director:
         """Charge a request to an endpoint and predict its prompt as cached there.
 
         Args:
-            chain: Block hashes of the prompt, 64 bits each, root first.
-            target: Adapter or model name.
             cached_tokens: Of its tokens, those predicted as cached there.
-            from_peers: Whether another picker sent it.
         """
         endpoint, account = member.endpoint, member.account
         prompt_tokens = size.tokens
@@ -365,7 +356,6 @@ class Director:
         Args:
             member: Member of the current pool.
             chain: A prompt's block hashes, root first, `max_blocks` at most.
-            target: Adapter or model name.
         """
         ratio = self._store.bytes_per_token.mean_ratio(target, size)
         return self.scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
@@ -376,7 +366,6 @@ class Director:
         """Record response headers: the endpoint's health and its prefix cache.
 
         Args:
-            reservation: Result of `reserve`.
             status: `:status` as text.
             served: Address of the endpoint that answered, where the data plane says so.
         """
@@ -475,7 +464,6 @@ class Director:
         """Close the accounts of a request that ended, whatever the reason.
 
         Args:
-            reservation: Result of `reserve`.
             answered: Whether response headers were seen.
         """
         ran = not reservation.refused

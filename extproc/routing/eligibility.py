@@ -86,10 +86,8 @@ def find_eligible(
 
     Args:
         request: Model, adapter and subset count.
-        respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Reject models that no endpoint serves, if all served models are known.
         may_defer: Whether a request may wait for the first endpoint.
-        rng: Chance, for slow start.
 
     Returns:
         The endpoints; a deferral or 503 when none is allowed, or 404.
@@ -195,10 +193,6 @@ class ModelBitsets:
     """Eligible endpoints as bits, regardless of load and health; see `eligibility`.
 
     It stands for as long as neither the endpoints nor their lists of models change.
-
-    Args:
-        respect_subset: Keep to the endpoints the data plane allows.
-        reject_unlisted: Whether requests for models that no endpoint serves are rejected.
 
     Attributes:
         serving: Endpoints by model, as of the snapshot.

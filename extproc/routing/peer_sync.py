@@ -129,11 +129,7 @@ def decode(data: bytes) -> PeerMessage | None:
 
 
 class PeerEventLog:
-    """Events of this replica that wait to be sent. Mutable; it has a single owner.
-
-    Args:
-        on_waiting: Called when the first fact waits.
-    """
+    """Events of this replica that wait to be sent. Mutable; it has a single owner."""
 
     def __init__(self, picker: str, on_waiting: Callable[[], None]) -> None:
         self.picker = picker

@@ -113,11 +113,7 @@ class PoolSelector:
         return self._search(raw, now)
 
     def route_again(self, result: RoutingResult, now: float) -> RoutingResult:
-        """Choose an endpoint for a prepared request anew, in the pool that it has.
-
-        Args:
-            result: Result of `route` with a prepared request.
-        """
+        """Choose an endpoint for a prepared request anew, in the pool that it has."""
         if result.director is None or result.prepared is None:
             return result
         outcome: Outcome = result.director.decide(result.prepared, now)
@@ -287,10 +283,6 @@ def requested_model(path: str) -> str | None:
 
 def build_models_response(directors: Sequence[Director], name: str) -> DirectResponse | None:
     """Build the response to a request for the list of models or for a single model.
-
-    Args:
-        directors: Whose endpoints count.
-        name: From `requested_model`.
 
     Returns:
         None while no endpoint listed anything: an engine is asked then.

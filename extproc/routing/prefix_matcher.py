@@ -39,7 +39,6 @@ class PrefixMatcher:
         """Predicted cached prompt tokens per member.
 
         Args:
-            chain: Block hashes of the prompt, 64 bits each, root first.
             tokens: Prompt tokens by depth in the chain.
         """
         if not chain:
@@ -126,10 +125,6 @@ class ExactMatcher:
         are known by the estimate: blocks of prompts that were just sent there are on their way, and
         prompts that wait ahead evict others (`_eviction_ratio`). Of several ranks behind an endpoint
         any may serve, so it is their mean.
-
-        Args:
-            chain: Block hashes of the prompt, 64 bits each, root first.
-            tokens: Prompt tokens by depth in the chain.
         """
         self._source = "estimate"
         if self._sources:
@@ -178,9 +173,6 @@ class ExactMatcher:
 
         Most prompts of a pool begin with few system prompts, which most engines hold: what follows
         from the first end alone is stored.
-
-        Args:
-            ends: As of `PromptMatch`.
         """
         first, further = (0, 0), 0
         if ends:
@@ -300,9 +292,7 @@ class ExactMatcher:
         that those who wait lack.
 
         Args:
-            member: Its endpoint.
             corrected: Tokens by position, which are changed.
-            position: Its position.
             prompt: Block hashes of the prompt, and tokens by depth.
         """
         load, account = member.load, member.account

@@ -46,7 +46,6 @@ class PolicyResolver:
         """Replace the policy; does nothing if the values are unchanged.
 
         Args:
-            discovered: Policy from discovery.
             configured: Policy of the configuration, used where discovery has none.
         """
         if discovered is self._discovered and configured is self._configured:
@@ -75,11 +74,7 @@ class PolicyResolver:
     def with_priority(
         self, request: InferenceRequest, headers: Mapping[str, str]
     ) -> InferenceRequest:
-        """The request with the priority of its objective; unchanged without an objective.
-
-        Args:
-            headers: Headers of the request, names in lower case.
-        """
+        """The request with the priority of its objective; unchanged without an objective."""
         if not self._priorities:
             return request
         name = objective_of(headers)
@@ -107,9 +102,6 @@ class PolicyResolver:
         self, raw: HttpRequest, refused: Rejection, rng: random.Random
     ) -> InferenceRequest | None:
         """The request with the model of a rule for all requests, if it named no model.
-
-        Args:
-            rng: As for `rewrite_target`.
 
         Returns:
             None where it stays refused.
@@ -219,8 +211,6 @@ def resolve_model(
     KubeAI's `model_adapter`.
 
     Args:
-        headers: Headers of the request, names in lower case.
-        serving: Endpoints by model.
         rewrite_target: Model of a rewrite; empty where there is none.
         kubeai_names: Whether `model_adapter` is understood.
 
@@ -246,12 +236,7 @@ def resolve_model(
 def attach_model_rewrite(
     outcome: Outcome, raw: HttpRequest, request: InferenceRequest, sent: str
 ) -> Outcome:
-    """Attach the model names for the request body and for the response to an outcome.
-
-    Args:
-        outcome: Outcome of the renamed request.
-        sent: See `ModelRewrite`.
-    """
+    """Attach the model names for the request body and for the response to an outcome."""
     if not sent or not isinstance(outcome, Decision):
         return outcome
     splice = model_edit.locate_model(raw, sent)
@@ -316,7 +301,6 @@ class RequestPreparer:
     """Prepares requests for one pool.
 
     Args:
-        store: Pool with its models and its inference policy.
         routing: Settings and configured policy; `reconfigure` replaces them.
     """
 

@@ -146,7 +146,6 @@ def with_expected_hits(
     Args:
         key: Identity of the conversation; empty for none.
         matched: Per member, prompt tokens that our own index predicts as cached there.
-        peers: Load of other replicas.
 
     Returns:
         `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
@@ -276,7 +275,6 @@ class Scheduler:
 
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first, cut as the schedule cuts.
-            headers: Headers of the request, names in lower case.
             may_defer: Whether it may wait for an endpoint while another one has a place.
             with_prompt: Returns the request with its prompt, where `request` has none.
         """

@@ -24,9 +24,6 @@ def adapter(context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
 
     A surface that names the adapter in the model field does not say whether it is one: it is, where
     the context knows it or some candidate is labelled with that name.
-
-    Args:
-        candidates: Candidates whose labels count.
     """
     if context.adapter:
         return context.adapter
@@ -36,10 +33,6 @@ def adapter(context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
 
 def capable(adapter_name: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The candidates that serve an adapter.
-
-    Args:
-        adapter_name: Result of `adapter`.
-        candidates: Endpoints in play.
 
     Returns:
         All for the base model, and where no candidate carries a label of that kind.

@@ -163,9 +163,6 @@ class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 def _free_slots(candidates: Sequence[Candidate]) -> Sequence[float] | None:
     """Adapter slots less adapters in the batch, of each candidate.
 
-    Args:
-        candidates: In the order of the answer.
-
     Returns:
         Counts, the mean of the known ones where an engine says nothing; None when no engine says
         anything.

@@ -87,10 +87,6 @@ class GuardedPlugin:
     read, and its answers are copied into plain numbers and text, which it cannot change afterwards
     and which always print. The account of time is per instance and also kept in dry runs: it says
     what the plugin costs, not what was decided.
-
-    Args:
-        plugin: A filter, scorer, cost model or picker.
-        guards: Clock, counters and limits.
     """
 
     __slots__ = (
@@ -190,7 +186,6 @@ class GuardedPlugin:
         """Let the plugin act, unless it is bypassed.
 
         Args:
-            role: For the counters.
             now: Monotonic seconds; what a bypass is timed by.
 
         Raises:

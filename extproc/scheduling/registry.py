@@ -186,10 +186,6 @@ BUILT_IN = PluginRegistry(FILTERS, SCORERS, COSTS, PICKERS)
 def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[PluginT]:
     """Look a kind up.
 
-    Args:
-        table: A table of `PluginRegistry`.
-        where: File and path the kind was read from, for the error.
-
     Raises:
         ConfigError: No plugin of that kind; names the nearest one.
     """

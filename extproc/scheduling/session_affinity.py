@@ -116,9 +116,7 @@ class SessionAffinity:
     """Session lookup of the filter and the scorer, by one of the two strategies.
 
     Args:
-        strategy: Strategy of the affinity.
         header: The token's header, for the strategy without a memory.
-        settings: Settings of the strategy `session-id`.
     """
 
     def __init__(self, strategy: SessionStrategy, header: str, settings: SessionId) -> None:

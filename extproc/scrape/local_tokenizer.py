@@ -40,9 +40,6 @@ _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 class LocalTokenizer:
     """Tokenizer of a model and its adapters. It takes CPU: call it in a thread.
 
-    Args:
-        folder: Folder of the model.
-
     Raises:
         ConfigError: A package of the extra `tokenizer` is not installed, or a file cannot be read.
     """
@@ -67,7 +64,6 @@ class LocalTokenizer:
 
         Args:
             api: `chat` or `completions`.
-            body: The request, JSON.
 
         Raises:
             ValueError: The body is no such request, or its template refuses it.

@@ -108,7 +108,6 @@ class MetricsPageReader:
 
         Args:
             page: The page in Prometheus text format; any bytes are safe.
-            now: Monotonic seconds at which it was received.
             engine_type: Value of the endpoint's engine-type label. It is tried first; the names on
                 the page have the last word, so that a wrong label does not hide the load.
             extra: Metrics for `Load.extra`, also of unknown engines; None for none.

@@ -46,9 +46,6 @@ _TEXT = msgspec.json.Decoder(str)
 def read(page: bytes) -> ServedModels | None:
     """Returns the model names on a page.
 
-    Args:
-        page: The body of the answer to `GET /v1/models`.
-
     Returns:
         None when it is no such page, lists nothing, or lists more than `MAX_NAMES` names or one
         that no request may carry (`request.MAX_NAME_BYTES`).

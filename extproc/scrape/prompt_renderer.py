@@ -149,12 +149,7 @@ class PromptRenderer:
     """Maps the prompts of routed requests to tokens.
 
     Args:
-        exact: Receives the tokens.
-        adapters: Returns the names of known adapters.
-        scheme: Of engines, `http` or `https`.
         tls: For `https`; None for the usual one.
-        instance: Name of the pool, for the log.
-        settings: A server for rendering, and the budget of requests.
 
     Attributes:
         results: Prompts by result (count), all results from the start.

@@ -87,7 +87,6 @@ class EndpointScraper:
     """Scrapes one engine, in one incarnation.
 
     Args:
-        scraper: Its settings, store and client.
         members: The endpoint, or one of each of its data-parallel ranks, in order; replaced when
             there are others.
 

@@ -41,7 +41,6 @@ class AdminPages:
 
     Args:
         dry_run: Routes a request without a reservation.
-        max_body_bytes: Returns the largest body that `/debug/explain` accepts.
     """
 
     def __init__(  # noqa: PLR0913 - each page shows another part of the process

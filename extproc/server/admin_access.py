@@ -119,7 +119,6 @@ class AdminAccess:
 
     Args:
         token: Returns the token in force; empty where none is configured.
-        is_peer: Checks if an address is that of a peer.
     """
 
     def __init__(self, token: Callable[[], str], is_peer: Callable[[str], Awaitable[bool]]) -> None:
@@ -133,7 +132,6 @@ class AdminAccess:
 
         Args:
             path: Decoded path of the page.
-            remote: IP address of the client.
             authorization: Header `Authorization`; empty without one.
             host: Header `Host`; empty without one.
         """

@@ -89,7 +89,6 @@ class AggregatedDiscoveryServicer:
 
     Args:
         h2c: Returns the names of pools whose engines speak HTTP/2 without TLS.
-        synced: Returns True once the pools are known.
         supervisor: Counts exceptions; None creates a new supervisor.
 
     Raises:
@@ -248,9 +247,6 @@ def register(server: grpc.aio.Server, discovery: AggregatedDiscoveryServicer) ->
 
 class ControlPlaneServers:
     """Servers of xDS and of KEDA's external scaler, where they are enabled.
-
-    Args:
-        loops: Returns the control loops that KEDA scales by, by name of the pool.
 
     Attributes:
         keda: KEDA's scaler; None where it is disabled.

@@ -97,11 +97,7 @@ class QueuedRequest:
 
 
 class AsyncFlowController:
-    """Queues requests of a pool until they are admitted or rejected.
-
-    Args:
-        pool: Name of the pool, which decisions have.
-    """
+    """Queues requests of a pool until they are admitted or rejected."""
 
     def __init__(
         self,

@@ -178,11 +178,7 @@ def _keep(_: int) -> int:
 
 
 class IdleMemoryTrimmer:
-    """Trims memory once most streams of a peak have ended.
-
-    Args:
-        trim: Returns freed memory to the system.
-    """
+    """Trims memory once most streams of a peak have ended."""
 
     def __init__(self, trim: Callable[[], None]) -> None:
         self._trim = trim

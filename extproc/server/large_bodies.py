@@ -73,11 +73,7 @@ class ParserDiedError(Exception):
 
 
 class ParserProcess:
-    """Parser process, started on demand. All calls block.
-
-    Args:
-        command: Program and arguments of the process.
-    """
+    """Parser process, started on demand. All calls block."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._command = command
@@ -187,7 +183,6 @@ class LargeBodies:
     """Parses large bodies outside of the event loop.
 
     Args:
-        max_prompt_bytes: Returns the longest part of a prompt that is hashed.
         process: Parses them; None creates one.
     """
 

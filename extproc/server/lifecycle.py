@@ -26,9 +26,6 @@ _LOOK_S = 0.1
 def run(settings: Settings, source: reload.ConfigSource) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
-    Args:
-        source: Source of the configuration, for reloads.
-
     Raises:
         ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
     """

@@ -43,9 +43,6 @@ ArgumentT = TypeVar("ArgumentT")
 class ExtProcCall(ServerCall):
     """Stream of ext_proc: runs a `StreamHandler`.
 
-    Args:
-        servicer: Counts it.
-
     Attributes:
         stream: Handler of the exchange.
         is_waiting: True while its request waits for admission, for the parse of its body, or for

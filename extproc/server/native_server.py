@@ -39,12 +39,7 @@ class Http2Server:
     """Native gRPC server on any number of addresses.
 
     Args:
-        routes: Handlers by path of the method.
-        limits: Limits of each connection.
-        budget: Limit on incomplete messages.
         counts: Calls and connections that ended by a limit or a violation; updated here.
-        keepalive: When silent connections are pinged and closed.
-        max_connections: Open connections above which further ones are refused (count).
 
     Attributes:
         send_budget: Limit on the answers that wait on all of them.

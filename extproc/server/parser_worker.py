@@ -65,9 +65,6 @@ def describe_job(raw: HttpRequest, *, max_prompt_bytes: int) -> ParseJob:
 def parse_body(job: ParseJob, body: bytes) -> surfaces.ParseResult:
     """Parse a body.
 
-    Args:
-        job: The request around it.
-
     Returns:
         The request or its rejection, with the prompt cut to what is hashed of it, and the place of
         the model.

@@ -37,7 +37,6 @@ class PoolRegistry:
     Args:
         configured: Names of configured pools by their keys in Kubernetes discovery.
         is_discovery_synced: Returns True once Kubernetes discovery is complete, or is not used.
-        on_change: Called after changes from Kubernetes discovery.
 
     Raises:
         ConfigError: A profile cannot be built.

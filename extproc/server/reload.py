@@ -127,10 +127,8 @@ class Reloader:
     """Keeps a server's configuration up to date.
 
     Args:
-        settings: Settings in force.
         apply_settings: Puts settings in force, which differ from `settings` in live fields only; raises
             before it changes anything.
-        on_reload: Called after every attempt.
     """
 
     def __init__(

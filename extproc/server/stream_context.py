@@ -88,8 +88,6 @@ class RequestObserver(Protocol):
         Args:
             duration_s: Seconds since the choice of the endpoint.
             elapsed_s: Seconds since the stream was opened.
-            is_stream: Whether the response is a stream of events.
-            is_shown: Whether its chunks are to be shown.
         """
 
     def on_response_chunk(self, elapsed_s: float) -> None:

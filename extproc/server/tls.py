@@ -101,7 +101,6 @@ def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:
     """Load the TLS context of `tls.crt` and `tls.key` in a folder (a mounted Kubernetes Secret).
 
     Args:
-        folder: Holds the files.
         reload: Check the files on each new connection; a pair that cannot be read leaves the old
             one in place.
 
@@ -131,11 +130,7 @@ def log_reload(result: str) -> None:
 
 
 class KeyPair:
-    """A certificate and its key on disk.
-
-    Args:
-        folder: Holds `tls.crt` and `tls.key`.
-    """
+    """A certificate and its key on disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -88,7 +88,6 @@ def build_transport(
     """Build a transport; only its own libraries are loaded.
 
     Args:
-        name: The value of `server.transport`.
         counts: Calls and connections that the native transport ended, by limit or violation.
     """
     if name == "native":

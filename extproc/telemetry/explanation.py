@@ -68,9 +68,6 @@ def health(pool: pool_state.PoolState) -> Json:
 def describe_shadow(shadow: ShadowScheduler, now: float) -> Json:
     """Comparison of a shadow with what was routed, as JSON.
 
-    Args:
-        now: Monotonic seconds, for ages.
-
     Returns:
         `agreement` is the share of compared requests with the same endpoint; `expected_saving_s`
         the mean seconds that a judge expects of the shadow's choices, negative for a loss. Both are

@@ -37,11 +37,7 @@ def render_legend() -> str:
 
 
 def render_table(explanation: Json) -> str:
-    """Renders an explanation as text.
-
-    Args:
-        explanation: Result of `explain`, or its JSON from a server.
-    """
+    """Renders an explanation as text."""
     if explanation["outcome"] in {"rejection", "deferral"}:
         return _refused(explanation)
     health = explanation.get("health")
@@ -60,11 +56,7 @@ def render_table(explanation: Json) -> str:
 
 
 def render_past(record: Json) -> str:
-    """Renders a recorded request as text.
-
-    Args:
-        record: Result of `explanation.explain_record`, or its JSON from a server.
-    """
+    """Renders a recorded request as text."""
     if record["outcome"] == "rejection":
         asked_for = f", model {record['model']}" if record["model"] else ""
         line = f"request {record['id']}: {record['seconds_ago']:.1f} s ago{asked_for}"

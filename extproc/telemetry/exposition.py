@@ -36,14 +36,7 @@ _STREAM_RESULTS = ("ok", "cancelled", "protocol", "error")
 
 
 class Exposition:
-    """Renders the metrics page on demand.
-
-    Args:
-        clock: Monotonic seconds, for ages.
-        gauges: Readers of `PROCESS_GAUGES`, by name.
-        has_llmd_names: Whether metrics are served under the names of llm-d as well.
-        about: Labels of `extproc_info`: which pool and profile this is.
-    """
+    """Renders the metrics page on demand."""
 
     def __init__(
         self,

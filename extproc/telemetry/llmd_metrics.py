@@ -143,7 +143,6 @@ def llmd_families(
     """Yield all families.
 
     Args:
-        routing_s: Time to route a request.
         profile: Name of the scheduling profile, which stands for all plugins.
     """
     yield from _request_families(pools)

@@ -80,7 +80,6 @@ class _CountedExporter(SpanExporter):
 
     Args:
         counts: Spans by result, `exported` or `failed`; updated here.
-        messages: What the SDK says of failures.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class OtlpTracer:
     Args:
         exporter: `otlp`, or `console` for JSON on standard output.
         max_queued_spans: Spans that wait for export; more are dropped (count).
-        max_batch_spans: Spans of an export (count).
         rng: Source of span ids; replicas need different ones.
         counts: Spans by result: `exported`, `failed` or `dropped`; updated here.
     """

@@ -69,9 +69,7 @@ class PoolLog:
         """Log the first of several failed scrapes, a count each minute, and their end.
 
         Args:
-            address: Endpoint of the current pool.
             outcome: `ok`, or the reason of the failure.
-            is_model_list: Whether the model list was read instead of metrics.
         """
         key = address, is_model_list
         failed = self._scrapes.get(key)

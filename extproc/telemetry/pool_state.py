@@ -108,11 +108,7 @@ class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def describe_pool_state(pool: Pool, now: float) -> PoolState:
-    """Converts a pool snapshot.
-
-    Args:
-        now: Monotonic seconds, for ages.
-    """
+    """Converts a pool snapshot."""
     return PoolState(endpoints=tuple(describe_endpoint(member, now) for member in pool.members))
 
 

@@ -111,10 +111,8 @@ def find_process_problems(
     """Find the problems of the process.
 
     Args:
-        is_ready: Whether it wants traffic.
         reload_error: Why the last reload was refused; empty where it was not.
         needs_restart: Fields of the configuration that only a restart changes.
-        degraded: Names of loops that fail.
     """
     problems: list[Problem] = []
     if not is_ready:

@@ -128,7 +128,6 @@ class DecisionLog:
         """Adds a decision; a later decision of the same id replaces an earlier one.
 
         Args:
-            request_id: Id from the client or the data plane.
             pool: Name of the pool, where the decision does not name it.
         """
         request_id = shorten_id(request_id)

@@ -72,12 +72,7 @@ class SpanSink(Protocol):
 
 
 class TracedRequest:
-    """Observer of a traced request: reports to its recorder, and sends its spans at its end.
-
-    Args:
-        trace: Its span.
-        started_s: Monotonic seconds of the first message.
-    """
+    """Observer of a traced request: reports to its recorder, and sends its spans at its end."""
 
     def __init__(
         self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float, sink: SpanSink

@@ -348,7 +348,6 @@ def quantile(bounds: Sequence[float], counts: Iterable[int], share: float) -> fl
     Args:
         bounds: Ascending upper bounds.
         counts: Values by bucket, not cumulative; those beyond the last bound count as equal to it.
-        share: Which quantile, 0..1.
     """
     counts = list(counts)
     rank, lower, below = share * sum(counts), 0.0, 0.0

@@ -56,7 +56,6 @@ def encode_metric_spec(name: str, target: float) -> bytes:
     """Encode the metric and its target value per replica.
 
     Args:
-        name: Name of the metric.
         target: Target value of the metric per replica, above 0.
     """
     spec = keda_pb2.MetricSpec(

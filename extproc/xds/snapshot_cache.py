@@ -232,9 +232,6 @@ class SnapshotCache:
         """Returns True if the pools may need another snapshot; cheap enough for 20 calls a second.
 
         Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
-
-        Args:
-            h2c: Names of those whose engines speak HTTP/2 without TLS.
         """
         if len(pools) != len(self._entries):
             return True

@@ -126,7 +126,6 @@ class ControlLoop:
     """Scales a pool. Mutable; owned by its `ScaledPool`.
 
     Args:
-        counters: Counters of this process for the pool.
         on_change: Called after every step, successful or not.
 
     Raises:

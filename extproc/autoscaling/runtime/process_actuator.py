@@ -73,7 +73,6 @@ class ProcessActuator:
     """Starts and ends engines, and is the discovery of their pool.
 
     Args:
-        runtime: Pool of the engines.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
 

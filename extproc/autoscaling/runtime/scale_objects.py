@@ -130,7 +130,6 @@ def build_event(
     Args:
         uid: UID of the target; empty where it is unknown.
         reason: A single word in CamelCase.
-        reporter: Identity of this process.
     """
     when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
     about = {

@@ -37,11 +37,7 @@ _MAX_QUEUED_EVENTS = 16
 
 
 class ScaleClient:
-    """Client of the API server for all scale targets of this process.
-
-    Args:
-        settings: Location of its address and our credentials.
-    """
+    """Client of the API server for all scale targets of this process."""
 
     def __init__(self, settings: KubernetesSettings, identity: str) -> None:
         self.identity = identity
@@ -89,12 +85,7 @@ class ScaleClient:
     async def write_event(
         self, target: ScaleTarget, reason: str, note: str, *, warning: bool = False
     ) -> None:
-        """Write an Event; only the first failure is logged, and no write is repeated.
-
-        Args:
-            target: The object, with everything filled in.
-            reason: A single word.
-        """
+        """Write an Event; only the first failure is logged, and no write is repeated."""
         body = scale_objects.build_event(
             target,
             uid="",
@@ -115,7 +106,6 @@ class ScaleSubresourceActuator:
     """Scales a target while this replica leads and no other autoscaler does.
 
     Args:
-        target: The object, with everything filled in.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
 
@@ -286,11 +276,7 @@ class _Known:
 
 
 class AutoscalerLister:
-    """Lists other autoscalers of a target.
-
-    Args:
-        target: The object, with everything filled in.
-    """
+    """Lists other autoscalers of a target."""
 
     def __init__(self, target: ScaleTarget, api: ScaleApi) -> None:
         self._target = target

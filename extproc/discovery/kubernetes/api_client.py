@@ -150,7 +150,6 @@ class KubernetesApiClient:
         """Sends any other request, for components that share the connection.
 
         Args:
-            path: URL path, beginning with `/apis` or `/api`.
             body: Object to send as JSON; None for no body.
             seconds: Time limit of the complete call (seconds).
             kind: Content type of the body, which selects the kind of a PATCH.

@@ -132,7 +132,6 @@ def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple
     """Returns the endpoints of a Service by name, without duplicate pods.
 
     Args:
-        slices: All of it.
         port: Name or number; see `settings.ServiceRef`.
     """
     by_owner: dict[tuple[str, int], Endpoint] = {}
@@ -226,7 +225,6 @@ class PodView:
 
     Args:
         spec: None as long as the object that defines the pool is not there.
-        override_ip: See `KubernetesSettings.override_ip`.
     """
 
     def __init__(self, namespace: str, spec: PoolSpec | None, *, override_ip: bool) -> None:
@@ -245,7 +243,6 @@ class PodView:
 
         Args:
             spec: New spec; None if no object defines the pool.
-            pods: All of the namespace.
         """
         self.spec = spec
         self._members = {}
@@ -287,9 +284,6 @@ class PodView:
 class SliceView:
     """View of the pool of a Service.
 
-    Args:
-        port: See `settings.ServiceRef`.
-
     Attributes:
         slices: EndpointSlices by name.
     """
@@ -320,7 +314,6 @@ def build_policy(
     """Builds the policy of one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
-        objectives: Objectives of its namespace, in any order.
         rewrites: Rewrites of its namespace, in any order; the name decides between equal ages, so
             that replicas agree.
     """

@@ -140,11 +140,7 @@ def _check_selector(source: settings.PodSelector, where: str) -> None:
 def plan_watches(
     sources: Sequence[settings.KubernetesSource], *, policies: bool
 ) -> tuple[WatchedCollection, ...]:
-    """Plans the collections to watch; no two of them hold the same object.
-
-    Args:
-        policies: Whether objectives and rewrites are watched.
-    """
+    """Plans the collections to watch; no two of them hold the same object."""
     pools = [source for source in sources if isinstance(source, settings.InferencePoolRef)]
     wide = [source for source in sources if isinstance(source, settings.AllPools)]
     selectors = [source for source in sources if isinstance(source, settings.PodSelector)]
