@@ -75,6 +75,10 @@ class EndpointCounts:
         self.failing = 0
         self._changed = -math.inf
 
+    def change_failing(self, change: int) -> None:
+        """Counts an endpoint whose scrapes began to fail (1) or no longer do (-1); 0 for neither."""
+        self.failing += change
+
     def change_busy(self, change: int, now: float) -> None:
         """Counts an endpoint that turned busy (1) or idle (-1); 0 for neither."""
         if change:

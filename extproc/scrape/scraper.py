@@ -206,7 +206,7 @@ class EndpointScraper:
             scraper.supervisor.record_success("scrape", self.address)
 
     def _set_failures(self, failures: int) -> None:
-        self._scraper.endpoint_counts.failing += bool(failures) - bool(self.failures)
+        self._scraper.endpoint_counts.change_failing(bool(failures) - bool(self.failures))
         self.failures = failures
 
     def close(self) -> None:

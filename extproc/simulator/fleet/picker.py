@@ -370,7 +370,7 @@ class ExtprocPicker:
             self.flow_controller.notify_capacity()
 
     def _set_failures(self, n: int, failures: int) -> None:
-        self._counts.failing += bool(failures) - bool(self._failures[n])
+        self._counts.change_failing(bool(failures) - bool(self._failures[n]))
         self._failures[n] = failures
 
     def _wait_s(self, n: int, *, busy: bool, resting: bool = False) -> float:
