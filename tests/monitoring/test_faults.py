@@ -98,7 +98,6 @@ class Fleet:
         self.listed = listed
         self.config = config
         self.prometheus = None
-        self.statuses = []
         self._is_over = False
 
     async def ask_again_and_again(self, number):
@@ -106,17 +105,27 @@ class Fleet:
         turn = 0
         while not self._is_over:
             turn += 1
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                answer = await http1.ask(self.place.port, PATH, body(number, turn))
-                self.statuses.append(answer.status)
+            await self._ask(body(number, turn))
             await asyncio.sleep(PAUSE_S)
 
     async def crowd(self, count, *, tokens):
         """So many further clients ask once, all at the same time."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(count):
-                message = body(CLIENTS + number, 0, tokens=tokens)
-                tasks.create_task(http1.ask(self.place.port, PATH, message))
+                tasks.create_task(self._ask(body(CLIENTS + number, 0, tokens=tokens)))
+
+    async def _ask(self, message):
+        """Ask once; an engine may die meanwhile."""
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await http1.ask(self.place.port, PATH, message)
+
+    def filled(self, count=32, *, tokens=60):
+        """Crowds without a pause while the block runs.
+
+        Each is of more requests than all engines may have open, so that every engine has some,
+        whichever the strategy prefers.
+        """
+        return again_and_again(lambda: self.crowd(count, tokens=tokens))
 
     def end(self):
         """Let the clients end after their next answer."""
@@ -352,14 +361,15 @@ LLMD_QUERIES = (
 
 async def test_the_failure_board_of_llmd_has_data(fleet, victim):
     """With metrics under its names, each of its queries returns a number once requests failed."""
-    await fleet.arm(victim, "status=500")
-    for promql in LLMD_QUERIES:
+    async with fleet.filled():
+        await fleet.arm(victim, "status=500")
+        for promql in LLMD_QUERIES:
 
-        async def has_number(promql=promql):
-            values = [float(item["value"][1]) for item in await fleet.prometheus.query(promql)]
-            return any(map(math.isfinite, values))
+            async def has_number(promql=promql):
+                values = [float(item["value"][1]) for item in await fleet.prometheus.query(promql)]
+                return any(map(math.isfinite, values))
 
-        await prometheus.until(has_number, lambda promql=promql: promql)
+            await prometheus.until(has_number, lambda promql=promql: promql)
 
 
 async def test_large_bodies(fleet):
@@ -387,12 +397,8 @@ async def test_clients_that_leave(fleet):
 
 async def test_a_slow_engine(fleet, victim):
     """Five times slower, it is far above the others."""
-
-    async def crowd():
-        await fleet.crowd(32, tokens=60)
-
     # With little load, `adaptive` leaves it alone, and nothing shows.
-    async with again_and_again(crowd):
+    async with fleet.filled():
         await fleet.arm(victim, "slow=5")
         await fleet.panel_shows(boards.SLOW_ENGINE, lambda ratio: ratio > 3, endpoint=victim)
         await fleet.fires(boards.SLOW_ENGINE.alert, victim)
@@ -403,18 +409,20 @@ async def test_a_slow_engine(fleet, victim):
 async def test_an_engine_that_hangs(fleet, victim):
     """Stopped in the middle of its requests, it is ejected."""
     process = fleet.engines[victim].process
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await fleet.panel_shows(boards.HUNG_ENGINE, lambda value: value == 1, endpoint=victim)
-        await fleet.fires(boards.HUNG_ENGINE.alert, victim)
-    finally:
-        process.send_signal(signal.SIGCONT)
+    async with fleet.filled():
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await fleet.panel_shows(boards.HUNG_ENGINE, lambda value: value == 1, endpoint=victim)
+            await fleet.fires(boards.HUNG_ENGINE.alert, victim)
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 async def test_an_engine_that_answers_errors(fleet, victim):
     """Its share of errors, its ejections and probes are there."""
-    await fleet.arm(victim, "status=500")
-    await fleet.returns("engine errors")
+    async with fleet.filled():
+        await fleet.arm(victim, "status=500")
+        await fleet.returns("engine errors")
 
 
 async def test_a_cold_cache(fleet, victim):
@@ -425,7 +433,7 @@ async def test_a_cold_cache(fleet, victim):
         async with aiohttp.ClientSession() as http, http.post(url) as answer:
             assert answer.status == 200
 
-    async with again_and_again(reset):
+    async with fleet.filled(), again_and_again(reset):
         await fleet.panel_shows(boards.COLD_CACHE, lambda ratio: ratio < 0.5, endpoint=victim)
         await fleet.fires(boards.COLD_CACHE.alert, victim)
 
@@ -434,12 +442,8 @@ async def test_a_full_queue(fleet, victim):
     """With slow engines and more clients than the queue takes, requests are rejected."""
     for address in fleet.engines:
         await fleet.arm(address, "slow=50")
-
-    async def crowd():
-        await fleet.crowd(60, tokens=400)
-
     try:
-        async with again_and_again(crowd):
+        async with fleet.filled(60, tokens=400):
             await fleet.panel_shows(
                 boards.FULL_QUEUE, lambda value: value > 0, status="429", cause="queue-full"
             )
@@ -498,11 +502,12 @@ async def test_a_picker_that_hangs(fleet, victim):
 async def test_an_engine_that_dies(fleet):
     """It cannot be reached, is ejected, and is back when it runs again."""
     victim = list(fleet.engines)[1]
-    fleet.engines[victim].process.kill()
-    await fleet.engines[victim].process.wait()
-    await fleet.panel_shows(boards.DEAD_ENGINE, lambda value: value == 0, endpoint=victim)
-    await fleet.fires(boards.DEAD_ENGINE.alert, victim)
-    await fleet.returns("engine killed")
+    async with fleet.filled():
+        fleet.engines[victim].process.kill()
+        await fleet.engines[victim].process.wait()
+        await fleet.panel_shows(boards.DEAD_ENGINE, lambda value: value == 0, endpoint=victim)
+        await fleet.fires(boards.DEAD_ENGINE.alert, victim)
+        await fleet.returns("engine killed")
     port = victim.rpartition(":")[2]
     fleet.engines[victim], _ = await fleet.children.engine(*ENGINE, "--port", port)
     await fleet.is_silent()
