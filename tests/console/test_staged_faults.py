@@ -103,11 +103,12 @@ async def test_a_broken_configuration(fleet, overview):
 async def test_an_engine_that_hangs(fleet, overview, victim):
     """Stopped in the middle of its requests, it is ejected, and the cause is there."""
     process = fleet.engines[victim].process
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await is_named(overview, victim, "for ")
-    finally:
-        process.send_signal(signal.SIGCONT)
+    async with fleet.filled():
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await is_named(overview, victim, "for ")
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 async def test_a_cold_cache(fleet, overview, victim):
@@ -118,17 +119,13 @@ async def test_a_cold_cache(fleet, overview, victim):
         async with aiohttp.ClientSession() as http, http.post(url) as answer:
             assert answer.status == 200
 
-    async with again_and_again(reset):
+    async with fleet.filled(), again_and_again(reset):
         await is_named(overview, f"The cache of {victim} is cold")
 
 
 async def test_a_slow_engine(fleet, overview, victim):
     """Five times slower, it is far above the others."""
-
-    async def crowd():
-        await fleet.crowd(32, tokens=60)
-
-    async with again_and_again(crowd):
+    async with fleet.filled():
         await fleet.arm(victim, "slow=5")
         await is_named(overview, f"{victim} answers", "times slower")
 
@@ -137,12 +134,8 @@ async def test_a_full_queue(fleet, overview, victim):
     """With slow engines and more clients than the queue takes, requests are refused."""
     for address in fleet.engines:
         await fleet.arm(address, "slow=50")
-
-    async def crowd():
-        await fleet.crowd(60, tokens=400)
-
     try:
-        async with again_and_again(crowd):
+        async with fleet.filled(60, tokens=400):
             await is_named(overview, "The queue is full", "4 places taken")
     finally:
         for address in fleet.engines:

@@ -19,6 +19,10 @@ CHAT = json.dumps(
     {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 ).encode()
 PATH = "/v1/chat/completions"
+
+#: No engine waits for requests because others are thought to be quicker.
+TAKES_TURNS = ("--strategy", "round-robin")
+
 NAMES = ["", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor"]
 
 
@@ -41,7 +45,9 @@ def engines(live, children):
 
 @pytest.fixture(scope="module")
 def place(live, engines):
-    with live.holding(installation.installed(*engines, plaintext=False, arguments=())) as item:
+    with live.holding(
+        installation.installed(*engines, plaintext=False, arguments=TAKES_TURNS)
+    ) as item:
         yield item
 
 
@@ -125,9 +131,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
     async with asyncio.TaskGroup() as tasks:
         loads = [tasks.create_task(load()) for _ in range(8)]
         await place.until(lambda result: sum(_picks(result).values()) > 50)
-        # Equal prompts may leave an engine without requests; the busiest has some.
-        picks = _picks(await place.metrics())
-        victim = max(picks, key=picks.__getitem__)
+        victim = max(_picks(await place.metrics()))
         await kill(engines, victim)
         await told(place, victim, 0)
         later = [(await ask(place)).status for _ in range(30)]
