@@ -30,7 +30,7 @@ import uvloop
 
 from bench import rig
 from bench.wire_load import load, post
-from extproc.server import loop_stalls
+from extproc.server import health
 
 #: Thresholds of the collector, and whether what lives after the start is frozen; the picker's last.
 COLLECTORS: Mapping[str, tuple[tuple[int, int, int], bool]] = {
@@ -49,7 +49,7 @@ PROBE_S = 12.0
 LOOK_S = 0.001
 
 
-class PauseLog(loop_stalls.StallMeter):
+class PauseLog(health.StallMeter):
     """Seconds of pauses by generation, and of stalls, written to a file at SIGUSR1 and begun anew."""
 
     path: Path
@@ -93,8 +93,8 @@ def serve(setting: str, path: Path, arguments: list[str]) -> None:
     PauseLog.path = path
     gc.callbacks.append(PauseLog.on_phase)
     signal.signal(signal.SIGUSR1, PauseLog.write)
-    loop_stalls.StallMeter = PauseLog
-    loop_stalls.BUSY_S = LOOK_S
+    health.StallMeter = PauseLog
+    health.BUSY_S = LOOK_S
     sys.argv = ["extproc", *arguments]
     runpy.run_module("extproc", run_name="__main__")
 

@@ -14,8 +14,8 @@ import time
 
 import uvloop
 
-from extproc.server import loop_stalls
-from extproc.server.loop_stalls import StallMeter
+from extproc.server import health
+from extproc.server.health import StallMeter
 from extproc.telemetry.counters import ProcessCounters
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         without, measured = (
             uvloop.run(idle(args.seconds, measured=measured)) for measured in (False, True)
         )
-        share = look_s() / loop_stalls.BUSY_S
+        share = look_s() / health.BUSY_S
         print(
             f"quiet {without:.3%}, with the meter {measured:.3%} of a core; "
             f"beside open streams {share:.3%}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.cli import flags, main
+from extproc.cli import flags, main, serve
 from extproc.config import (
     autoscaling,
     envoy_lint,
@@ -104,8 +104,6 @@ def _take_positional_file(args: argparse.Namespace) -> None:
 
 def _build_report(args: argparse.Namespace) -> CheckReport:
     """Read all files that the command line names, and go on after errors."""
-    from extproc.server import preflight
-
     try:
         document = flags.read_document(args)
     except ConfigError as error:
@@ -115,12 +113,12 @@ def _build_report(args: argparse.Namespace) -> CheckReport:
     if resolved is None:
         return CheckReport(document.where, errors=tuple(errors))
     settings = resolved.settings
-    errors += preflight.find_problems(settings)
+    errors += serve.find_problems(settings)
     report = CheckReport(
         document.where,
         resolved=resolved,
         warnings=(*resolved.warnings, *lint.find_warnings(settings)),
-        notes=tuple(preflight.find_taken_ports(settings)),
+        notes=tuple(serve.find_taken_ports(settings)),
     )
     try:
         report = msgspec.structs.replace(report, description=tuple(_describe_settings(resolved)))

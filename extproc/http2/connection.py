@@ -10,9 +10,8 @@ from extproc.http2 import frames
 from extproc.http2.frame_reader import FrameReader
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard, Http2Limits, ReceiveBudget
-from extproc.http2.messages import MessageAssembler, MessageError, MessagePieces
+from extproc.http2.messages import GrpcStatus, MessageAssembler, MessageError, MessagePieces
 from extproc.http2.request_head import HeaderDecoder
-from extproc.http2.responses import GrpcStatus
 from extproc.http2.sender import AnswerHolder, ResponseSender, SendBudget
 from extproc.http2.stream import (
     CallHalfClosed,

@@ -21,7 +21,7 @@ from extproc.http2.hpack_decoder import (
     HpackError,
 )
 from extproc.http2.limits import Http2Limits
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus
 
 #: Header blocks whose meaning is remembered (count): data planes send the same few again and again.
 _MAX_REMEMBERED: Final = 64

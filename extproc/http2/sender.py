@@ -6,11 +6,10 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
-from extproc.http2 import frames, responses
+from extproc.http2 import frames, messages
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard
-from extproc.http2.messages import MessagePieces, frame_messages, frame_pieces
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus, MessagePieces, frame_messages, frame_pieces
 from extproc.http2.stream import Http2Stream
 
 #: DATA frames below this (bytes) that end inside of a message, because the peer's window does, cost
@@ -167,7 +166,7 @@ class ResponseSender:
 
     def _send_head(self, stream: Http2Stream) -> None:
         stream.has_responded = True
-        self.output.append(responses.build_head(stream.stream_id, is_first=self._is_first_block))
+        self.output.append(messages.build_head(stream.stream_id, is_first=self._is_first_block))
         self._is_first_block = False
 
     def finish(self, stream: Http2Stream, status: GrpcStatus, message: str) -> bool:
@@ -176,7 +175,7 @@ class ResponseSender:
         if not stream.has_responded:
             self.reject(stream, status, message)
             return True
-        trailers = responses.build_trailers(stream_id, status, message)
+        trailers = messages.build_trailers(stream_id, status, message)
         if stream.unsent is None:
             self.output.append(trailers)
             return True
@@ -189,7 +188,7 @@ class ResponseSender:
         """Answer a request without messages."""
         stream.has_responded = True
         self.output.append(
-            responses.build_trailers_only(
+            messages.build_trailers_only(
                 stream.stream_id,
                 status,
                 message,

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import normalization
+from extproc.scheduling import framework
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 
@@ -298,14 +298,14 @@ class EndpointAttributeScorer(
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         attribute = find(self.attribute_key)
-        values = normalization.impute_mean([attribute.read(c) for c in candidates])
+        values = framework.impute_mean([attribute.read(c) for c in candidates])
         if not values:
-            return [normalization.NEUTRAL] * len(candidates)
+            return [framework.NEUTRAL] * len(candidates)
         fixed = self.algorithm.normalization.fixed_range
         low, high = (min(values), max(values)) if fixed is None else (fixed.min, fixed.max)
         if low == high:
             return [1.0] * len(values)
-        rising = [normalization.share(value - low, high - low) for value in values]
+        rising = [framework.share(value - low, high - low) for value in values]
         if self.algorithm.type == "linear_higher_is_better":
             return rising
         return [1.0 - score for score in rising]

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import attributes, normalization
+from extproc.scheduling import attributes, framework
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 
@@ -27,7 +27,7 @@ class QueueRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
+        waiting = framework.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
             return candidates
         low = min(waiting)
@@ -49,7 +49,7 @@ class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        usage = normalization.impute_mean([c.load.kv_usage for c in candidates])
+        usage = framework.impute_mean([c.load.kv_usage for c in candidates])
         if not usage:
             return candidates
         low = min(usage)
@@ -77,7 +77,7 @@ class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
+        waiting = framework.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
             return candidates
         bound = self.below_waiting_requests
@@ -131,8 +131,8 @@ class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         nothing = [0.0] * len(candidates)
-        waiting = normalization.impute_mean([c.load.waiting for c in candidates]) or nothing
-        usage = normalization.impute_mean([c.load.kv_usage for c in candidates]) or nothing
+        waiting = framework.impute_mean([c.load.waiting for c in candidates]) or nothing
+        usage = framework.impute_mean([c.load.kv_usage for c in candidates]) or nothing
         return [
             c
             for c, w, u in zip(candidates, waiting, usage, strict=True)
@@ -167,9 +167,9 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         if self.by == "waiting":
-            values = normalization.impute_mean([c.load.waiting for c in candidates])
+            values = framework.impute_mean([c.load.waiting for c in candidates])
         else:
-            values = normalization.impute_mean([c.load.kv_usage for c in candidates])
+            values = framework.impute_mean([c.load.kv_usage for c in candidates])
         if not values or len(values) <= self.k:
             return candidates
         limit = min(values) if self.k == 1 else sorted(values)[self.k - 1]

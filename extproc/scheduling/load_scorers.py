@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import normalization
+from extproc.scheduling import framework
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 
@@ -45,9 +45,9 @@ class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"expected min_span_requests above 0, got {self.min_span_requests}")
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
+        waiting = framework.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
-            return [normalization.NEUTRAL] * len(candidates)
+            return [framework.NEUTRAL] * len(candidates)
         low = min(waiting)
         span = max(max(waiting) - low, self.min_span_requests)
         return [1.0 - (w - low) / span for w in waiting]
@@ -67,7 +67,7 @@ class RunningRequestsSizeScorer(
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RUNNING})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        return normalization.min_max_inverted([c.load.running for c in candidates])
+        return framework.min_max_inverted([c.load.running for c in candidates])
 
 
 class LoadAwareScorer(
@@ -90,10 +90,10 @@ class LoadAwareScorer(
     threshold: Annotated[int, msgspec.Meta(gt=0)] = 128
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
+        waiting = framework.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
-            return [normalization.NEUTRAL] * len(candidates)
-        return [0.5 * (1.0 - normalization.share(w, self.threshold)) for w in waiting]
+            return [framework.NEUTRAL] * len(candidates)
+        return [0.5 * (1.0 - framework.share(w, self.threshold)) for w in waiting]
 
 
 class KvCacheUtilizationScorer(
@@ -110,9 +110,9 @@ class KvCacheUtilizationScorer(
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        usage = normalization.impute_mean([c.load.kv_usage for c in candidates])
+        usage = framework.impute_mean([c.load.kv_usage for c in candidates])
         if usage is None:
-            return [normalization.NEUTRAL] * len(candidates)
+            return [framework.NEUTRAL] * len(candidates)
         return [1.0 - u if 0.0 <= u <= 1.0 else float(u < 0.0) for u in usage]
 
 
@@ -160,20 +160,20 @@ class LatencyScorer(
             a = 1.0
         size, t = len(candidates), context.request.prompt_tokens
         usage = (
-            normalization.impute_mean([candidate.load.kv_usage for candidate in candidates])
+            framework.impute_mean([candidate.load.kv_usage for candidate in candidates])
             or [0.5] * size
         )
         waiting = (
-            normalization.impute_mean([candidate.load.waiting for candidate in candidates])
+            framework.impute_mean([candidate.load.waiting for candidate in candidates])
             or [0.0] * size
         )
         high = max(waiting, default=0.0)
         return [
             _hundredths(
                 (
-                    a * (1.0 - normalization.share(u, 1.0))
-                    + b * (normalization.share(high - w, high) if high else 1.0)
-                    + c * normalization.share(candidate.matched_tokens, t)
+                    a * (1.0 - framework.share(u, 1.0))
+                    + b * (framework.share(high - w, high) if high else 1.0)
+                    + c * framework.share(candidate.matched_tokens, t)
                 )
                 / (a + b + c)
             )
@@ -277,7 +277,6 @@ class TokenLoadScorer(
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         prompt, threshold = context.request.prompt_tokens, self.queue_threshold_tokens
         return [
-            1.0
-            - normalization.share(c.queued_tokens + max(0, prompt - c.matched_tokens), threshold)
+            1.0 - framework.share(c.queued_tokens + max(0, prompt - c.matched_tokens), threshold)
             for c in candidates
         ]

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate, Load
-from extproc.scheduling import labels, normalization
+from extproc.scheduling import framework, labels
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 
@@ -167,7 +167,7 @@ def _free_slots(candidates: Sequence[Candidate]) -> Sequence[float] | None:
         Counts, the mean of the known ones where an engine says nothing; None when no engine says
         anything.
     """
-    return normalization.impute_mean(
+    return framework.impute_mean(
         [
             None
             if (active := c.load.adapters) is None or (slots := c.load.adapter_slots) is None
@@ -264,8 +264,8 @@ class LoraAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         target = context.request.target
-        tiers = normalization.impute_mean([_upstream_tier(target, c.load) for c in candidates])
-        return [normalization.NEUTRAL] * len(candidates) if tiers is None else list(tiers)
+        tiers = framework.impute_mean([_upstream_tier(target, c.load) for c in candidates])
+        return [framework.NEUTRAL] * len(candidates) if tiers is None else list(tiers)
 
 
 def _upstream_tier(target: str, load: Load) -> float | None:

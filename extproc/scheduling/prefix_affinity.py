@@ -15,7 +15,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling import normalization
+from extproc.scheduling import framework
 from extproc.scheduling.encoder_caches import EncoderCaches
 from extproc.scheduling.framework import SchedulingContext, Signal
 
@@ -57,9 +57,7 @@ class PrefixCacheScorer(
                 0.0 if not c.matched_tokens else min(1.0, c.matched_tokens / t) for c in candidates
             ]
         return [
-            (1.0 - w) * normalization.share(m, t) + w * normalization.share(m, scale) ** 2
-            if m
-            else 0.0
+            (1.0 - w) * framework.share(m, t) + w * framework.share(m, scale) ** 2 if m else 0.0
             for m in (c.matched_tokens for c in candidates)
         ]
 

@@ -25,6 +25,7 @@ from extproc.decision import (
 from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
 from extproc.scheduling.framework import (
+    NEUTRAL,
     BypassedError,
     CostModel,
     Filter,
@@ -39,7 +40,6 @@ from extproc.scheduling.framework import (
     Signal,
     TracedFilter,
 )
-from extproc.scheduling.normalization import NEUTRAL
 
 _NONE_FILTERED: Sequence[FilterResult] = ()
 _NO_HEADERS: Sequence[tuple[str, str]] = ()

@@ -36,8 +36,8 @@ from extproc.server import (
     transport,
 )
 from extproc.server.decision_recording import DecisionRecorder
+from extproc.server.health import StallMeter
 from extproc.server.large_bodies import LargeBodies, free_in_turns
-from extproc.server.loop_stalls import StallMeter
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import build_peer_channel

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
 
 from extproc.http2.connection import Http2Connection
 from extproc.http2.frames import ErrorCode
-from extproc.http2.messages import MessagePieces
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus, MessagePieces
 from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,

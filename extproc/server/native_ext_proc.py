@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from extproc.decision import Rejection
 from extproc.errors import ProtocolError
-from extproc.http2.messages import MessagePieces
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus, MessagePieces
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingResponse
 from extproc.request import HttpRequest

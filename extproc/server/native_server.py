@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from extproc.config.settings import LimitsSection, ServerSection, Settings
 from extproc.errors import ConfigError
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus
 from extproc.http2.sender import SendBudget
 from extproc.server import health, listeners
 from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall

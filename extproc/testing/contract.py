@@ -262,7 +262,7 @@ def _shares(make: Callable[[], Picker], step: int) -> list[float]:
 
 
 def _check_neutral(plugin: Scorer) -> None:
-    """Check that unknown values are imputed (`extproc.scheduling.normalization`)."""
+    """Check that unknown values are imputed (`extproc.scheduling.framework`)."""
     candidates = builders.identical_candidates(200)
     scores = plugin.score(probe_context(), candidates)
     low, high = min(scores), max(scores)

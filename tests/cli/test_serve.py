@@ -10,7 +10,6 @@ COMMAND = """
 import os, sys
 from extproc.cli import main, serve
 from extproc.config import lint
-from extproc.server import preflight
 print(serve.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 """
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from extproc.http2.connection import Http2Connection
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus
 from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,

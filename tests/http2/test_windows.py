@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.http2.frames import ErrorCode
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus
 from extproc.http2.sender import SendBudget
 from extproc.http2.stream import CallTerminated, MessageReceived
 from tests.support.http2_frames import (

@@ -3,11 +3,11 @@ import sys
 import msgspec
 import pytest
 
+from extproc.cli import serve
 from extproc.config.settings import DecisionsSection, RecordSection, Settings
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.recording import parquet, reader
-from extproc.server import preflight
 from tests.recording.test_recorder import a_candidate, a_decision, add
 from tests.support import recordings
 
@@ -77,7 +77,7 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
         list(reader.read_lines(path))
     parquet.require(tmp_path / "decisions.jsonl")
     record = RecordSection(file=str(path))
-    (problem,) = preflight.find_problems(Settings(decisions=DecisionsSection(record=record)))
+    (problem,) = serve.find_problems(Settings(decisions=DecisionsSection(record=record)))
     assert problem.where == str(path)
 
 

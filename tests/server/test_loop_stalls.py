@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from extproc.server import loop_stalls
+from extproc.server import health
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 
@@ -13,7 +13,7 @@ class Scene:
     def __init__(self):
         self.counters = ProcessCounters()
         self.now = self.computed = 0.0
-        self.subject = loop_stalls.StallMeter(
+        self.subject = health.StallMeter(
             self.counters, clock=lambda: self.now, thread_time=lambda: self.computed
         )
 
@@ -33,9 +33,9 @@ async def test_lateness_is_recorded():
     scene.counters.streams_open = 1
     scene.subject.start()
     for _ in range(5):
-        scene.pass_(loop_stalls.BUSY_S)
+        scene.pass_(health.BUSY_S)
     assert scene.above(0.001) == 0
-    scene.pass_(loop_stalls.BUSY_S + 0.06, computing=0.06)
+    scene.pass_(health.BUSY_S + 0.06, computing=0.06)
     assert (scene.above(0.05), scene.above(0.1)) == (1, 0)
     assert scene.above(0.05, cpu=True) == 1
     scene.subject.stop()
@@ -45,10 +45,10 @@ async def test_time_of_other_processes_is_separate():
     """Lateness without computing is a machine with no core to spare, or a call that blocks."""
     scene = Scene()
     scene.subject.start()
-    scene.pass_(loop_stalls.QUIET_S + 2.0, computing=0.004)
+    scene.pass_(health.QUIET_S + 2.0, computing=0.004)
     assert (scene.above(1), scene.above(0.005, cpu=True)) == (1, 0)
     # What was computed in time before is no hold.
-    scene.pass_(loop_stalls.QUIET_S + 0.002, computing=0.09)
+    scene.pass_(health.QUIET_S + 0.002, computing=0.09)
     assert scene.above(0.005, cpu=True) == 0
     scene.subject.stop()
 
@@ -59,11 +59,11 @@ async def test_a_stream_that_opens_shortens_the_interval():
     loop = asyncio.get_running_loop()
     began = loop.time()
     scene.subject.start()
-    assert scene.subject._timer.when() - began > loop_stalls.BUSY_S
+    assert scene.subject._timer.when() - began > health.BUSY_S
     scene.counters.streams_open = 1
     scene.subject.wake()
     timer = scene.subject._timer
-    assert timer.when() - loop.time() <= loop_stalls.BUSY_S
+    assert timer.when() - loop.time() <= health.BUSY_S
     scene.subject.wake()
     assert scene.subject._timer is timer
     scene.subject.stop()
@@ -75,12 +75,12 @@ async def test_a_blocked_loop_shows_on_the_page():
     """The real loop, held for a while by a callback, and the page that says so."""
     counters = ProcessCounters()
     counters.streams_open = 1
-    subject = loop_stalls.StallMeter(counters)
+    subject = health.StallMeter(counters)
     subject.start()
     looks = 0
 
     def hold():
-        clock = loop_stalls.time.monotonic
+        clock = health.time.monotonic
         until = clock() + 0.12
         while clock() < until:
             pass
@@ -100,7 +100,7 @@ async def test_a_blocked_loop_shows_on_the_page():
 async def test_a_measurement_that_raises_is_not_the_last():
     """The supervisor hears of it, and the timer is set again."""
     times = iter([0.0])
-    subject = loop_stalls.StallMeter(
+    subject = health.StallMeter(
         ProcessCounters(), clock=lambda: 0.0, thread_time=lambda: next(times)
     )
     failed: asyncio.Queue[Exception] = asyncio.Queue()

@@ -13,8 +13,7 @@ import hpack
 from extproc.http2.connection import Http2Connection
 from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.messages import MessagePieces
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus, MessagePieces
 from extproc.http2.sender import SendBudget
 from extproc.http2.stream import (
     CallHalfClosed,

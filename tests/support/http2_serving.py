@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus
 from extproc.server import tls
 from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
 from extproc.server.listeners import Keepalive

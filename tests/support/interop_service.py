@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from extproc.http2.responses import GrpcStatus
+from extproc.http2.messages import GrpcStatus
 from extproc.server.http2_protocol import CallFactory, ServerCall
 
 SERVICE: Final = "grpc.testing.TestService"
