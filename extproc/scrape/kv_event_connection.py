@@ -10,7 +10,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from extproc.prefix_cache import kv_events
 from extproc.scrape.zmtp import SocketType, ZmtpError, ZmtpParser
@@ -84,8 +84,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the peer."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - for the type
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         _keep_alive(transport.get_extra_info("socket"))
         self._owner.on_made(self)
         self._flush()

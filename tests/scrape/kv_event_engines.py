@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import random
 
+import uvloop
+
 from extproc.endpoint import Endpoint
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, kv_events
@@ -123,4 +125,5 @@ def depth(subscriber, words, *, adapter=""):
 
 
 def run_async(test):
-    asyncio.run(asyncio.wait_for(test, 300))
+    """Run a test on the event loop of `extproc serve`."""
+    uvloop.run(asyncio.wait_for(test, 300))
