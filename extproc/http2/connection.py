@@ -65,6 +65,9 @@ class Http2Connection(FrameReader):
         self._streams = StreamTable(limits.max_streams)
         self._final_stream_id = frames.MAX_STREAM_ID
         self._received_bytes = 0
+        # Half of a window may be used before the peer gets more.
+        self._window_due_bytes = limits.connection_window_bytes // 2
+        self._stream_window_due_bytes = limits.stream_window_bytes // 2
         self._now = now
         self._events: list[Http2Event] = []
         self._start()
@@ -223,12 +226,13 @@ class Http2Connection(FrameReader):
     def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> int:
         size = end - start
         self._received_bytes += size
-        self._open_connection_window()
+        if self._received_bytes >= self._window_due_bytes:
+            self._open_connection_window()
         open_stream = self._streams.open.get(stream_id)
         if open_stream is None or open_stream.is_remote_closed:
             self._check_late_data(stream_id)
             return 0
-        is_end = bool(flags & frames.END_STREAM)
+        is_end = flags & frames.END_STREAM != 0
         open_stream.received_bytes += size
         if flags & frames.PADDED:
             data = frames.without_padding(data[start:end], flags)
@@ -263,7 +267,7 @@ class Http2Connection(FrameReader):
             self._events.append(MessageReceived(open_stream.stream_id, message))
         if is_end:
             self._on_half_close(open_stream)
-        elif open_stream.received_bytes >= self._limits.stream_window_bytes // 2:
+        elif open_stream.received_bytes >= self._stream_window_due_bytes:
             self._open_window(open_stream)
         return len(messages)
 
@@ -412,10 +416,9 @@ class Http2Connection(FrameReader):
 
     def _open_connection_window(self) -> None:
         """Let the peer send more, unless it does not take what it is answered."""
-        limit = self._limits.connection_window_bytes
-        if self._received_bytes < limit // 2:
+        if self._received_bytes < self._window_due_bytes:
             return
-        if self._received_bytes > limit:
+        if self._received_bytes > self._limits.connection_window_bytes:
             raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "more data than window")
         if self._sender.unsent_bytes <= self._limits.max_unsent_bytes:
             self._sender.output.append(frames.build_window_update(0, self._received_bytes))

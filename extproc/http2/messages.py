@@ -27,6 +27,14 @@ _pack_prefix = _PREFIX.pack
 _unpack_prefix = _PREFIX.unpack_from
 
 
+#: Bytes of pieces from which they are joined to a bytearray: its reader may cut off what surrounds a
+#: body in place, where a slice would copy it.
+LARGE_MESSAGE_BYTES: Final = 16 * 1024
+
+#: A message as it arrived; a bytearray, which belongs to its reader, if it is large.
+GrpcMessage: TypeAlias = "bytes | bytearray"
+
+
 class MessageError(Exception):
     """Message that the server does not take.
 
@@ -41,13 +49,13 @@ class MessageError(Exception):
         self.limit = limit
 
 
-#: Bytes of one message, in order.
+#: Bytes of one message, in order; the first is short.
 MessagePieces: TypeAlias = "Sequence[bytes | memoryview]"
 
 
-def frame_pieces(pieces: MessagePieces) -> bytes:
-    """Prefix a message with its length, and join it."""
-    return b"".join((_pack_prefix(0, sum(map(len, pieces))), *pieces))
+def frame_pieces(pieces: MessagePieces) -> MessagePieces:
+    """Prefix a message with its length."""
+    return _pack_prefix(0, sum(map(len, pieces))) + pieces[0], *pieces[1:]
 
 
 def frame_messages(messages: Sequence[bytes]) -> bytes:
@@ -77,23 +85,22 @@ class MessageAssembler:
         """True if no message is incomplete."""
         return not self._missing_bytes and not self._prefix
 
-    def feed(self, data: bytes, at: int, end: int) -> list[bytes]:
+    def feed(self, data: bytes, at: int, end: int) -> Sequence[GrpcMessage]:
         """Add the payload `data[at:end]`, and return the messages that it completes.
 
         Raises:
             MessageError: A message is too large, or compressed, or the budget is used up.
         """
-        messages: list[bytes] = []
+        messages: list[GrpcMessage] = []
         if self._missing_bytes:
             start = at
             at += self._missing_bytes
             if at > end:
-                self._hold(data[start:end])
                 self._missing_bytes = at - end
-                return messages
+                self._hold(data[start:end])
+                return ()
             self._missing_bytes = 0
-            messages.append(b"".join([*(self._pieces or ()), data[start:at]]))
-            self.release()
+            messages.append(self._join(data[start:at]))
         elif self._prefix:
             data = self._prefix + data[at:end]
             self._prefix, at, end = b"", 0, len(data)
@@ -134,12 +141,21 @@ class MessageAssembler:
         self._budget.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
+    def _join(self, last: bytes) -> GrpcMessage:
+        """Complete a message."""
+        pieces = [*(self._pieces or ()), last]
+        self.release()
+        is_large = sum(map(len, pieces)) >= LARGE_MESSAGE_BYTES
+        return bytearray().join(pieces) if is_large else b"".join(pieces)
+
     def _hold(self, piece: bytes) -> None:
-        if piece:
-            if self._pieces is None:
-                self._pieces = []
+        if not piece:
+            return
+        if self._pieces is None:
+            self._pieces = [piece]
+        else:
             self._pieces.append(piece)
-            self.hold(len(piece) + _PIECE_OVERHEAD)
+        self.hold(len(piece) + _PIECE_OVERHEAD)
 
     def _rejection(self, flag: int, size: int) -> MessageError:
         if flag:

@@ -144,7 +144,7 @@ class ResponseSender:
             )
             output.append(data)
             return
-        self._enqueue(stream, data)
+        self._enqueue(stream, (data,))
         self._send_unsent(stream)
 
     def send_lazily(self, stream: Http2Stream, source: Iterator[MessagePieces]) -> bool:
@@ -159,7 +159,7 @@ class ResponseSender:
         """
         if not stream.has_responded:
             self._send_head(stream)
-        self._enqueue(stream)
+        self._enqueue(stream, ())
         stream.source = source
         self._send_unsent(stream)
         return stream.unsent is None
@@ -202,7 +202,7 @@ class ResponseSender:
         """Forget what a stream still has to send."""
         if stream.unsent is None:
             return
-        size = sum(map(len, stream.unsent)) - stream.unsent_at
+        size = stream.unsent_bytes
         self.unsent_bytes -= size
         self._budget.held_bytes -= size
         self._on_sent(stream)
@@ -280,20 +280,21 @@ class ResponseSender:
                 ended.append(stream)
         return ended
 
-    def _enqueue(self, stream: Http2Stream, *data: bytes) -> None:
+    def _enqueue(self, stream: Http2Stream, pieces: MessagePieces) -> None:
         """Let data wait behind what waits already."""
         if stream.unsent is None:
             stream.unsent = deque()
             stream.has_moved = True
             self._blocked[stream.stream_id] = stream
-        for piece in data:
-            stream.unsent.append(piece)
-            self.unsent_bytes += len(piece)
-            self._budget.held_bytes += len(piece)
+        size = sum(map(len, pieces))
+        stream.unsent += pieces
+        stream.unsent_bytes += size
+        self.unsent_bytes += size
+        self._budget.held_bytes += size
 
     def _has_unsent(self, stream: Http2Stream) -> bool:
         """Check if a stream has data to send; builds its next message where it has one."""
-        if stream.unsent:
+        if stream.unsent_bytes:
             return True
         pieces = None if stream.source is None else next(stream.source, None)
         if pieces is None:
@@ -304,41 +305,59 @@ class ResponseSender:
 
     def _send_unsent(self, stream: Http2Stream) -> bool:
         """Send what the windows allow; returns True if the response ended with that."""
-        output = self.output
+        output, stream_id, max_bytes = self.output, stream.stream_id, self.max_frame_bytes
         while self._has_unsent(stream):
-            unsent = stream.unsent
-            if unsent is None:
-                raise RuntimeError("nothing is unsent")
-            data, at = unsent[0], stream.unsent_at
-            left = len(data) - at
-            size = min(left, self.max_frame_bytes, stream.send_window_bytes, self._window_bytes)
-            if size <= 0 or self._room_bytes <= 0:
+            left = unsent_bytes = stream.unsent_bytes
+            window_bytes = min(stream.send_window_bytes, self._window_bytes)
+            num_frames = 0
+            while left and window_bytes > 0 and self._room_bytes > 0:
+                size = min(left, max_bytes, window_bytes)
+                left -= size
+                window_bytes -= size
+                self._room_bytes -= size + _FRAME_ROOM_BYTES
+                num_frames += 1
+                output.append(frames.pack_head(size >> 8, size & 0xFF, frames.DATA, 0, stream_id))
+                self._take_unsent(stream, size)
+            if num_frames:
+                stream.has_moved = True
+                if left and size < _FRAGMENT_BYTES:
+                    self._num_fragments += 1
+                    num_frames -= 1
+                self._guard.writes += num_frames
+                sent_bytes = unsent_bytes - left
+                stream.unsent_bytes = left
+                stream.send_window_bytes -= sent_bytes
+                self._window_bytes -= sent_bytes
+                self.unsent_bytes -= sent_bytes
+                self._budget.held_bytes -= sent_bytes
+            if left:
                 self._wait(stream)
                 return False
-            stream.send_window_bytes -= size
-            self._window_bytes -= size
-            self._room_bytes -= size + _FRAME_ROOM_BYTES
-            self.unsent_bytes -= size
-            self._budget.held_bytes -= size
-            if size < left and size < _FRAGMENT_BYTES:
-                self._num_fragments += 1
-            else:
-                self._guard.writes += 1
-            stream.has_moved = True
-            output.append(
-                frames.pack_head(size >> 8, size & 0xFF, frames.DATA, 0, stream.stream_id)
-            )
-            output.append(data if size == len(data) else memoryview(data)[at : at + size])
-            if size == left:
-                unsent.popleft()
-                stream.unsent_at = 0
-            else:
-                stream.unsent_at = at + size
         self._on_sent(stream)
         if stream.trailers:
             output.append(stream.trailers)
             return True
         return False
+
+    def _take_unsent(self, stream: Http2Stream, size: int) -> None:
+        """Move bytes from what waits to the output."""
+        unsent, at, output = stream.unsent, stream.unsent_at, self.output
+        if unsent is None:
+            raise RuntimeError("nothing is unsent")
+        while True:
+            data = unsent[0]
+            left = len(data) - at
+            if size < left:
+                output.append(memoryview(data)[at : at + size])
+                stream.unsent_at = at + size
+                return
+            output.append(memoryview(data)[at:] if at else data)
+            unsent.popleft()
+            size -= left
+            at = 0
+            if not size:
+                stream.unsent_at = 0
+                return
 
     def _wait(self, stream: Http2Stream) -> None:
         """Note that the data of a stream waits, and what for."""
@@ -349,7 +368,8 @@ class ResponseSender:
 
     def _on_sent(self, stream: Http2Stream) -> None:
         """Note that a stream has nothing that waits."""
-        stream.unsent, stream.unsent_at = None, 0
+        stream.unsent = None
+        stream.unsent_at = stream.unsent_bytes = 0
         self._blocked.pop(stream.stream_id, None)
         self._ready.pop(stream.stream_id, None)
         self._budget.waiting.pop(stream, None)

@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.http2 import frames
 from extproc.http2.frames import ErrorCode, Http2Error
-from extproc.http2.messages import MessageAssembler, MessagePieces
+from extproc.http2.messages import GrpcMessage, MessageAssembler, MessagePieces
 
 #: Least number of streams that we ended before the peer did, and whose late frames are ignored.
 _MIN_RESET: Final = 4096
@@ -28,8 +28,9 @@ class Http2Stream:
         is_paused: True while its messages wait, so that it gets no more window.
         received_bytes: Received since its window was opened the last time.
         has_responded: True once the head of the response was sent.
-        unsent: Data that waits for a window, or for the transport.
+        unsent: Data that waits for a window, or for the transport, in pieces.
         unsent_at: Offset in the first of them.
+        unsent_bytes: Bytes of them that are not sent.
         source: Messages after that in pieces, built as the peer takes them; None if there are none.
         trailers: Frame that ends the response after the data; empty while it goes on.
         has_moved: True if data was sent since the last check for stalled streams.
@@ -49,6 +50,7 @@ class Http2Stream:
         "trailers",
         "unsent",
         "unsent_at",
+        "unsent_bytes",
     )
 
     def __init__(
@@ -67,8 +69,8 @@ class Http2Stream:
         self.content_left_bytes = content_bytes
         self.send_window_bytes = send_window_bytes
         self.has_responded = False
-        self.unsent: deque[bytes] | None = None
-        self.unsent_at = 0
+        self.unsent: deque[bytes | memoryview] | None = None
+        self.unsent_at = self.unsent_bytes = 0
         self.source: Iterator[MessagePieces] | None = None
         self.trailers = b""
         self.has_moved = True
@@ -224,7 +226,7 @@ class MessageReceived(msgspec.Struct, frozen=True, gc=False):
     """A message of a call is complete."""
 
     stream_id: int
-    message: bytes
+    message: GrpcMessage
 
 
 class CallHalfClosed(msgspec.Struct, frozen=True, gc=False):

@@ -55,8 +55,8 @@ class BodyBuffer(msgspec.Struct):
     _chunks: list[RequestBody] = []
     size_bytes: int = 0
 
-    def add(self, chunk: bytes) -> Rejection | None:
-        """Add a chunk, or return the rejection."""
+    def add(self, chunk: RequestBody) -> Rejection | None:
+        """Add a chunk, which belongs to the buffer from now on, or return the rejection."""
         size = len(chunk)
         if not size:
             return None
@@ -83,10 +83,10 @@ class BodyBuffer(msgspec.Struct):
             self._append_in_place(chunk)
         return None
 
-    def _append_in_place(self, chunk: bytes) -> None:
+    def _append_in_place(self, chunk: RequestBody) -> None:
         """Append to a single bytearray, so that no later step copies a large body at once."""
         body = self._chunks[0]
-        if not isinstance(body, bytearray):
+        if not isinstance(body, bytearray) or len(self._chunks) > 1:
             body = bytearray().join(self._chunks)
             self._chunks = [body]
         body += chunk

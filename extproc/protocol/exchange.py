@@ -464,7 +464,7 @@ class Exchange(msgspec.Struct):
         self.response_state = _ENDED if event.end_of_stream else _STARTED
         if self.tail is None:
             self.tail = response_handling.TailBuffer()
-        self.tail.add(event.body)
+        self.tail.add(bytes(event.body))
         if self._response_rewriter is not None:
             return self._response_rewriter.body(event)
         if not BODY_MODE_TRAITS[modes.response].is_returned:

@@ -122,7 +122,7 @@ class ProcessingRequest(msgspec.Struct, frozen=True, gc=False):
 
     kind: MessageKind
     headers: Mapping[str, str] = NO_HEADERS
-    body: bytes = b""
+    body: RequestBody = b""
     end_of_stream: bool = False
     modes: BodyModes | None = None
     hints: LbMetadata | None = None
@@ -269,9 +269,10 @@ def _split(
     view = memoryview(body)
     for at in range(0, size, CHUNK_BYTES):
         last = at + CHUNK_BYTES >= size
-        yield StreamedBodyResponse(
-            answers, view[at : at + CHUNK_BYTES], end_of_stream and last, destination
-        )
+        chunk: bytes | memoryview = view[at : at + CHUNK_BYTES]
+        if last and len(chunk) < CHUNK_BYTES // 2:
+            chunk = bytes(chunk)  # it may wait to be written, and the body not with it
+        yield StreamedBodyResponse(answers, chunk, end_of_stream and last, destination)
         destination = ""
 
 

@@ -164,14 +164,15 @@ class ModelNameResponseRewriter:
         """The replies to a body message."""
         mode = self._mode
         # What is buffered is one message, and trailers may end it.
-        body = self._restorer.pass_on(event.body, last=event.end_of_stream or mode.is_buffered)
+        shown = bytes(event.body)
+        body = self._restorer.pass_on(shown, last=event.end_of_stream or mode.is_buffered)
         if mode.is_returned:
             if not body and not event.end_of_stream:
                 return ()
             return chunks(MessageKind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
-        if body == event.body:
+        if body == shown:
             return (ContinueResponse(MessageKind.RESPONSE_BODY),)
-        growth_bytes = len(body) - len(event.body)
+        growth_bytes = len(body) - len(shown)
         return (
             BodyMutation(
                 MessageKind.RESPONSE_BODY,

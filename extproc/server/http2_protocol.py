@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
 
 from extproc.http2.connection import Http2Connection
 from extproc.http2.frames import ErrorCode
-from extproc.http2.messages import GrpcStatus, MessagePieces
+from extproc.http2.messages import GrpcMessage, GrpcStatus, MessagePieces
 from extproc.http2.stream import (
     CallHalfClosed,
     CallStarted,
@@ -61,7 +61,7 @@ class ServerCall:
         self.deadline: asyncio.TimerHandle | None = None
         self.traceparent = ""
 
-    def on_message(self, message: bytes) -> None:
+    def on_message(self, message: GrpcMessage) -> None:
         """Take a message of the client."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from extproc.decision import Rejection
 from extproc.errors import ProtocolError
-from extproc.http2.messages import GrpcStatus, MessagePieces
+from extproc.http2.messages import GrpcMessage, GrpcStatus, MessagePieces
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingResponse
 from extproc.request import HttpRequest
@@ -74,7 +74,7 @@ class ExtProcCall(ServerCall):
         )
         self._is_overload = servicer.num_streams >= shared.settings.max_streams
         # Ten thousand streams may wait: what few of them need is created when they need it.
-        self._backlog: list[bytes] | None = None
+        self._backlog: list[GrpcMessage] | None = None
         self._failure: Exception | None = None
         self.is_waiting = self.has_begun = False
         self._is_half_closed = self._is_closed = False
@@ -89,7 +89,7 @@ class ExtProcCall(ServerCall):
             return None
         return self.stream.exchange.arriving_bytes if self.has_begun else 0
 
-    def on_message(self, message: bytes) -> None:
+    def on_message(self, message: GrpcMessage) -> None:
         """Answer a message, after those that wait."""
         if self.is_waiting:
             if self._backlog is None:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from extproc.config.settings import LimitsSection, ServerSection, Settings
 from extproc.errors import ConfigError
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.messages import GrpcStatus
+from extproc.http2.messages import GrpcMessage, GrpcStatus
 from extproc.http2.sender import SendBudget
 from extproc.server import health, listeners
 from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
@@ -306,9 +306,9 @@ class UnaryCall(ServerCall):
         self._answer = answer
         self._messages: list[bytes] = []
 
-    def on_message(self, message: bytes) -> None:
+    def on_message(self, message: GrpcMessage) -> None:
         """Keep the message until the client is done."""
-        self._messages.append(message)
+        self._messages.append(bytes(message))
         if len(self._messages) > 1:
             self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
 

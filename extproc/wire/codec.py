@@ -101,17 +101,22 @@ def _write_chunk(reply: StreamedBodyResponse) -> bytes:
 
 
 def _chunk_pieces(reply: StreamedBodyResponse) -> Sequence[bytes | memoryview]:
-    size = len(reply.body)
-    head = b"\x0a" + _varint(size) if size else b""
+    body = reply.body
     end = b"\x10\x01" if reply.end_of_stream else b""
-    inner = len(head) + size + len(end)
-    streamed = b"\x1a" + _varint(inner)
-    mutation = b"\x1a" + _varint(len(streamed) + inner)
-    common = b"\x0a" + _varint(len(mutation) + len(streamed) + inner)
-    outer = _varint(len(common) + len(mutation) + len(streamed) + inner)
-    tag = _TAGS[reply.answers]
-    dynamic_metadata = _metadata(reply.destination) if reply.destination else b""
-    return tag, outer, common, mutation, streamed, head, reply.body, end, dynamic_metadata
+    head = _chunk_head(reply.answers, len(body), len(end))
+    if reply.destination:
+        end += _metadata(reply.destination)
+    return [piece for piece in (head, body, end) if piece]
+
+
+@lru_cache(maxsize=64)
+def _chunk_head(answers: MessageKind, size: int, end_bytes: int) -> bytes:
+    """Tags and lengths before the bytes of a chunk; most chunks of a body are as long."""
+    head = b"\x0a" + _varint(size) if size else b""
+    size += end_bytes
+    for tag in (b"\x1a", b"\x1a", b"\x0a", _TAGS[answers]):
+        head = tag + _varint(len(head) + size) + head
+    return head
 
 
 def _write_short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
@@ -286,19 +291,22 @@ _MAX_CACHED_BYTES = 512
 _MAX_END_BYTES = 16
 
 
-def decode(data: bytes) -> ProcessingRequest:
+def decode(data: bytes | bytearray) -> ProcessingRequest:
     """Decode a ProcessingRequest; by hand for plain headers and body messages.
 
     Ends of bodies are all alike, and headers of answers repeat: of streamed ones the date differs,
     once a second. Those are read once. Headers of requests hold their id.
+
+    Args:
+        data: The message; a bytearray becomes the body in it, without a copy.
     """
     size = len(data)
     if size <= _MAX_END_BYTES or (size <= _MAX_CACHED_BYTES and data[0] == 0x1A):
-        return _decode_cached(data)
+        return _decode_cached(bytes(data))
     return _decode(data)
 
 
-def _decode(data: bytes) -> ProcessingRequest:
+def _decode(data: bytes | bytearray) -> ProcessingRequest:
     try:
         size = data[1]
         at = 2
@@ -312,7 +320,7 @@ def _decode(data: bytes) -> ProcessingRequest:
         end = at + size
         modes = hints = None
         if end < len(data):
-            rest = data[end:]
+            rest = bytes(data[end:])
             parse = (
                 protobuf_decoder.parse_trailing_fields_cached
                 if len(rest) <= protobuf_decoder.MAX_CACHED_BYTES
@@ -336,17 +344,25 @@ def _decode(data: bytes) -> ProcessingRequest:
         if end <= len(data) and (stop == end or last == _END_OF_STREAM[data[0]]):
             kind = _KINDS[data[0]]
             if kind in _BODIES:
-                return ProcessingRequest(kind, NO_HEADERS, data[at:stop], bool(last), modes, hints)
+                body = _cut_out(data, at, stop) if isinstance(data, bytearray) else data[at:stop]
+                return ProcessingRequest(kind, NO_HEADERS, body, bool(last), modes, hints)
             return ProcessingRequest(
                 kind, _header_map(data[at:stop]), b"", bool(last), modes, hints
             )
     except LookupError:
         # A length that lies led behind the end, or something is there that is not plain.
         pass
-    return protobuf_decoder.decode(data)
+    return protobuf_decoder.decode(bytes(data))
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _cut_out(data: bytearray, start: int, stop: int) -> bytearray:
+    """Drop what is around `data[start:stop]`: two bytes at an end move nothing, and are not freed."""
+    del data[stop:]
+    del data[:start]
+    return data
+
+
+def _read_varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
     """The number at `at` and its end."""
     low = data[at]
     high = data[at + 1]
@@ -363,7 +379,7 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     return number, at
 
 
-def _header_map(data: bytes) -> Mapping[str, str]:
+def _header_map(data: bytes | bytearray) -> Mapping[str, str]:
     """Decode HeaderMap{headers = 1: HeaderValue}; the last of duplicates counts.
 
     The pattern finds the pairs, and their sizes must account for every byte. Anything else (a name

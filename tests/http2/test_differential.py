@@ -185,3 +185,4 @@ def test_large_messages_are_the_same_however_they_are_read(size):
         client.send(data[at : at + size])
     events = [event.message for event in client.events if isinstance(event, MessageReceived)]
     assert events == texts
+    assert {type(event) for event in events} == {bytes, bytearray}

@@ -34,8 +34,10 @@ modes = st.sampled_from([None, ext_proc_script.DUPLEX, ("BUFFERED", "NONE")])
 
 
 def agree(data: bytes) -> None:
-    """The quick reader and the general parser see the same event."""
-    assert codec.decode(data) == protobuf_decoder.decode(data)
+    """The quick reader and the general parser see the same event, in a bytearray too."""
+    expected = protobuf_decoder.decode(data)
+    assert codec.decode(data) == expected
+    assert codec.decode(bytearray(data)) == expected
 
 
 @given(message=messages, modes=modes)
@@ -96,3 +98,7 @@ def test_bodies_of_any_size_use_the_fast_decoder(monkeypatch, size):
     )
     assert codec.decode(data) == expected
     assert len(expected.body) == size
+    large = bytearray(data)
+    event = codec.decode(large)
+    assert event == expected
+    assert event.body is large or size <= 16
