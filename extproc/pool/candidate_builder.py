@@ -21,7 +21,8 @@ import msgspec
 
 from extproc.endpoint import NO_EXTRA, NO_LOAD, AdapterResidency, Candidate, Load
 from extproc.pool import plausibility
-from extproc.pool.inflight import AdapterSlotState, InflightLoad
+from extproc.pool.engine_counters import AdapterSlotState
+from extproc.pool.inflight import InflightLoad
 from extproc.pool.load_imputation import (
     NO_REQUESTS,
     UNMEASURED,

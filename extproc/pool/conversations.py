@@ -10,14 +10,20 @@ that it serves. So `PendingLoad` counts them as load before they are dispatched.
 
 from __future__ import annotations
 
+import math
+import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
-from extproc.pool.inflight import InflightLoad, LastTurn
+from extproc.pool.inflight import InflightLoad
 from extproc.pool.request_tokens import ContextShare
 from extproc.pool.store import PoolStore
+
+_TIMES = struct.Struct("dd")
+_pack_times, _unpack_times = _TIMES.pack, _TIMES.unpack
 
 #: Weight of a request in what is learned. At 0.01 it follows a change of traffic within a few hundred.
 _ALPHA = 0.01
@@ -26,6 +32,42 @@ _ALPHA = 0.01
 #: go on from has mostly made room for others. Simulated days of chats (Mooncake) are 2 % slower
 #: without a bound.
 _MAX_IDLE_PER_OPEN = 0.5
+
+
+class LastTurn(msgspec.Struct, eq=False, gc=False):
+    """The latest prompt of a conversation.
+
+    Attributes:
+        account: Account of the endpoint it was sent to; a weak reference, so that removed endpoints
+            are freed.
+        times: When it was sent, and when its request ended, monotonic seconds; infinity while it is
+            open. Packed: Python makes a float of the memory of the last one that was freed, so tens
+            of thousands of them would lie, and stay, between what ended requests leave.
+    """
+
+    account: weakref.ref[InflightLoad]
+    times: bytes
+
+    @classmethod
+    def begin(cls, account: InflightLoad, now: float) -> LastTurn:
+        """A prompt that is sent now."""
+        return cls(weakref.ref(account), _pack_times(now, math.inf))
+
+    def end(self, now: float) -> None:
+        """Mark the end of its request."""
+        self.times = _pack_times(self.at, now)
+
+    @property
+    def at(self) -> float:
+        """Monotonic seconds at which it was sent."""
+        at: float = _unpack_times(self.times)[0]
+        return at
+
+    @property
+    def ended(self) -> float:
+        """Monotonic seconds at which its request ended; infinity while it is open."""
+        ended: float = _unpack_times(self.times)[1]
+        return ended
 
 
 class ConversationTracker:

@@ -9,12 +9,47 @@ tells: they are taken to be as long as our own (`request_tokens.TypicalWork`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from extproc.endpoint import Load
-from extproc.pool.inflight import IdleTime
+
+
+class IdleTime(NamedTuple):
+    """Time in which an account had no open request.
+
+    Attributes:
+        seconds: Until the latest request was opened (cumulative).
+        since: Monotonic seconds since when there is none; infinity if there is any.
+        times: How often the last one ended (count, cumulative).
+    """
+
+    seconds: float = 0.0
+    since: float = math.inf
+    times: int = 0
+
+    def until(self, at: float) -> float:
+        """Seconds until a time of which nothing else is known (cumulative)."""
+        return self.seconds + max(0.0, at - self.since)
+
+
+class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
+    """Adapter slot state of one endpoint, valid until its account or load changes.
+
+    Attributes:
+        load: Load that it was computed from.
+        known: Names that were known to be adapters then.
+        idle: Adapters predicted as loaded, in use or not.
+    """
+
+    load: Load
+    known: frozenset[str]
+    full: bool
+    room: bool = False
+    idle: frozenset[str] = frozenset()
 
 
 class AdapterSlotTracker:

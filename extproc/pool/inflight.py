@@ -13,15 +13,14 @@ last w of ours were not.
 from __future__ import annotations
 
 import math
-import struct
-import weakref
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
+from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, StepTimeModel
+from extproc.pool.engine_counters import AdapterSlotState, IdleTime
 from extproc.pool.request_tokens import (
     AnswerTokens,
     ContextShare,
@@ -29,9 +28,6 @@ from extproc.pool.request_tokens import (
     SharedContext,
     TypicalWork,
 )
-
-_TIMES = struct.Struct("dd")
-_pack_times, _unpack_times = _TIMES.pack, _TIMES.unpack
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64
@@ -42,50 +38,11 @@ _MAX_RECENT = 64
 _BUDGET_TOKENS = 2048
 
 
-class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
-    """Adapter slot state of one endpoint, valid until its account or load changes.
+class Turn(Protocol):
+    """Prompt whose request is open."""
 
-    Attributes:
-        load: Load that it was computed from.
-        known: Names that were known to be adapters then.
-        idle: Adapters predicted as loaded, in use or not.
-    """
-
-    load: Load
-    known: frozenset[str]
-    full: bool
-    room: bool = False
-    idle: frozenset[str] = frozenset()
-
-
-class CachedTokens(NamedTuple):
-    """Prompt tokens of a request that are predicted as cached on an endpoint.
-
-    Attributes:
-        tokens: Those that count.
-        estimated: Those that the estimate alone predicts, which it is corrected by.
-    """
-
-    tokens: int
-    estimated: int
-
-
-class IdleTime(NamedTuple):
-    """Time in which an account had no open request.
-
-    Attributes:
-        seconds: Until the latest request was opened (cumulative).
-        since: Monotonic seconds since when there is none; infinity if there is any.
-        times: How often the last one ended (count, cumulative).
-    """
-
-    seconds: float = 0.0
-    since: float = math.inf
-    times: int = 0
-
-    def until(self, at: float) -> float:
-        """Seconds until a time of which nothing else is known (cumulative)."""
-        return self.seconds + max(0.0, at - self.since)
+    def end(self, now: float) -> None:
+        """Mark the end of its request."""
 
 
 class InflightLoad:
@@ -193,7 +150,7 @@ class InflightLoad:
         now: float,
         prompt_bytes: int = 0,
         blocks: Sequence[int] = (),
-        last_turn: LastTurn | None = None,
+        last_turn: Turn | None = None,
         from_peers: bool = False,
     ) -> Reservation:
         """Charge a request to the endpoint.
@@ -420,42 +377,6 @@ class InflightLoad:
             texts[1] += reservation.prompt_bytes
 
 
-class LastTurn(msgspec.Struct, eq=False, gc=False):
-    """The latest prompt of a conversation.
-
-    Attributes:
-        account: Account of the endpoint it was sent to; a weak reference, so that removed endpoints
-            are freed.
-        times: When it was sent, and when its request ended, monotonic seconds; infinity while it is
-            open. Packed: Python makes a float of the memory of the last one that was freed, so tens
-            of thousands of them would lie, and stay, between what ended requests leave.
-    """
-
-    account: weakref.ref[InflightLoad]
-    times: bytes
-
-    @classmethod
-    def begin(cls, account: InflightLoad, now: float) -> LastTurn:
-        """A prompt that is sent now."""
-        return cls(weakref.ref(account), _pack_times(now, math.inf))
-
-    def end(self, now: float) -> None:
-        """Mark the end of its request."""
-        self.times = _pack_times(self.at, now)
-
-    @property
-    def at(self) -> float:
-        """Monotonic seconds at which it was sent."""
-        at: float = _unpack_times(self.times)[0]
-        return at
-
-    @property
-    def ended(self) -> float:
-        """Monotonic seconds at which its request ended; infinity while it is open."""
-        ended: float = _unpack_times(self.times)[1]
-        return ended
-
-
 class Reservation(msgspec.Struct, eq=False):
     """The handle of one open request.
 
@@ -487,7 +408,7 @@ class Reservation(msgspec.Struct, eq=False):
     endpoint: Endpoint
     blocks: Sequence[int] = ()
     from_peers: bool = False
-    last_turn: LastTurn | None = None
+    last_turn: Turn | None = None
     has_media: bool = False
     estimated_tokens: int | None = None
     sole_endpoint: bool = True

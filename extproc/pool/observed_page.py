@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from extproc.endpoint import Endpoint, Load, StepTimeModel
-from extproc.pool.inflight import IdleTime
+from extproc.pool.engine_counters import IdleTime
 from extproc.pool.snapshot import EndpointSnapshot
 
 

@@ -26,6 +26,18 @@ from extproc.request import BYTES_PER_TOKEN, InferenceRequest, MediaSpan
 _STRIDE = 4
 
 
+class CachedTokens(NamedTuple):
+    """Prompt tokens of a request that are predicted as cached on an endpoint.
+
+    Attributes:
+        tokens: Those that count.
+        estimated: Those that the estimate alone predicts, which it is corrected by.
+    """
+
+    tokens: int
+    estimated: int
+
+
 class PromptSize(NamedTuple):
     """Size of a prompt.
 

@@ -24,8 +24,7 @@ from statistics import median
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
-from extproc.pool.engine_counters import CounterReader, WorkCounters
-from extproc.pool.inflight import IdleTime
+from extproc.pool.engine_counters import CounterReader, IdleTime, WorkCounters
 from extproc.pool.least_squares import RecursiveLeastSquares
 from extproc.pool.request_tokens import AnswerTokens
 

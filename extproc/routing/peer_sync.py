@@ -14,8 +14,8 @@ from typing import Annotated, Final
 import msgspec
 
 from extproc.decision import Decision
-from extproc.pool.inflight import CachedTokens, Reservation
-from extproc.pool.request_tokens import PromptSize
+from extproc.pool.inflight import Reservation
+from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.routing.director import Director
 
