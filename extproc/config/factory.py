@@ -102,7 +102,13 @@ def build(
     rng = random.Random(settings.seed)
     store = PoolStore(
         on_gone=_remover(model, on_gone),
-        on_observed=model.observe_load,
+        on_observed=lambda page: model.observe_load(
+            page.before.endpoint,
+            before=page.before.load,
+            after=page.after,
+            rates=page.rates,
+            restarted=page.restarted,
+        ),
         outlier_detector=outlier_detection.OutlierDetector(settings.health, rng),
         on_changed=on_changed,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
 from extproc.endpoint import Endpoint, Load, StepTimeModel
@@ -56,28 +54,3 @@ class ObservedPage(msgspec.Struct, frozen=True, gc=False):
     def is_idle(self) -> bool:
         """True if there is nothing of ours on it, or nothing at all."""
         return not self.before.account.in_flight or not (self.after.running or self.after.waiting)
-
-
-class ScrapeObserver(Protocol):
-    """Callback for every scrape taken in."""
-
-    def __call__(
-        self,
-        endpoint: Endpoint,
-        *,
-        before: Load,
-        after: Load,
-        rates: StepTimeModel,
-        restarted: bool,
-    ) -> None:
-        """Handle a scrape that was taken in.
-
-        Args:
-            restarted: Whether the engine is another process now.
-        """
-
-
-def ignore_scrape(
-    endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
-) -> None:
-    """Do nothing."""

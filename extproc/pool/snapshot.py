@@ -238,6 +238,17 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
         """True when it is ejected: its requests fail, or it is out of reach."""
         return self.condition.state > _SUSPECT
 
+    def relabel(self, endpoint: Endpoint) -> EndpointSnapshot:
+        """It with what discovery says now; its list of models is dropped where that differs."""
+        known = self.endpoint
+        renamed = msgspec.structs.replace(
+            endpoint, incarnation=known.incarnation, engine=known.engine
+        )
+        if renamed == known:
+            return self
+        models = self.models if renamed.models == known.models else None
+        return msgspec.structs.replace(self, endpoint=renamed, models=models)
+
 
 class Pool(msgspec.Struct, frozen=True, gc=False):
     """All endpoints at one moment.
@@ -343,3 +354,14 @@ def normalize_token(token: str) -> str:
     except ValueError:
         return token
     return f"[{ip}]{port}" if port else str(ip)
+
+
+def is_patchy(members: Sequence[EndpointSnapshot]) -> bool:
+    """True if pages differ in the values they lack, or some are not plausible."""
+    flaws = {member.flaws for member in members}
+    return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
+
+
+def index_models(members: Sequence[EndpointSnapshot]) -> ModelIndex:
+    """Index of the models that the members serve."""
+    return ModelIndex([(member.endpoint, member.serves) for member in members])

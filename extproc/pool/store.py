@@ -7,13 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from extproc.endpoint import (
-    METRICS_PORT,
-    Endpoint,
-    Load,
-    ServedModels,
-    split_ranks,
-)
+from extproc.endpoint import METRICS_PORT, Endpoint, Load, ServedModels, split_ranks
 from extproc.pool import (
     endpoint_health,
     inference_policy,
@@ -23,10 +17,10 @@ from extproc.pool import (
 )
 from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
-from extproc.pool.observed_page import ObservedPage, ScrapeObserver, ScrapeToken, ignore_scrape
+from extproc.pool.observed_page import ObservedPage, ScrapeToken
 from extproc.pool.pool_step_times import PoolStepTimeEstimators
 from extproc.pool.request_tokens import AnswerTokens, BytesPerTokenEstimator, TypicalWork
-from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool
+from extproc.pool.snapshot import EndpointSnapshot, Pool, index_models, is_patchy
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
@@ -38,10 +32,6 @@ _NONE: frozenset[str] = frozenset()
 
 #: Share of requests of others below which engines are taken to be idle when nothing of ours is there.
 _FEW_OTHERS = 0.05
-
-
-def _ignore_change(before: Pool, after: Pool) -> None:
-    """Do nothing."""
 
 
 class PoolStore:
@@ -61,14 +51,14 @@ class PoolStore:
     def __init__(
         self,
         on_gone: Callable[[Endpoint], None],
-        on_observed: ScrapeObserver | None = None,
+        on_observed: Callable[[ObservedPage], None] = lambda _: None,
         *,
         outlier_detector: outlier_detection.OutlierDetector | None = None,
-        on_changed: Callable[[Pool, Pool], None] = _ignore_change,
+        on_changed: Callable[[Pool, Pool], None] = lambda _before, _after: None,
     ) -> None:
         self._on_gone = on_gone
         self._on_changed = on_changed
-        self._on_observed = on_observed or ignore_scrape
+        self._on_observed = on_observed
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
@@ -162,7 +152,7 @@ class PoolStore:
                 if known is None:
                     member = self._build_member(endpoint, now, sibling=sibling)
                 else:
-                    member = _relabel(known, endpoint)
+                    member = known.relabel(endpoint)
                 members[endpoint.address] = member
                 sibling = sibling or member
         self._remove_engines(old, members)
@@ -222,13 +212,7 @@ class PoolStore:
             return
         self._note_pages(pages, now)
         for page in pages:
-            self._on_observed(
-                page.before.endpoint,
-                before=page.before.load,
-                after=page.after,
-                rates=page.rates,
-                restarted=page.restarted,
-            )
+            self._on_observed(page)
 
     def _observe_load(self, token: ScrapeToken, load: Load, now: float) -> ObservedPage | None:
         """Take in the load of one member; None where it left meanwhile.
@@ -477,10 +461,10 @@ class PoolStore:
             unhealthy_or_doubtful=pool.unhealthy_or_doubtful,
             newest=pool.newest,
             adapters=self._adapters,
-            serving=pool.serving if old.serves is member.serves else _serving(members),
+            serving=pool.serving if old.serves is member.serves else index_models(members),
             has_unknown_values=pool.has_unknown_values
             if old.flaws == member.flaws
-            else _is_patchy(members),
+            else is_patchy(members),
         )
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
@@ -498,28 +482,7 @@ class PoolStore:
             unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
             newest=self.outlier_detector.newest,
             adapters=self._adapters,
-            serving=_serving(members),
-            has_unknown_values=_is_patchy(members),
+            serving=index_models(members),
+            has_unknown_values=is_patchy(members),
         )
         self._on_changed(before, self._pool)
-
-
-def _is_patchy(members: Sequence[EndpointSnapshot]) -> bool:
-    """True if pages differ in the values they lack, or some are not plausible."""
-    flaws = {member.flaws for member in members}
-    return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
-
-
-def _serving(members: Sequence[EndpointSnapshot]) -> ModelIndex:
-    return ModelIndex([(member.endpoint, member.serves) for member in members])
-
-
-def _relabel(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
-    """A member with what discovery says now; its list of models is dropped where that differs."""
-    renamed = msgspec.structs.replace(
-        endpoint, incarnation=known.endpoint.incarnation, engine=known.endpoint.engine
-    )
-    if renamed == known.endpoint:
-        return known
-    models = known.models if renamed.models == known.endpoint.models else None
-    return msgspec.structs.replace(known, endpoint=renamed, models=models)

@@ -272,7 +272,7 @@ class CacheModel:
         rates: StepTimeModel,
         restarted: bool,
     ) -> None:
-        """Size and correct the cache of an endpoint by a scrape; see `pool.observed_page.ScrapeObserver`.
+        """Size and correct the cache of an endpoint by a scrape.
 
         A restarted engine has an empty cache; `rates` say how much room answers take in it.
         """
