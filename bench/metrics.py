@@ -45,7 +45,7 @@ from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry import log_format
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 

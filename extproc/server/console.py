@@ -23,7 +23,7 @@ from extproc.server.health import Readiness
 from extproc.server.reload import ReloadHistory
 from extproc.telemetry import pool_state, problems
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_recorder import DecisionLog, DecisionRecord
 from extproc.telemetry.strategy_comparison import StrategyComparison
 from extproc.telemetry.traffic_history import INTERVAL_S, EndpointTrend, TrafficHistory

@@ -21,7 +21,7 @@ from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.server.health import H2C, SUPPORTED_APP_PROTOCOLS
 from extproc.server.pool_runtime import PoolRuntime, RuntimeContext
 from extproc.supervision import Supervisor
-from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.pool_state import PoolView
 
 #: Comparisons of conditions when pools are connected (count), a few tens of milliseconds of the event
 #: loop: a hundred pools with a host each need half of it, and with 64 hosts each a thousand times

@@ -22,7 +22,7 @@ from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import ExceptionLog, Supervisor, run_forever
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.pool_log import PoolLog
-from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import MatchState, PoolView, PrefixCacheStats
 
 _log = logging.getLogger("extproc.server")
 

@@ -5,6 +5,7 @@ Observers are called on the event loop for every request: they return at once an
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
@@ -16,13 +17,40 @@ from extproc.parsing.usage import UsageKind
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.trace_context import TraceContext, TraceSampler
-from extproc.request import FlowHeaders, RequestLabels
-from extproc.routing.pool_selector import PoolSelector
+from extproc.request import FlowHeaders, HttpRequest, RequestLabels
+from extproc.routing.pool_selector import PoolSelector, RoutingResult
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.server.large_bodies import LargeBodies
 
 #: How a gRPC stream ended; `cancelled` by the data plane, or because this process drains.
 StreamResult = Literal["ok", "cancelled", "protocol", "error"]
+
+
+#: Response to a client whose request body stopped arriving.
+STALLED = Rejection(
+    408, "the request body stopped arriving, or arrives too slowly", cause="body-stalled"
+)
+
+#: Stands for the response to a client that left before an endpoint was chosen; 499 is the status of
+#: nginx and of access logs for that.
+CLIENT_LEFT = Rejection(499, "the stream ended before an endpoint was chosen", cause="client-left")
+
+#: Response to a client whose request met an unexpected exception.
+BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
+
+
+class UnrenderedRequest(msgspec.Struct, frozen=True, eq=False):
+    """Request that waits for the tokens of its prompt, for a bounded time.
+
+    Attributes:
+        wait: Done when it is over.
+        raw: The request.
+        result: Its pool, and its outcome without the tokens.
+    """
+
+    wait: asyncio.Future[None]
+    raw: HttpRequest
+    result: RoutingResult
 
 
 class RequestObserver(Protocol):

@@ -34,39 +34,21 @@ from extproc.server.flow_control_shell import (
     RateReservation,
 )
 from extproc.server.large_bodies import INLINE_BYTES
-from extproc.server.stream_context import RequestObserver, StreamContext, StreamResult
+from extproc.server.stream_context import (
+    BUG,
+    CLIENT_LEFT,
+    STALLED,
+    RequestObserver,
+    StreamContext,
+    StreamResult,
+    UnrenderedRequest,
+)
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 _RESPONSE_BODY = MessageKind.RESPONSE_BODY
 
 #: Ends of a stream for which the picker is not to blame.
 _WITHOUT_ERROR: frozenset[StreamResult] = frozenset({"ok", "cancelled"})
-
-#: Response to a client whose request body stopped arriving.
-STALLED = Rejection(
-    408, "the request body stopped arriving, or arrives too slowly", cause="body-stalled"
-)
-
-#: Stands for the response to a client that left before an endpoint was chosen; 499 is the status of
-#: nginx and of access logs for that.
-_CLIENT_LEFT = Rejection(499, "the stream ended before an endpoint was chosen", cause="client-left")
-
-#: Response to a client whose request met an unexpected exception.
-_BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
-
-
-class UnrenderedRequest(msgspec.Struct, frozen=True, eq=False):
-    """Request that waits for the tokens of its prompt, for a bounded time.
-
-    Attributes:
-        wait: Done when it is over.
-        raw: The request.
-        result: Its pool, and its outcome without the tokens.
-    """
-
-    wait: asyncio.Future[None]
-    raw: HttpRequest
-    result: RoutingResult
 
 
 class StreamHandler(msgspec.Struct, eq=False):
@@ -167,7 +149,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             or exchange.response_state is not ResponseState.IDLE
         ):
             return ()
-        return (self._reject(_BUG),)
+        return (self._reject(BUG),)
 
     def reject_overload(self, _: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Reject the request, because too many streams are open."""
@@ -193,19 +175,14 @@ class StreamHandler(msgspec.Struct, eq=False):
         self, request: InferenceRequest, headers: Mapping[str, str], *, client_model: str = ""
     ) -> RequestLabels:
         """Labels of a parsed request."""
-        target, reservation = request.target, self._rate_reservation
+        target, reservation, unnamed = request.target, self._rate_reservation, UNNAMED
         tenant = (
             self._context.settings.flow_headers.tenant(headers, target)
             if reservation is None
             else reservation.tenant
         )
-        unnamed = UNNAMED
-        return RequestLabels(
-            client_model or target or unnamed,
-            target or unnamed,
-            tenant or unnamed,
-            request.priority,
-        )
+        model = target or unnamed
+        return RequestLabels(client_model or model, model, tenant or unnamed, request.priority)
 
     def _start_trace(self) -> None:
         """Observe the request as part of a trace, where it is sampled and no step did so before."""
@@ -466,7 +443,7 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def _report_abandoned(self) -> None:
         """Report a request whose stream ended before it was answered."""
-        exchange, rejection, labels = self.exchange, _CLIENT_LEFT, None
+        exchange, rejection, labels = self.exchange, CLIENT_LEFT, None
         if exchange.request_state is RequestState.IDLE:
             return
         if len(exchange.status) == 3 and exchange.status.isdecimal():

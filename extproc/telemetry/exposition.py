@@ -11,6 +11,7 @@ from extproc.supervision import LOOPS
 from extproc.telemetry import control_plane_metrics, llmd_metrics, pool_metrics
 from extproc.telemetry.counters import PoolCounters, ProcessCounters
 from extproc.telemetry.metric_family import MetricFamily
+from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
     OTHER,
     TOKEN_KINDS,
@@ -41,7 +42,7 @@ class Exposition:
     def __init__(
         self,
         counters: ProcessCounters,
-        pools: Callable[[], Mapping[str, pool_metrics.PoolView]],
+        pools: Callable[[], Mapping[str, PoolView]],
         *,
         clock: Callable[[], float],
         gauges: Mapping[str, Callable[[], float]],

@@ -20,7 +20,7 @@ from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
-from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
     OTHER,
     TOKEN_BOUNDS,

@@ -1,17 +1,20 @@
-"""Schema of the pool state that /debug/pool shows and `extproc explain` reads back."""
+"""State of a pool: as /debug/pool shows it and `extproc explain` reads it back, and for metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
 
-from extproc.endpoint import NO_LABELS
+from extproc.endpoint import NO_LABELS, Endpoint
 from extproc.pool import plausibility
 from extproc.pool.endpoint_health import HealthState
 from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.request import MediaKind
+from extproc.scheduling.shadow import ShadowScheduler
+from extproc.telemetry.kv_event_metrics import KvEventStats
 
 EndpointHealth = Literal["healthy", "suspect", "ejected", "probing", "down"]
 
@@ -150,3 +153,63 @@ def describe_endpoint(member: EndpointSnapshot, now: float) -> EndpointState:
 
 def _sorted(names: frozenset[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(sorted(names))
+
+
+class PrefixCacheStats(msgspec.Struct, frozen=True):
+    """Prefix cache estimates of one endpoint.
+
+    Attributes:
+        predicted_tokens: Prompt tokens predicted to be cached, of requests with a reported usage.
+        observed_tokens: Prompt tokens of these that the engine reported as cached.
+        capacity_tokens: Estimated capacity of the cache in tokens; None while unknown.
+    """
+
+    predicted_tokens: float
+    observed_tokens: float
+    capacity_tokens: int | None
+
+
+#: State of the match in the annotations of an InferencePool: there is none, it is in force, an
+#: earlier pool matches some of the same requests, or no rule of `cluster.match_rules` allows it.
+MatchState = Literal["none", "in_force", "overlapped", "rejected"]
+
+
+class PoolView(msgspec.Struct, frozen=True):
+    """Values of one pool that the metrics page shows.
+
+    Attributes:
+        cache: Returns the prefix cache estimates of an endpoint.
+        bytes_per_token: Learned prompt bytes per token, by model.
+        ejections: Ejections of endpoints, by cause.
+        probes: Probe requests to ejected endpoints, by result.
+        queue: Queued requests, and bytes of their bodies; None without flow control.
+        queue_outcomes: Requests that left the queue, by outcome.
+        conversations: Ratio of requests that continue a conversation, and idle conversations
+            expected to continue per in-flight request; None where they are not estimated.
+        match_state: State of the match in the annotations of the InferencePool.
+        dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
+        count_ejections: Returns the ejections of an engine by `Endpoint.engine` (count).
+        queue_capacity: Requests that may be queued (count); 0 without flow control.
+        queued_by_flow: Returns the queued requests, and bytes of their bodies, by tenant and
+            priority.
+        shadow: Second profile that looks at routed requests; None without one.
+        kv_events: Counts of KV events; None without subscriptions.
+        media_factors: Learned ratio of observed to estimated tokens of media, by model and kind.
+    """
+
+    pool: Pool
+    cache: Callable[[Endpoint], PrefixCacheStats]
+    bytes_per_token: Mapping[str, float] = {}
+    ejections: Mapping[str, int] = {}
+    probes: Mapping[str, int] = {}
+    queue: tuple[int, int] | None = None
+    queue_outcomes: Mapping[str, int] = {}
+    conversations: tuple[float, float] | None = None
+    match_state: MatchState = "none"
+    dropped_addresses: int = 0
+    count_ejections: Callable[[int], int] = lambda _: 0
+    queue_capacity: int = 0
+    queued_by_flow: Callable[[], Mapping[tuple[str, int], tuple[int, int]]] = dict
+    shadow: ShadowScheduler | None = None
+    kv_events: KvEventStats | None = None
+    media_factors: Mapping[tuple[str, MediaKind], float] = {}

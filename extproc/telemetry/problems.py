@@ -13,7 +13,7 @@ import msgspec
 from extproc.pool import plausibility
 from extproc.pool.endpoint_health import HealthState
 from extproc.pool.snapshot import EndpointSnapshot
-from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.traffic_history import EndpointTrend, TrafficHistory
 
 Severity = Literal["critical", "warning", "info"]

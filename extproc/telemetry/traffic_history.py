@@ -17,7 +17,7 @@ import msgspec
 
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.telemetry.counters import PoolCounters, ProcessCounters
-from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
     NO_STATUS,
     TTFT_BOUNDS_S,

@@ -15,7 +15,7 @@ from extproc.decision import model_not_found
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
-from extproc.telemetry import counters, exposition, pool_metrics, request_recorder
+from extproc.telemetry import counters, exposition, pool_state, request_recorder
 from tests.support.canary import CANARY
 
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": CANARY * 100}]})
@@ -205,8 +205,8 @@ def server(decisions):
         exposition=exposition.Exposition(
             counters.ProcessCounters(),
             lambda: {
-                "": pool_metrics.PoolView(
-                    parts.store.pool, lambda _: pool_metrics.PrefixCacheStats(0, 0, None)
+                "": pool_state.PoolView(
+                    parts.store.pool, lambda _: pool_state.PrefixCacheStats(0, 0, None)
                 )
             },
             clock=lambda: 1.0,

@@ -21,7 +21,7 @@ from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import ImmediateResponse, ProcessingResponse
 from extproc.scrape import metrics_page
-from extproc.server.stream_handler import STALLED
+from extproc.server.stream_context import STALLED
 from extproc.wire import codec, protobuf_decoder
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.support.pool_fixture import PoolFixture

@@ -9,7 +9,7 @@ from extproc.scheduling import shadow
 from extproc.scrape.kv_event_subscription import BatchResult, SubscriptionState
 from extproc.scrape.prompt_renderer import PromptResult
 from extproc.supervision import LOOPS
-from extproc.telemetry import exposition, pool_metrics
+from extproc.telemetry import exposition, pool_state
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.metric_family import MetricFamily
 from extproc.telemetry.request_series import TOKEN_KINDS, UNPARSED, Timing
@@ -26,7 +26,7 @@ VALUES = {
     "extproc_mapped_prompts/result": get_args(PromptResult),
     "extproc_match_source_tokens/kind": ("predicted", "observed"),
     "extproc_match_source_tokens/source": get_args(MatchSource),
-    "extproc_pool_match_state/state": get_args(pool_metrics.MatchState),
+    "extproc_pool_match_state/state": get_args(pool_state.MatchState),
     "extproc_probes/result": ("ok", "failed", "unclear"),
     "extproc_scaling_replicas/state": ("spec", "available", "starting"),
     "extproc_recorded_rows/result": ("recorded", "dropped", "failed"),
@@ -61,8 +61,8 @@ def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
     page = exposition.Exposition(
         counters,
         lambda: {
-            "": pool_metrics.PoolView(
-                pool_fixture.store.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)
+            "": pool_state.PoolView(
+                pool_fixture.store.pool, lambda _: pool_state.PrefixCacheStats(5.0, 4.0, 100)
             )
         },
         clock=lambda: 1.0,

@@ -14,7 +14,7 @@ from extproc.prefix_cache.cache_model import index_key
 from extproc.request import HttpRequest
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.supervision import Supervisor
-from extproc.telemetry import pool_metrics
+from extproc.telemetry import pool_metrics, pool_state
 from tests.simulator import engine_server
 
 pytest.importorskip("zmq", reason="the extra kv-events is not installed")
@@ -188,9 +188,9 @@ async def test_metrics_show_subscriptions_blocks_and_prompts():
         await until(lambda: pool.parts.exact.is_any_live)
         await pool.ask("/v1/chat/completions", chat(words(1)))
         await until(pool.is_settled)
-        view = pool_metrics.PoolView(
+        view = pool_state.PoolView(
             pool.parts.store.pool,
-            lambda _: pool_metrics.PrefixCacheStats(0.0, 0.0, None),
+            lambda _: pool_state.PrefixCacheStats(0.0, 0.0, None),
             kv_events=pool.loops.stats(),
         )
         families = {family.name: family for family in pool_metrics.state_families({"p": view}, 1.0)}

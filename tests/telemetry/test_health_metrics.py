@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND, THIRD = (f"10.0.0.{n}:8000" for n in (1, 2, 3))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from extproc.request import MediaSpan
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import PoolFixture
 
 

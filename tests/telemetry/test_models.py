@@ -12,7 +12,7 @@ from extproc.request import HttpRequest, InferenceRequest
 from extproc.telemetry import explanation, explanation_text, pool_state, request_recorder
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import PoolFixture
 
 A, B = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2))

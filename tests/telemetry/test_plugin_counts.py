@@ -3,7 +3,7 @@ import pytest
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from tests.scheduling import builders
 from tests.support.pool_fixture import PoolFixture
 

@@ -10,7 +10,7 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool.store import PoolStore
 from extproc.request import RequestLabels
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory, quantile
 
 FIRST, SECOND, THIRD, FOURTH = ADDRESSES = tuple(f"10.0.0.{number}:8000" for number in range(1, 5))
