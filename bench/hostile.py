@@ -1,9 +1,9 @@
 """Measures time and memory that one hostile client, engine or file can take of a picker.
 
-python -m bench.hostile [--kinds bodies,large,clients,pages,files,waiting] [--requests 10000]
-                        [--seconds 5] [--size 1048576] [--only NAME] [--write]
+python -m bench.hostile [--kinds bodies,large,clients,pages,events,rendered,files,waiting]
+                        [--requests 10000] [--seconds 5] [--size 1048576] [--only NAME] [--write]
 
-All kinds take some ten minutes. Each kind of input meets a picker of its own: a real process, real gRPC, and a real Envoy where requests
+All kinds take some twenty minutes. Each kind of input meets a picker of its own: a real process, real gRPC, and a real Envoy where requests
 are sent. For each it shows the longest wait of /healthz beside that of harmless input of the same size,
 CPU per request, memory before, at its peak and after, whether the process lives and whether its accounts
 are zero afterwards. A kind ends after its requests or its seconds, whatever comes first; bodies of
@@ -20,12 +20,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from bench import hostile_engine, hostile_watch
+from bench import hostile_engine, hostile_kv, hostile_watch
 from bench import hostile_requests as bodies
 from bench.hostile_watch import MIB, Picker
 from bench.rig import ROOT, write
@@ -299,6 +299,37 @@ async def pages(bounds: Bounds) -> AsyncIterator[Row]:
                 yield await measured(f"page {kind}", server, step, quick)
 
 
+async def events(bounds: Bounds) -> AsyncIterator[Row]:
+    """KV events of an engine, while requests for it come in."""
+    async for row in _published("events", hostile_kv.EVENTS, bounds):
+        yield row
+
+
+async def rendered(bounds: Bounds) -> AsyncIterator[Row]:
+    """Prompts that an engine renders, each of which it sees for the first time."""
+    async for row in _published("rendered", hostile_kv.RENDERED, bounds):
+        yield row
+
+
+async def _published(group: str, kinds: Iterable[str], bounds: Bounds) -> AsyncIterator[Row]:
+    quick = msgspec.structs.replace(bounds, requests=min(bounds.requests, 400))
+    for kind in kinds:
+        if bounds.only in f"{group} {kind}":
+            ports = [stack.free_port(), stack.free_port()]
+            engine = [sys.executable, "-m", "bench.hostile_kv", kind, *map(str, ports)]
+            section = f"{{enabled: true, port: {ports[0]}, replay_port: {ports[1]}}}"
+            async with picker([engine], "--config-text", f"{HEAD}kv_events: {section}") as server:
+                fresh = bodies.prompts()
+
+                async def step(
+                    fresh: Iterator[bodies.Request] = fresh, port: int = server.port
+                ) -> str:
+                    await asyncio.sleep(0.02)
+                    return await bodies.send(port, next(fresh))
+
+                yield await measured(f"{group} {kind}", server, step, quick)
+
+
 async def files(bounds: Bounds) -> AsyncIterator[Row]:
     """Edits of the configuration and of the file of endpoints, each mended after a while.
 
@@ -362,6 +393,8 @@ GROUPS = {
     "large": large,
     "clients": clients,
     "pages": pages,
+    "events": events,
+    "rendered": rendered,
     "files": files,
     "waiting": waiting,
 }

@@ -37,6 +37,10 @@ def _gauges(value: str) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
+#: A page as others have it.
+GAUGES = _gauges("1")
+
+
 def _adapters() -> bytes:
     names = ",".join(f"adapter-{at}" for at in range(100_000))
     return f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}"}} 1\n'.encode()
@@ -51,7 +55,7 @@ PAGES: dict[str, Callable[[], bytes] | None] = {
     "negative": lambda: _gauges("-1e300"),
     "adapters": _adapters,
     "garbage": lambda: bytes(range(256)) * 400,
-    "half": lambda: _gauges("1")[:-9],
+    "half": lambda: GAUGES[:-9],
     "large": lambda: b"",
     "drip": None,
 }
@@ -72,22 +76,25 @@ class HostileEngine:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, AssertionError):
             while (head := await http1.read_head(reader)) is not None:
                 await http1.Body(reader, head).rest()
-                path = head.line.split()[1]
-                if path == "/metrics":
-                    await self._page(writer)
-                elif path == "/v1/models":
-                    _say(writer, json.dumps(_models()).encode())
-                else:
-                    await asyncio.sleep(ANSWER_S)
-                    _say(writer, _answer())
+                await self.answer(writer, head.line.split()[1])
                 await writer.drain()
         writer.close()
+
+    async def answer(self, writer: asyncio.StreamWriter, path: str) -> None:
+        """Answer a request for a path."""
+        if path == "/metrics":
+            await self._page(writer)
+        elif path == "/v1/models":
+            say(writer, json.dumps(_models()).encode())
+        else:
+            await asyncio.sleep(ANSWER_S)
+            say(writer, _answer())
 
     async def _page(self, writer: asyncio.StreamWriter) -> None:
         kind = next(self._pages)
         make = PAGES[kind]
         if make is not None and kind != "large":
-            return _say(writer, make())
+            return say(writer, make())
         size = _LARGE_BYTES - _LARGE_BYTES % len(_PIECE)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
         async for piece in _pieces(size, drips=make is None):
@@ -106,7 +113,8 @@ async def _pieces(size: int, *, drips: bool) -> AsyncIterator[bytes]:
         await asyncio.sleep(_DRIP_S)
 
 
-def _say(writer: asyncio.StreamWriter, body: bytes) -> None:
+def say(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Answer with a body."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     writer.write(head % len(body) + body)
 

@@ -92,6 +92,12 @@ def names() -> Iterator[Request]:
         yield Request(TEXT, _json(model=model, prompt="x", user=f"user-{at}"))
 
 
+def prompts() -> Iterator[Request]:
+    """Harmless requests without end, no two of which have the same prompt."""
+    for at in itertools.count():
+        yield Request(CHAT, _chat([{"role": "user", "content": f"question {at} " * 100}]))
+
+
 async def send(port: int, request: Request) -> str:
     """Send a request to its end; the status, or what went wrong."""
     try:
