@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
-from extproc.request import BYTES_PER_TOKEN, MediaKind, MediaSpan
+from extproc.request import BYTES_PER_TOKEN, MAX_NAME_BYTES, MediaKind, MediaSpan
 
 #: Starts the field of an item.
 MARKER: Final = b"\xf7"
@@ -209,7 +209,7 @@ def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], in
 
     Args:
         prompt: Stable bytes with fields of items.
-        model: Model that the body names; empty for none.
+        model: Model that the body names, of any length; empty for none.
 
     Returns:
         The prompt, its items, and the bytes of all else in it.
@@ -218,6 +218,7 @@ def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], in
     spans: list[MediaSpan] = []
     copied = text_bytes = num_bytes = room_bytes = more_tokens = num_more = 0
     view = memoryview(prompt)
+    model = model[:MAX_NAME_BYTES]
     for match in islice(_FIELD.finditer(prompt), MAX_ITEMS):
         kind = _BY_LETTER[match[1]]
         size, json_bytes = (int(match[2]), int(match[3])), int(match[4])

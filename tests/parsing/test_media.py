@@ -1,13 +1,16 @@
 """Images, videos and audio: their sizes, their tokens, and their room in prompts."""
 
+import json
 import struct
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.parsing import canonical_prompt, media
+from extproc.parsing import canonical_prompt, media, surfaces
 from extproc.prefix_cache import blocks
+from extproc.request import HttpRequest
 from tests.parsing.builders import CHAT, chat, parsed, user
 from tests.support import pictures
 from tests.support.pictures import gif, jpeg, png, segment, url, wav, webp
@@ -217,6 +220,22 @@ def test_room_of_images_is_bounded():
     assert sum(found.count for found in request.media) == 1000
     assert sum(found.tokens for found in request.media) == 999_000
     assert sum(found.count for found in ask(*[address] * 2000).media) == media.MAX_ITEMS
+
+
+def test_long_names_of_models_are_not_remembered():
+    """Requests under names that are refused for their length leave nothing."""
+    part = {"type": "image_url", "image_url": {"url": "https://a.example/b"}}
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            model = f"{number}-" + "m" * 500_000
+            body = json.dumps({"model": model, "messages": [user([part])]}).encode()
+            refused = surfaces.parse(HttpRequest({":path": CHAT}, body))
+            assert refused is surfaces.LONG_NAME
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 3_000_000
 
 
 def test_room_goes_by_the_model_of_the_body():
