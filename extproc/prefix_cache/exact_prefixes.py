@@ -373,7 +373,7 @@ class ExactPrefixes:
             return None
         if count == len(keys) and len(prompt.chain) < len(chain):
             # The next turn: it most likely goes on with the answer that the engine generated.
-            answer = index.continuation(keys[-1]) if keys else ()
+            answer = index.continuations.find(keys[-1]) if keys else ()
             if answer:
                 keys = keys + answer
                 count = len(keys)

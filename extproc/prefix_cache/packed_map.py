@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, MutableSequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from typing import Final
 
 #: Entries of a segment at most (count); a full one is cut in two. Longer ones move more memory per
 #: change, shorter ones cost objects.
 _MAX_SEGMENT: Final = 1024
+
+#: Masks that are remembered as shared objects (count).
+_MAX_SHARED: Final = 65_536
+
+#: Engines that hold a block (count) from which on its mask is found at once, and how many such masks are
+#: remembered. They are those of system prompts, which most requests look up.
+_MANY_HOLDERS: Final = 8
+_MAX_FREQUENT: Final = 4096
+
+#: Chains that are remembered as what went on from a block (count), and blocks of each (count). They are
+#: answers, until the next turn is mapped.
+_MAX_CONTINUATIONS: Final = 16_384
+_MAX_CONTINUED: Final = 512
+
+_NOTHING: Final = array("Q")
 
 
 def packed_values() -> MutableSequence[int]:
@@ -117,3 +133,66 @@ class PackedMap:
         self._keys[segment : segment + 1] = [keys[:half], keys[half:]]
         self._values[segment : segment + 1] = [values[:half], values[half:]]
         self._lasts.insert(segment, keys[half - 1])
+
+
+class MaskMap(PackedMap):
+    """Map of keys to the bits of the engines that hold them; masks of several engines are shared objects."""
+
+    __slots__ = ("_frequent", "_shared")
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self._shared: dict[int, int] = {}
+        #: Masks of blocks that many engines hold, by key, once they were looked up.
+        self._frequent: dict[int, int] = {}
+
+    def find(self, key: int) -> int:
+        """Mask of a key; 0 for none."""
+        mask = self._frequent.get(key)
+        if mask is None:
+            mask = self.get(key) or 0
+            if mask.bit_count() >= _MANY_HOLDERS:
+                if len(self._frequent) >= _MAX_FREQUENT:
+                    self._frequent.clear()
+                self._frequent[key] = mask
+        return mask
+
+    def put(self, key: int, mask: int) -> None:
+        """Set the mask of a key; 0 removes it."""
+        self._frequent.pop(key, None)
+        if not mask:
+            self.pop(key)
+            return
+        if len(self._shared) > _MAX_SHARED:
+            self._shared.clear()
+        self.set(key, self._shared.setdefault(mask, mask))
+
+
+class Continuations:
+    """Chains of blocks by the block before them; bounded, the longest unused go first."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, array[int]] = OrderedDict()
+
+    def find(self, key: int) -> array[int]:
+        """Keys of the blocks that went on from a block last, on any engine; empty for none."""
+        known = self._known
+        start = known.get(key)
+        if start is None:
+            return _NOTHING
+        # A chain is put together once, where it begins.
+        last = start[-1]
+        while len(start) < _MAX_CONTINUED and (further := known.pop(last, None)) is not None:
+            start.extend(further)
+            last = start[-1]
+        return start
+
+    def record(self, parent: int, keys: Sequence[int]) -> None:
+        """Note the keys that an engine stored behind a block."""
+        known = self._known
+        known[parent] = array("Q", keys[:_MAX_CONTINUED])
+        known.move_to_end(parent)
+        if len(known) > _MAX_CONTINUATIONS:
+            known.popitem(last=False)

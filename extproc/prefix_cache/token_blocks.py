@@ -10,26 +10,12 @@ Forgetting an engine takes no time: it gets another bit, and its old one is swep
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from extproc.prefix_cache import kv_events
-from extproc.prefix_cache.packed_map import PackedMap
-
-#: Masks that are remembered as shared objects (count).
-_MAX_SHARED: Final = 65_536
-
-#: Engines that hold a block (count) from which on its mask is found at once, and how many such masks are
-#: remembered. They are those of system prompts, which most requests look up.
-_MANY_HOLDERS: Final = 8
-_MAX_FREQUENT: Final = 4096
-
-#: Chains that are remembered as what went on from a block (count), and blocks of each (count). They are
-#: answers, until the next turn is mapped.
-_MAX_CONTINUATIONS: Final = 16_384
-_MAX_CONTINUED: Final = 512
+from extproc.prefix_cache.packed_map import Continuations, MaskMap, PackedMap
 
 #: Cost of a wipe in blocks: bits are free again only once they are swept, after the turn.
 _WIPE_COST: Final = 32
@@ -37,12 +23,9 @@ _WIPE_COST: Final = 32
 #: Groups of hybrid models that are remembered as left out (count).
 _MAX_GROUPS: Final = 64
 
-
 #: Tiers below the device, from which an engine loads blocks instead of computing them: the memory of the
 #: host, and storage of any other kind.
 LOWER_TIERS: Final = ("CPU", "storage")
-
-_NOTHING: Final = array("Q")
 
 
 class EngineBlocks:
@@ -132,6 +115,7 @@ class TokenBlockIndex:
         block_tokens: Tokens of a block, of the engine that first stored one; 0 before. Engines with
             another size are not followed.
         version: Changes when an engine gets another bit, or another state.
+        continuations: What went on from a block last.
     """
 
     def __init__(
@@ -142,12 +126,8 @@ class TokenBlockIndex:
         #: Engines with lower tiers by their bit on the device, and bits of all lower tiers.
         self._tiered: dict[int, EngineBlocks] = {}
         self._lower_mask = 0
-        self._holders = PackedMap(list)
-        #: Masks of several engines, each once.
-        self._shared: dict[int, int] = {}
-        #: Masks of blocks that many engines hold, by key, once they were looked up.
-        self._frequent: dict[int, int] = {}
-        self._continuations: OrderedDict[int, array[int]] = OrderedDict()
+        self._holders = MaskMap()
+        self.continuations = Continuations()
         self._num_bits = 0
         self._free: list[int] = []
         self._retired: deque[tuple[int, PackedMap]] = deque()
@@ -235,7 +215,7 @@ class TokenBlockIndex:
             for key in values:
                 mask = holders.get(key)
                 if mask is not None and mask & bits:
-                    self._put(key, mask & ~bits)
+                    self._holders.put(key, mask & ~bits)
         return bool(self._retired)
 
     def set_lower_weight(self, engine: EngineBlocks, tier: int, weight: float) -> None:
@@ -306,7 +286,7 @@ class TokenBlockIndex:
             return ()
         keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
         if event.parent is not None:
-            self._note_continuation(parent, keys)
+            self.continuations.record(parent, keys)
         return keys
 
     def _store_lower(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
@@ -323,7 +303,7 @@ class TokenBlockIndex:
         for hashed, key in zip(event.hashes, known, strict=False):
             if key is not None:
                 engine.lower_keys.set(hashed, key)
-                self._put(key, (self._holders.get(key) or 0) | bit)
+                self._holders.put(key, (self._holders.get(key) or 0) | bit)
 
     def _open_tier(self, engine: EngineBlocks, tier: int) -> int:
         bit = engine.lower_bits[tier] = self._take_bit()
@@ -344,7 +324,7 @@ class TokenBlockIndex:
             if mask is None:
                 holders.set(key, bit)
             elif not mask & bit:
-                self._put(key, mask | bit)
+                self._holders.put(key, mask | bit)
 
     def _remove(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
         if event.group in engine.left_out:
@@ -361,7 +341,7 @@ class TokenBlockIndex:
                 continue
             mask = holders.get(key)
             if mask is not None and mask & bit:
-                self._put(key, mask ^ bit)
+                self._holders.put(key, mask ^ bit)
 
     def _remove_lower(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
         bit, others = engine.lower_bits[_tier(event.medium)], sum(engine.lower_bits)
@@ -369,7 +349,7 @@ class TokenBlockIndex:
             key = engine.lower_keys.get(hashed)
             if key is not None:
                 mask = (self._holders.get(key) or 0) & ~bit
-                self._put(key, mask)
+                self._holders.put(key, mask)
                 if not mask & others:
                     engine.lower_keys.pop(hashed)
 
@@ -413,10 +393,10 @@ class TokenBlockIndex:
         """
         if count <= start:
             return ()
-        alive = self._mask_of(keys[start]) & (lower or ~self._lower_mask)
+        alive = self._holders.find(keys[start]) & (lower or ~self._lower_mask)
         if not alive:
             return ()
-        last = self._mask_of(keys[count - 1])
+        last = self._holders.find(keys[count - 1])
         ends: list[tuple[int, int]] = []
         held = start + 1
         while alive & ~last:
@@ -442,7 +422,7 @@ class TokenBlockIndex:
             guesses: As of `holders`.
         """
         held, above, left = bounds
-        mask_of = self._mask_of
+        mask_of = self._holders.find
         for guess, _ in guesses:
             if held <= guess < above:
                 mask = mask_of(keys[guess]) & alive
@@ -499,47 +479,6 @@ class TokenBlockIndex:
                 further.append((depth, bits))
             at = further
         return {slot: int(blocks * self.block_tokens) for slot, blocks in saved.items()}
-
-    def continuation(self, key: int) -> array[int]:
-        """Keys of the blocks that went on from a block last, on any engine; empty for none."""
-        known = self._continuations
-        start = known.get(key)
-        if start is None:
-            return _NOTHING
-        # A chain is put together once, where it begins.
-        last = start[-1]
-        while len(start) < _MAX_CONTINUED and (further := known.pop(last, None)) is not None:
-            start.extend(further)
-            last = start[-1]
-        return start
-
-    def _note_continuation(self, parent: int, keys: Sequence[int]) -> None:
-        known = self._continuations
-        known[parent] = array("Q", keys[:_MAX_CONTINUED])
-        known.move_to_end(parent)
-        if len(known) > _MAX_CONTINUATIONS:
-            known.popitem(last=False)
-
-    def _mask_of(self, key: int) -> int:
-        """Bits that hold a key; 0 for none."""
-        mask = self._frequent.get(key)
-        if mask is None:
-            mask = self._holders.get(key) or 0
-            if mask.bit_count() >= _MANY_HOLDERS:
-                if len(self._frequent) >= _MAX_FREQUENT:
-                    self._frequent.clear()
-                self._frequent[key] = mask
-        return mask
-
-    def _put(self, key: int, mask: int) -> None:
-        """Set the holders of a key; masks of several engines are shared objects."""
-        self._frequent.pop(key, None)
-        if not mask:
-            self._holders.pop(key)
-            return
-        if len(self._shared) > _MAX_SHARED:
-            self._shared.clear()
-        self._holders.set(key, self._shared.setdefault(mask, mask))
 
     def _take_bit(self) -> int:
         if self._free:

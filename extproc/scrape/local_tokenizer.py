@@ -1,4 +1,4 @@
-"""Local tokenizer: tokens of prompts by the files of a model, for engines that render none.
+"""Tokens of prompts: by the files of a model on this machine, and in the answers of engines.
 
 The folder is one of Hugging Face's: `tokenizer.json`, and for chats a template in `chat_template.jinja`
 or `tokenizer_config.json`. A prompt is rendered like vLLM does; what another setting of the request
@@ -19,6 +19,7 @@ import msgspec
 
 from extproc import distribution
 from extproc.errors import ConfigError
+from extproc.parsing import canonical_prompt
 
 #: Characters of a rendered prompt at most.
 _MAX_TEXT: Final = 4 * 1024 * 1024
@@ -35,6 +36,11 @@ _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
+
+#: Bytes of the tokens in an answer at most: 300,000, or 30 ms of the event loop; and bytes of identifiers
+#: and places of images: some 400 images.
+_MAX_TOKENS_BYTES: Final = 2 * 1024 * 1024
+_MAX_FEATURES_BYTES: Final = 64 * 1024
 
 
 class LocalTokenizer:
@@ -241,3 +247,67 @@ def _load(name: str) -> Any:
             got="it is not installed",
             fix=f"{distribution.install_command('tokenizer')}, or leave it empty",
         ) from None
+
+
+class _Features(msgspec.Struct, gc=False):
+    mm_hashes: msgspec.Raw = msgspec.Raw(b"null")
+    mm_placeholders: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Rendered(msgspec.Struct, gc=False):
+    """Answer of `/render`, or of `/tokenize`."""
+
+    token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    tokens: msgspec.Raw = msgspec.Raw(b"null")
+    features: _Features | None = None
+
+
+class _RenderedPrompts(msgspec.Struct, array_like=True, gc=False):
+    """Answer to several prompts, or to one."""
+
+    first: _Rendered | None = None
+    second: msgspec.Raw = msgspec.Raw()
+
+
+_decode_rendered = msgspec.json.Decoder(_Rendered).decode
+_decode_tokens = msgspec.json.Decoder(list[int] | None).decode
+_decode_prompts = msgspec.json.Decoder(_RenderedPrompts).decode
+
+
+def read_rendered(answer: bytes) -> tuple[array[int], Sequence[tuple[int, int, str]]] | None:
+    """Tokens in the answer of an engine, and (offset, length, identifier) of each media item.
+
+    Returns:
+        None for several prompts; no tokens, or no items, where they are too long.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError: It is no answer, or its
+            tokens have more than 32 bits.
+    """
+    if answer.lstrip().startswith(b"["):
+        prompts = _decode_prompts(answer)
+        rendered = None if bytes(prompts.second) else prompts.first
+    else:
+        rendered = _decode_rendered(answer)
+    if rendered is None:
+        return None
+    tokens = _read_tokens(rendered.token_ids) or _read_tokens(rendered.tokens)
+    return tokens, _read_placeholders(rendered.features)
+
+
+def _read_tokens(raw: msgspec.Raw) -> array[int]:
+    """Tokens in an answer; none where they are too long."""
+    encoded = bytes(raw)
+    return array("I", _decode_tokens(encoded) or () if len(encoded) <= _MAX_TOKENS_BYTES else ())
+
+
+def _read_placeholders(features: _Features | None) -> Sequence[tuple[int, int, str]]:
+    """(offset, length, identifier) of each image, video and audio; none where that is too long."""
+    if features is None:
+        return ()
+    hashes, places = bytes(features.mm_hashes), bytes(features.mm_placeholders)
+    if len(hashes) + len(places) > _MAX_FEATURES_BYTES:
+        return ()
+    return canonical_prompt.read_placeholders(
+        {"mm_hashes": msgspec.json.decode(hashes), "mm_placeholders": msgspec.json.decode(places)}
+    )

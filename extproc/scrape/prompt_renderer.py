@@ -25,10 +25,10 @@ import aiohttp
 import msgspec
 
 from extproc.decision import Decision
-from extproc.parsing import canonical_prompt
 from extproc.parsing.model_edit import locate_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
+from extproc.scrape import local_tokenizer
 from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
 
@@ -53,9 +53,8 @@ _NUM_WORKERS, _MAX_PER_ENGINE = 8, 2
 #: Prompts that wait (count), and bytes of their bodies; beyond, prompts are not mapped.
 _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 
-#: Bytes of a body at most, of an answer, and of the tokens in it: 300,000, or 30 ms of the event loop.
+#: Bytes of a body at most, and of an answer.
 _MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
-_MAX_TOKENS_BYTES = 2 * 1024 * 1024
 
 #: Characters of the identifier of an image at most, which is in the key of every block of it; a client
 #: may choose it.
@@ -75,29 +74,6 @@ _FAILED_PAUSE_S, _ABSENT_PAUSE_S = 5.0, 60.0
 _MAX_ENGINES = 4096
 
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
-
-#: Bytes of identifiers and places of images in an answer at most: some 400 images.
-_MAX_FEATURES_BYTES = 64 * 1024
-
-
-class _Features(msgspec.Struct, gc=False):
-    mm_hashes: msgspec.Raw = msgspec.Raw(b"null")
-    mm_placeholders: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Rendered(msgspec.Struct, gc=False):
-    """Answer of `/render`, or of `/tokenize`."""
-
-    token_ids: msgspec.Raw = msgspec.Raw(b"null")
-    tokens: msgspec.Raw = msgspec.Raw(b"null")
-    features: _Features | None = None
-
-
-class _RenderedPrompts(msgspec.Struct, array_like=True, gc=False):
-    """Answer to several prompts, or to one."""
-
-    first: _Rendered | None = None
-    second: msgspec.Raw = msgspec.Raw()
 
 
 class _UnmappedPrompt(msgspec.Struct, eq=False):
@@ -138,11 +114,6 @@ class RenderSettings(msgspec.Struct, frozen=True):
     model: str = ""
     budget_s: float = 0.0
     tokenizer_path: str = ""
-
-
-_decode = msgspec.json.Decoder(_Rendered).decode
-_decode_tokens = msgspec.json.Decoder(list[int] | None).decode
-_decode_prompts = msgspec.json.Decoder(_RenderedPrompts).decode
 
 
 class PromptRenderer:
@@ -413,15 +384,11 @@ class PromptRenderer:
 
     def _map_answer(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
         try:
-            rendered = _read_rendered(answer)
-            if rendered is None:
-                return "unsupported"
-            tokens = _read_tokens(rendered.token_ids) or _read_tokens(rendered.tokens)
-            placeholders = _read_placeholders(rendered.features)
+            rendered = local_tokenizer.read_rendered(answer)
         except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
             self._pause(prompt.address, _FAILED_PAUSE_S)
             return "failed"
-        return self._map(prompt, tokens, placeholders)
+        return "unsupported" if rendered is None else self._map(prompt, *rendered)
 
     def _map(
         self,
@@ -462,45 +429,6 @@ def _post(
     session: aiohttp.ClientSession, url: str, body: bytes
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
     return session.post(url, data=body, headers=_HEADERS, allow_redirects=False)
-
-
-def _read_rendered(answer: bytes) -> _Rendered | None:
-    """The prompt in an answer; None for several prompts.
-
-    Raises:
-        msgspec.DecodeError, RecursionError: It is no answer.
-    """
-    if not answer.lstrip().startswith(b"["):
-        rendered: _Rendered = _decode(answer)
-        return rendered
-    prompts = _decode_prompts(answer)
-    return None if bytes(prompts.second) else prompts.first
-
-
-def _read_tokens(raw: msgspec.Raw) -> array[int]:
-    """Tokens in an answer; none where they are too long.
-
-    Raises:
-        msgspec.DecodeError, OverflowError: They are no tokens of 32 bits.
-    """
-    encoded = bytes(raw)
-    return array("I", _decode_tokens(encoded) or () if len(encoded) <= _MAX_TOKENS_BYTES else ())
-
-
-def _read_placeholders(features: _Features | None) -> Sequence[tuple[int, int, str]]:
-    """(offset, length, identifier) of each image, video and audio; none where that is too long.
-
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: It is malformed.
-    """
-    if features is None:
-        return ()
-    hashes, places = bytes(features.mm_hashes), bytes(features.mm_placeholders)
-    if len(hashes) + len(places) > _MAX_FEATURES_BYTES:
-        return ()
-    return canonical_prompt.read_placeholders(
-        {"mm_hashes": msgspec.json.decode(hashes), "mm_placeholders": msgspec.json.decode(places)}
-    )
 
 
 def _is_refused(status: int) -> bool:
