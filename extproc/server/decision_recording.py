@@ -116,7 +116,7 @@ class DecisionRecorder:
             ends_at = self._clock() + min(seconds, MAX_CLIENT_S)
             while self._clock() < ends_at and not self._is_closed:
                 await asyncio.sleep(_BATCH_S)
-                async for lines in _take_all(recording):
+                async for lines in _take_batch(recording):
                     yield lines
         finally:
             self._clients -= 1
@@ -126,7 +126,7 @@ class DecisionRecorder:
         self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
     ) -> bool:
         """Write what waits; returns True if the file cannot be written."""
-        async for lines in _take_all(recording):
+        async for lines in _take_batch(recording):
             self._unwritten += lines
         if not self._unwritten:
             return was_failing
@@ -178,8 +178,15 @@ class DecisionRecorder:
         )
 
 
-async def _take_all(recording: Recording) -> AsyncGenerator[bytes, None]:
-    """Rows of everything that waits, in pieces between which requests are routed."""
-    while lines := recording.take(_TURN_ENTRIES):
+async def _take_batch(recording: Recording) -> AsyncGenerator[bytes, None]:
+    """Rows of what waits, in pieces between which requests are routed.
+
+    They are as many as may wait, at most: while the process has more to do than it can, as many come
+    with each piece as are taken, and the batch would be without an end.
+    """
+    for _ in range(MAX_ENTRIES // _TURN_ENTRIES):
+        lines = recording.take(_TURN_ENTRIES)
+        if not lines:
+            return
         yield lines
         await asyncio.sleep(0)

@@ -125,6 +125,19 @@ async def test_files_are_rotated(tmp_path):
         assert replay.load(tmp_path / name, strategies=(), configs=()).agreements[0].decisions
 
 
+async def test_a_file_is_written_while_more_comes_than_is_taken(tmp_path):
+    """A batch ends where requests come faster than their rows are made."""
+    path = tmp_path / "decisions.jsonl"
+    subject = decision_recording.DecisionRecorder(
+        settings(path), Counter(), clock=lambda: 1.0, on_change=lambda _: None
+    )
+    async with running(subject.run), asyncio.timeout(300):
+        while not path.exists() or not path.stat().st_size:
+            for number in range(100):
+                subject.recordings.add_end(number, status="", ttft_s=None, total_s=0.0, usage={})
+            await asyncio.sleep(0)
+
+
 async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
     """Requests go on; the recording begins anew when the folder is back."""
     folder = tmp_path / "gone"
