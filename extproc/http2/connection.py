@@ -70,10 +70,6 @@ class Http2Connection(FrameReader):
         self._stream_window_due_bytes = limits.stream_window_bytes // 2
         self._now = now
         self._events: list[Http2Event] = []
-        self._start()
-
-    def _start(self) -> None:
-        limits = self._limits
         more_bytes = limits.connection_window_bytes - frames.DEFAULT_WINDOW_BYTES
         self._sender.output += (
             frames.build_settings(
