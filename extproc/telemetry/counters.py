@@ -7,14 +7,19 @@ are bounded by design: endpoints, statuses, reasons; never client text.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
-from extproc.telemetry.request_series import OTHER, MetricHistogram, RequestSeriesTable
+from extproc.telemetry.request_series import (
+    OTHER,
+    TOKEN_KINDS,
+    MetricHistogram,
+    RequestSeriesTable,
+)
 
 #: Label value of endpoints that left the pool before the response ended, whose addresses are
 #: without bound.
@@ -27,8 +32,8 @@ _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
-#: Facts of requests that are counted together (count): some 0.3 ms of work.
-MAX_DEFERRED = 192
+#: Requests whose facts are counted together (count): some 0.3 ms of work.
+MAX_DEFERRED = 64
 
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
@@ -51,7 +56,6 @@ class PoolCounters:
         prompt_tokens: Estimated prompt tokens of routed requests.
         matched_tokens: Of these, tokens predicted to be cached on the chosen endpoint.
         prefix_hit_ratio: Ratio of the two by request.
-        usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
         series: Requests by model, tenant and priority.
@@ -78,7 +82,6 @@ class PoolCounters:
         self.prompt_tokens = 0
         self.matched_tokens = 0
         self.prefix_hit_ratio = MetricHistogram(_HIT_RATIO_BOUNDS)
-        self.usage: Counter[str] = Counter()
         self.scrapes: Counter[tuple[str, str]] = Counter()
         self.model_list_polls: Counter[tuple[str, str]] = Counter()
         self.rewrites: Counter[str] = Counter()
@@ -145,11 +148,14 @@ class PoolCounters:
             histogram = self.endpoint_headers_s[address] = MetricHistogram(())
         histogram.add(duration_s)
 
-    def record_usage(self, usage: Mapping[str, int]) -> None:
-        """Counts the token usage that a response reported, by kind."""
-        for kind, tokens in usage.items():
-            self.usage[kind] += tokens
-        self.reported_total += "completion" in usage
+    @property
+    def usage(self) -> Counter[str]:
+        """Tokens the engines reported, by kind: `prompt`, `completion`, `cached`."""
+        totals: Counter[str] = Counter()
+        for series in self.series:
+            for kind in TOKEN_KINDS:
+                totals[kind] += int(series.total(kind))
+        return +totals
 
     def forget(self, address: str) -> None:
         """Drops the series of a removed endpoint, so that label sets stay bounded."""

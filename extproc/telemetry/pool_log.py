@@ -254,6 +254,7 @@ def _pod_name(endpoint: Endpoint) -> str:
 class LoggedRequestRecorder(RequestRecorder):
     """Recorder that logs its request: when it is refused or abandoned, or at its end."""
 
+    __slots__ = ()
     failures_only: ClassVar[bool] = False
 
     def on_rejected(
@@ -324,6 +325,7 @@ class LoggedRequestRecorder(RequestRecorder):
 class LoggedFailureRecorder(LoggedRequestRecorder):
     """Recorder that logs refused and abandoned requests, and others without a response below 400."""
 
+    __slots__ = ()
     failures_only: ClassVar[bool] = True
 
 

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
@@ -100,6 +100,10 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     result: ClassVar[RequestResult] = "refused"
 
 
+#: Records that are added to the ring together (count).
+_MAX_WAITING: Final = 64
+
+
 class DecisionLog:
     """Bounded ring of decisions, and another one of refused requests.
 
@@ -111,12 +115,14 @@ class DecisionLog:
     def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
         self._capacity = capacity
         self._most = most_candidates
-        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+        self._records: dict[str, DecisionRecord] = {}
+        #: Records that are not in the ring yet.
+        self._waiting: list[DecisionRecord] = []
         self._rejections: OrderedDict[str, RejectionRecord] = OrderedDict()
         self._candidates = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._current())
 
     def resize(self, capacity: int) -> None:
         """Keep another number of decisions, from the next one on."""
@@ -130,21 +136,36 @@ class DecisionLog:
         Args:
             pool: Name of the pool, where the decision does not name it.
         """
-        request_id = shorten_id(request_id)
-        slim = decision.without_prompt(pool)
-        recorded, records = DecisionRecord(request_id, now, slim), self._records
-        if not self._capacity:
-            return recorded
-        if request_id in records:
-            self._candidates -= _weight(records.pop(request_id).decision)
-        records[request_id] = recorded
-        self._candidates += _weight(slim)
-        while len(records) > self._capacity or (self._candidates > self._most and len(records) > 1):
-            _, dropped = records.popitem(last=False)
-            self._candidates -= _weight(dropped.decision)
-            if dropped.seconds is None:
-                dropped.decision = dropped.decision.without_candidates()
-        return recorded
+        record = DecisionRecord(shorten_id(request_id), now, decision.without_prompt(pool))
+        if self._capacity:
+            self._waiting.append(record)
+            if len(self._waiting) >= _MAX_WAITING or len(decision.candidates) > _MAX_WAITING:
+                self._current()
+        return record
+
+    def _current(self) -> dict[str, DecisionRecord]:
+        """The ring with the records that waited."""
+        records, weight = self._records, self._candidates
+        for record in self._waiting:
+            replaced = records.pop(record.id, None)
+            if replaced is not None:
+                weight -= _weight(replaced.decision)
+            records[record.id] = record
+            weight += _weight(record.decision)
+        self._waiting.clear()
+        surplus = []
+        for at, (key, record) in enumerate(records.items(), 1 - len(records)):
+            # The newest one stays.
+            if not at or (-at < self._capacity and weight <= self._most):
+                break
+            surplus.append(key)
+            weight -= _weight(record.decision)
+            if record.seconds is None:
+                record.decision = record.decision.without_candidates()
+        for key in surplus:
+            del records[key]
+        self._candidates = weight
+        return records
 
     def add_rejection(self, record: RejectionRecord) -> None:
         """Adds a refused request; a later one of the same id replaces it."""
@@ -164,7 +185,7 @@ class DecisionLog:
         """
         for name in _spellings(request_id):
             key = shorten_id(name)
-            records = [ring[key] for ring in (self._records, self._rejections) if key in ring]
+            records = [ring[key] for ring in (self._current(), self._rejections) if key in ring]
             if records:
                 return max(records, key=lambda record: record.at)
         return next(filter(lambda record: _is_called(record, request_id), self.latest()), None)
@@ -172,7 +193,7 @@ class DecisionLog:
     def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
         """Returns the latest records, newest first; all of them without a count."""
         rings: list[Iterator[DecisionRecord | RejectionRecord]] = [
-            reversed(self._records.values()),
+            reversed(self._current().values()),
             reversed(self._rejections.values()),
         ]
         newest_first = heapq.merge(*rings, key=lambda record: -record.at)
@@ -208,35 +229,65 @@ class RequestTracer(Protocol):
         """Create the observer of a traced request, which reports to its recorder as well."""
 
 
-class RequestRecorder(msgspec.Struct, eq=False, gc=False):
-    """Recorder of one request, which `StreamRecorder` creates."""
+#: Facts of a request that are to be counted, as bits.
+_ROUTED, _ANSWERED, _ENDED = 1, 2, 4
 
-    _streams: StreamRecorder
-    _pool_counters: PoolCounters
-    _trace_id: str = ""
-    _record: DecisionRecord | None = None
-    _labels: RequestLabels = UNPARSED
-    _series: RequestSeries | None = None
-    #: Number of its decision in recordings; 0 for none.
-    _number: int = 0
-    #: Seconds in the queue; None without.
-    _queue_s: float | None = None
-    #: Seconds from the first message to the choice of the endpoint, response headers, and the
-    #: first and the last chunk of a streamed response; negative before.
-    _routed_s: float = -1.0
-    _headers_s: float = -1.0
-    _first_chunk_s: float = -1.0
-    _last_chunk_s: float = -1.0
-    #: Seconds that routing took, and from the choice of the endpoint to response headers.
-    _routing_s: float = 0.0
-    _response_s: float = 0.0
-    _is_stream: bool = False
-    _is_served: bool = False
-    _is_chunked: bool = False
-    _is_ttft_due: bool = False
-    _refusal_status: str = ""
+
+class RequestRecorder:
+    """Recorder of one request, which `StreamRecorder` creates.
+
+    Facts are noted as they come, and counted together later.
+    """
+
+    # No struct, whose fields are written by a call each; the interpreter writes slots itself.
+    __slots__ = (
+        "_due",
+        "_end",
+        "_first_chunk_s",
+        "_headers_s",
+        "_is_chunked",
+        "_is_served",
+        "_is_stream",
+        "_is_ttft_due",
+        "_labels",
+        "_last_chunk_s",
+        "_number",
+        "_pool_counters",
+        "_queue_s",
+        "_record",
+        "_refusal_status",
+        "_response_s",
+        "_routed_s",
+        "_routing_s",
+        "_series",
+        "_streams",
+        "_trace_id",
+    )
+
     #: The endpoint that served, None if it left the pool; the status, and the duration in seconds.
-    _end: tuple[str | None, str, float] = (None, "", 0.0)
+    _end: tuple[str | None, str, float]
+    #: Seconds that routing took, and from the choice of the endpoint to response headers.
+    _routing_s: float
+    _response_s: float
+    _is_chunked: bool
+
+    def __init__(self, streams: StreamRecorder, pool_counters: PoolCounters) -> None:
+        self._streams = streams
+        self._pool_counters = pool_counters
+        self._trace_id = self._refusal_status = ""
+        self._record: DecisionRecord | None = None
+        self._labels = UNPARSED
+        self._series: RequestSeries | None = None
+        #: `_ROUTED` and others; 0 while nothing waits in `ProcessCounters.deferred`.
+        self._due = 0
+        #: Number of its decision in recordings; 0 for none.
+        self._number = 0
+        #: Seconds in the queue; None without.
+        self._queue_s: float | None = None
+        # Seconds from the first message to the choice of the endpoint, response headers, and the
+        # first and the last chunk of a streamed response; negative before.
+        self._routed_s = self._headers_s = self._first_chunk_s = self._last_chunk_s = -1.0
+        self._is_stream = self._is_served = self._is_chunked = self._is_ttft_due = False
 
     def on_traced(
         self, trace: TraceContext, *, started_s: float
@@ -267,7 +318,9 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
     ) -> None:
         """Count a request by the status of its rejection, and record it where it has an id."""
         counters = self._pool_counters
-        if self._series is None:
+        if self._record is None:
+            # Requests that were routed before make the series of their model.
+            self._streams.counters.settle()
             counters.series.find(labels or UNPARSED).record_refused(rejection.status)
         if request_id:
             record = RejectionRecord(
@@ -298,27 +351,47 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         """Count a routed request, and record the decision."""
         streams, counters = self._streams, self._pool_counters
         record = streams.decisions.add(request_id, decision, now, pool=counters.name)
-        record.trace_id, slim = trace_id, record.decision
-        series = counters.series.find(labels, may_be_served=not decision.model_unlisted)
-        series.record_routed()
-        self._record, self._series = record, series
-        self._labels, self._trace_id, self._routing_s = labels, trace_id, duration_s
+        if trace_id:
+            self._trace_id = record.trace_id = trace_id
+        self._record, self._labels, self._routing_s = record, labels, duration_s
         if streams.recordings is not None:
             self._number = streams.recordings.add_routed(
-                decision, slim, now=now, queued_s=self._queue_s or 0.0, pool=counters.name
+                decision,
+                record.decision,
+                now=now,
+                queued_s=self._queue_s or 0.0,
+                pool=counters.name,
             )
-        streams.counters.deferred.append(self._count_routed)
+        self._due = _ROUTED
+        streams.counters.deferred.append(self._count)
 
     @property
     def decision(self) -> Decision | None:
         """The decision as it is recorded; None before it."""
         return None if self._record is None else self._record.decision
 
-    def _count_routed(self) -> None:
-        """Count a routed request."""
-        self._streams.counters.routing_duration_s.add(self._routing_s)
-        if self._record is not None:
-            self._pool_counters.record_routed(self._record.decision)
+    def _count(self) -> None:
+        """Count what is due."""
+        due, self._due, record = self._due, 0, self._record
+        if record is not None and due & _ROUTED:
+            self._streams.counters.routing_duration_s.add(self._routing_s)
+            self._pool_counters.record_routed(record.decision)
+            self._find_series(record).running += 1
+        if due & _ANSWERED:
+            self._pool_counters.response_headers_s.add(self._response_s)
+            if self._is_served and not self._is_chunked:
+                self._count_ttft(self._headers_s)
+        if due & _ENDED:
+            self._count_end()
+
+    def _find_series(self, record: DecisionRecord) -> RequestSeries:
+        """The series of the request."""
+        series = self._series
+        if series is None:
+            series = self._series = self._pool_counters.series.find(
+                self._labels, may_be_served=not record.decision.model_unlisted
+            )
+        return series
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
@@ -337,34 +410,31 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             record.headers_s = duration_s
             if self._is_served and not is_stream:
                 record.first_token_s = duration_s
-        self._streams.counters.deferred.append(self._count_headers)
-
-    def _count_headers(self) -> None:
-        """Count the time to response headers."""
-        self._pool_counters.response_headers_s.add(self._response_s)
-        if self._is_served and not self._is_chunked:
-            self._count_ttft(self._headers_s)
+        if not self._due:
+            self._streams.counters.deferred.append(self._count)
+        self._due |= _ANSWERED
 
     def on_response_chunk(self, elapsed_s: float) -> None:
         """Count the gap between two chunks of a stream; the first one has the first token."""
-        if not self._is_stream or self._series is None:
+        record = self._record
+        if not self._is_stream or record is None:
             return
         if self._first_chunk_s < 0.0:
             self._first_chunk_s = elapsed_s
             if self._is_ttft_due:
                 self._is_ttft_due = False
-                if self._record is not None:
-                    self._record.first_token_s = elapsed_s - self._routed_s
+                record.first_token_s = elapsed_s - self._routed_s
                 self._count_ttft(elapsed_s)
         else:
-            self._series.record("itl", elapsed_s - self._last_chunk_s)
+            self._find_series(record).record("itl", elapsed_s - self._last_chunk_s)
         self._last_chunk_s = elapsed_s
 
     def _count_ttft(self, ttft_s: float) -> None:
         """Count the time to the first token, and what was predicted of a stream."""
-        series, record = self._series, self._record
-        if series is None or record is None:
+        record = self._record
+        if record is None:
             return
+        series = self._find_series(record)
         if not self._is_stream:
             series.record("complete_ttft", ttft_s, self._trace_id)
             return
@@ -383,19 +453,22 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             if self._number:
                 self._record_end(record, status, duration_s)
         counters = self._streams.counters
-        counters.deferred.append(self._count_end)
+        if not self._due:
+            counters.deferred.append(self._count)
+        self._due |= _ENDED
         if len(counters.deferred) >= MAX_DEFERRED:
             counters.settle()
 
     def _count_end(self) -> None:
         """Count the end of a routed request, and its tokens."""
-        counters, record, series = self._pool_counters, self._record, self._series
+        counters, record = self._pool_counters, self._record
         endpoint, status, duration_s = self._end
         counters.record_finished(REMOVED_ENDPOINT if endpoint is None else endpoint, status)
-        if series is None or record is None:
+        if record is None:
             return
+        series = self._find_series(record)
         if usage := record.usage:
-            counters.record_usage(usage)
+            counters.reported_total += "completion" in usage
             series.record_tokens(usage)
             gaps = usage.get("completion", 0) - 1
             span_s = self._last_chunk_s - self._first_chunk_s
@@ -403,7 +476,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
                 series.record("tpot", span_s / gaps)
         if self._is_ttft_due:
             self._count_ttft(self._headers_s)
-        series.record_ended()
+        series.running -= 1
         if self._is_served:
             if endpoint is not None:
                 counters.record_headers(endpoint, self._headers_s - self._routed_s)

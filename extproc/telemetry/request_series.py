@@ -167,14 +167,6 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
     #: Exemplars of histograms, by name.
     _exemplars: dict[str, Exemplars] | None = None
 
-    def record_routed(self) -> None:
-        """Counts the start of a routed request."""
-        self.running += 1
-
-    def record_ended(self) -> None:
-        """Counts the end of the stream of a routed request."""
-        self.running -= 1
-
     def record_refused(self, status: int) -> None:
         """Counts a refused request."""
         text, refused = str(status), self.refused or {}

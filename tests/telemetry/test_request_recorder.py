@@ -281,6 +281,7 @@ def test_open_requests_that_the_log_dropped_keep_two_candidates(strategy):
     assert len(kept_open.decision.candidates) == 20
     route(3)
     route(4)
+    assert len(log) == 2
     slim = kept_open.decision
     assert len(slim.candidates) == len(slim.scored_candidates) == 2
     assert (slim.endpoints, slim.predicted_ttft_s) == (chosen, predicted_s)

@@ -102,9 +102,10 @@ class DemandCounters:
         counters = self._counters
         answered = counters.answered_total - self._answered
         reports = counters.reported_total - self._reports
-        reported_tokens = counters.usage["completion"] - self._reported_tokens
+        total = counters.usage["completion"]
+        reported_tokens = total - self._reported_tokens
         self._answered, self._reports = counters.answered_total, counters.reported_total
-        self._reported_tokens = counters.usage["completion"]
+        self._reported_tokens = total
         usual = step_time_estimator.pool_mean(
             [member.rates for member in pool.members]
         ).output_tokens

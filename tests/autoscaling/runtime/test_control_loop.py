@@ -19,6 +19,7 @@ from extproc.scrape import client, schedule
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.request_series import UNPARSED
 from tests.support.scaling import configured
 
 POLICY = {"window_s": 60.0, "interval_s": 5.0, "up": 2.0, "down": 1.0}
@@ -258,7 +259,8 @@ async def test_counters_report_arrivals_and_queued_requests():
     process_counters = fixture.pool_counters
     process_counters.record_routed(granted.decision)
     process_counters.record_finished("127.0.0.1:1", "200")
-    process_counters.record_usage({"prompt": 3, "completion": 40})
+    process_counters.series.find(UNPARSED).record_tokens({"prompt": 3, "completion": 40})
+    process_counters.reported_total += 1
     third = counters.read()
     assert (third.arrived, third.answered, third.answer_tokens) == (1.0, 1.0, 40.0)
     # A streamed answer says nothing of its length: the engines' mean stands for it.
