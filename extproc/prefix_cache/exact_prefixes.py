@@ -39,6 +39,9 @@ _MAX_ENDS: Final = 4
 #: Prompts that are remembered as sent until they are mapped (count).
 _MAX_UNMAPPED: Final = 1024
 
+#: Blocks of a prompt at most (count), which take 20 ms of the event loop: engines choose their size.
+_MAX_PROMPT_BLOCKS: Final = 131_072
+
 
 class SentRequest(Protocol):
     """A request that was sent to an endpoint, such as `pool.inflight.Reservation`."""
@@ -313,7 +316,7 @@ class ExactPrefixes:
         prompt_bytes: int,
         placeholders: Sequence[tuple[int, int, str]] = (),
     ) -> None:
-        """Remember the tokens of a prompt.
+        """Remember the tokens of a prompt, unless it has too many blocks.
 
         Args:
             chain: Hashes of its byte blocks, at least one.
@@ -323,7 +326,7 @@ class ExactPrefixes:
                 audio.
         """
         size = self.index.block_tokens
-        if not size:
+        if not size or len(tokens) // size > _MAX_PROMPT_BLOCKS:
             return
         extras = kv_events.media_extras(placeholders, size, len(tokens) // size)
         keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size, extras)

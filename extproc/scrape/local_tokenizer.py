@@ -37,8 +37,9 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
-#: Bytes of the tokens in an answer at most: 300,000, or 30 ms of the event loop; and bytes of identifiers
-#: and places of images: some 400 images.
+#: Tokens in an answer at most (count), and their bytes, which take 30 ms of the event loop with their
+#: blocks; and bytes of identifiers and places of images: some 400 images.
+_MAX_TOKENS: Final = 262_144
 _MAX_TOKENS_BYTES: Final = 2 * 1024 * 1024
 _MAX_FEATURES_BYTES: Final = 64 * 1024
 
@@ -296,9 +297,11 @@ def read_rendered(answer: bytes) -> tuple[array[int], Sequence[tuple[int, int, s
 
 
 def _read_tokens(raw: msgspec.Raw) -> array[int]:
-    """Tokens in an answer; none where they are too long."""
+    """Tokens in an answer; none where they are too many or too long."""
     encoded = bytes(raw)
-    return array("I", _decode_tokens(encoded) or () if len(encoded) <= _MAX_TOKENS_BYTES else ())
+    if len(encoded) > _MAX_TOKENS_BYTES or encoded.count(b",") >= _MAX_TOKENS:
+        return array("I")
+    return array("I", _decode_tokens(encoded) or ())
 
 
 def _read_placeholders(features: _Features | None) -> Sequence[tuple[int, int, str]]:

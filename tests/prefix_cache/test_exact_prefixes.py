@@ -80,6 +80,16 @@ def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
     assert found.prompts.find(chain(prompt + b"c" * 64))[2] == 10
 
 
+def test_a_prompt_of_too_many_blocks_is_not_mapped():
+    """Engines choose how many tokens a block has, and how many a prompt."""
+    found, _ = exact()
+    for count in (131_073, 131_072):
+        assert not found.prompts.covers(chain(SYSTEM))
+        many = array("I", [1]) * (count * SIZE)
+        found.map_prompt(chain(SYSTEM), many, adapter="", prompt_bytes=160)
+    assert found.prompts.covers(chain(SYSTEM))
+
+
 def test_oldest_prompts_are_given_up_with_what_only_they_have():
     """What a later prompt shares stays."""
     prompts = PromptMap(SCHEDULE.cuts, max_blocks=50)

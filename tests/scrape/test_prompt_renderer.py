@@ -197,6 +197,19 @@ def test_work_on_an_answer_is_bounded(body):
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(("num_tokens", "result"), [(262_144, "mapped"), (262_145, "failed")])
+def test_tokens_of_an_answer_are_counted_before_they_are_read(num_tokens, result):
+    """They may be a byte each."""
+
+    async def test():
+        async with running() as (_, _, renderer):
+            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", 192, 0)
+            body = b'{"token_ids":[1%b]}' % (b",1" * (num_tokens - 1))
+            assert renderer._map_answer(prompt, body) == result
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
 def test_answers_of_real_engines_are_mapped(path):
     """Of both paths, for chats and completions."""
