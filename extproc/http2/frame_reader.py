@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.http2 import frames
-from extproc.http2.frames import ErrorCode, Http2Error
+from extproc.http2.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    HEAD_BYTES,
+    MAX_STREAM_ID,
+    ErrorCode,
+    Http2Error,
+    unpack_head,
+)
 from extproc.http2.limits import Http2Limits
 from extproc.http2.request_head import PartialHeaderBlock, strip_head_fields
 
@@ -80,19 +88,19 @@ class FrameReader:
                 self._buffer = data
                 return
         work = _MAX_WORK
-        while end - at >= frames.HEAD_BYTES and work > 0:
+        while end - at >= HEAD_BYTES and work > 0:
             work -= _FRAME_WORK
-            high, low, kind, flags, stream_id = frames.unpack_head(data, at)
-            start = at + frames.HEAD_BYTES
+            high, low, kind, flags, stream_id = unpack_head(data, at)
+            start = at + HEAD_BYTES
             at = start + (high << 8 | low)
-            if at - start > frames.DEFAULT_FRAME_BYTES:
+            if at - start > DEFAULT_FRAME_BYTES:
                 raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "frame too large")
             if at > end:
-                at = start - frames.HEAD_BYTES
+                at = start - HEAD_BYTES
                 break
-            stream_id &= frames.MAX_STREAM_ID
+            stream_id &= MAX_STREAM_ID
             try:
-                if kind == frames.DATA and self._is_plain:
+                if kind == DATA and self._is_plain:
                     work -= _MESSAGE_WORK * self._on_data(flags, stream_id, data, start, at)
                 else:
                     work -= at - start
@@ -102,7 +110,7 @@ class FrameReader:
                     raise
                 self._on_stream_error(error)
         self._buffer = data[at:] if at < end else b""
-        self.has_unread = work <= 0 and end - at >= frames.HEAD_BYTES
+        self.has_unread = work <= 0 and end - at >= HEAD_BYTES
 
     def _complete_frame(self, data: bytes) -> tuple[bytes, int]:
         """Handle the frame that the last read cut, or join it with the data.
@@ -110,14 +118,10 @@ class FrameReader:
         Returns the data that are to be read, and the offset at which that begins.
         """
         buffer = self._buffer
-        if (
-            len(data) <= _SHORT_READ_BYTES
-            or len(buffer) < frames.HEAD_BYTES
-            or not self._has_preface
-        ):
+        if len(data) <= _SHORT_READ_BYTES or len(buffer) < HEAD_BYTES or not self._has_preface:
             return buffer + data, 0
-        high, low, *_ = frames.unpack_head(buffer, 0)
-        missing_bytes = frames.HEAD_BYTES + (high << 8 | low) - len(buffer)
+        high, low, *_ = unpack_head(buffer, 0)
+        missing_bytes = HEAD_BYTES + (high << 8 | low) - len(buffer)
         if not 0 < missing_bytes <= len(data):
             return buffer + data, 0
         self._buffer = b""

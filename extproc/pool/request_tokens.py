@@ -13,7 +13,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import sub
-from typing import NamedTuple
 
 import msgspec
 
@@ -26,7 +25,7 @@ from extproc.request import BYTES_PER_TOKEN, InferenceRequest, MediaSpan
 _STRIDE = 4
 
 
-class CachedTokens(NamedTuple):
+class CachedTokens(msgspec.Struct, frozen=True, gc=False):
     """Prompt tokens of a request that are predicted as cached on an endpoint.
 
     Attributes:
@@ -38,7 +37,7 @@ class CachedTokens(NamedTuple):
     estimated: int
 
 
-class PromptSize(NamedTuple):
+class PromptSize(msgspec.Struct, frozen=True, gc=False):
     """Size of a prompt.
 
     Attributes:

@@ -44,6 +44,7 @@ class PoolStore:
         on_changed: Called with the snapshots before and after endpoints or their health changed.
 
     Attributes:
+        pool: Current snapshot; immutable, a later change makes another.
         bytes_per_token: Bytes per token of every model, learned.
         foreign_traffic: Load that other EPPs put on these endpoints.
     """
@@ -59,7 +60,7 @@ class PoolStore:
         self._on_gone = on_gone
         self._on_changed = on_changed
         self._on_observed = on_observed
-        self._pool = Pool(members=(), positions={})
+        self.pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
         self._answers = AnswerTokens(on_change=self._share_answers)
@@ -78,11 +79,6 @@ class PoolStore:
         self._shown = self.outlier_detector.version
         #: Indexes in the snapshot of each engine: one, or those of its ranks.
         self._places: dict[int, list[int]] = {}
-
-    @property
-    def pool(self) -> Pool:
-        """Current snapshot; immutable, a later change makes another."""
-        return self._pool
 
     @property
     def synced(self) -> bool:
@@ -132,7 +128,7 @@ class PoolStore:
         Args:
             endpoint: The engine or one of its ranks, in its incarnation when its page was requested.
         """
-        members = self._pool.ranks_at(endpoint.host_port)
+        members = self.pool.ranks_at(endpoint.host_port)
         if not members or members[0].endpoint.engine != endpoint.engine:
             return
         self._rank_numbers[endpoint.host_port] = tuple(numbers)
@@ -140,7 +136,7 @@ class PoolStore:
 
     def _update_members(self, now: float) -> None:
         """Make the members those that discovery lists, with ranks as their pages show them."""
-        pool = self._pool
+        pool = self.pool
         old = {member.endpoint.address: member for member in pool.members}
         members: dict[str, EndpointSnapshot] = {}
         for listed in self._listed.values():
@@ -178,7 +174,7 @@ class PoolStore:
 
     def begin_scrape(self, endpoint: Endpoint) -> ScrapeToken:
         """Note our own requests at the moment a scrape is sent."""
-        member = self._pool.find(endpoint.address)
+        member = self.pool.find(endpoint.address)
         if member is None:
             return ScrapeToken(endpoint, 0)
         account = member.account
@@ -270,9 +266,9 @@ class PoolStore:
                 models=None if restart else member.models,
             )
         )
-        members = self._estimators.share(self._pool.members, now)
-        if members is not self._pool.members:
-            self._pool = msgspec.structs.replace(self._pool, members=members)
+        members = self._estimators.share(self.pool.members, now)
+        if members is not self.pool.members:
+            self.pool = msgspec.structs.replace(self.pool, members=members)
         return ObservedPage(member, load, rates, restart)
 
     def scrape_failed(self, token: ScrapeToken, reason: str, now: float) -> None:
@@ -299,7 +295,7 @@ class PoolStore:
 
     def record_sent(self, endpoint: Endpoint, now: float) -> None:
         """Record a request to an ejected endpoint, which may be its probe."""
-        member = self._pool.find(endpoint.address)
+        member = self.pool.find(endpoint.address)
         if member is not None and member.condition.state:
             self.outlier_detector.record_sent(member.endpoint.engine, now)
             self._publish_conditions()
@@ -327,7 +323,7 @@ class PoolStore:
         Args:
             endpoint: The endpoint, in its incarnation when its models were requested.
         """
-        members = self._pool.ranks_at(endpoint.host_port)
+        members = self.pool.ranks_at(endpoint.host_port)
         if not members or members[0].endpoint.engine != endpoint.engine:
             return
         self._learn_adapters(models.adapters)
@@ -337,7 +333,7 @@ class PoolStore:
 
     def _estimate_foreign_tokens(self) -> None:
         """Price the work of others anew: the usual work of a request has changed."""
-        typical_work, pool = self._typical_work, self._pool
+        typical_work, pool = self._typical_work, self.pool
         members = tuple(
             [
                 msgspec.structs.replace(
@@ -351,18 +347,18 @@ class PoolStore:
                 for member in pool.members
             ]
         )
-        self._pool = msgspec.structs.replace(pool, members=members)
+        self.pool = msgspec.structs.replace(pool, members=members)
 
     def _share_answers(self) -> None:
         """Give all members the tokens of an answer, which have changed."""
-        mean, pool = self._answers.mean, self._pool
+        mean, pool = self._answers.mean, self.pool
         members = [
             msgspec.structs.replace(
                 member, rates=msgspec.structs.replace(member.rates, output_tokens=mean)
             )
             for member in pool.members
         ]
-        self._pool = msgspec.structs.replace(pool, members=tuple(members))
+        self.pool = msgspec.structs.replace(pool, members=tuple(members))
 
     def _note_pages(self, pages: Sequence[ObservedPage], now: float) -> None:
         """Update the health of an engine that served a metrics page, of all its members."""
@@ -391,7 +387,7 @@ class PoolStore:
             self._adapters |= named
 
     def _current(self, token: ScrapeToken) -> EndpointSnapshot | None:
-        member = self._pool.find(token.endpoint.address)
+        member = self.pool.find(token.endpoint.address)
         if member is None or member.endpoint.incarnation != token.endpoint.incarnation:
             return None
         return member
@@ -408,7 +404,7 @@ class PoolStore:
         if version == self._shown:
             return
         self._shown = version
-        pool = self._pool
+        pool = self.pool
         members, down, unhealthy = list(pool.members), pool.down, pool.unhealthy_or_doubtful
         # Only these: when hundreds of endpoints fail at once, each of them comes here.
         for engine in self.outlier_detector.take_changed():
@@ -417,14 +413,14 @@ class PoolStore:
                 members[at] = after
                 down += before.is_up - after.is_up
                 unhealthy += bool(after.condition.state) - bool(before.condition.state)
-        self._pool = msgspec.structs.replace(
+        self.pool = msgspec.structs.replace(
             pool,
             members=tuple(members),
             down=down,
             unhealthy_or_doubtful=unhealthy,
             newest=self.outlier_detector.newest,
         )
-        self._on_changed(pool, self._pool)
+        self._on_changed(pool, self.pool)
 
     def _build_member(
         self, endpoint: Endpoint, now: float, *, sibling: EndpointSnapshot | None
@@ -437,7 +433,7 @@ class PoolStore:
         learner = self._estimators.on_endpoint_added(born.incarnation)
         if sibling is None:
             # Those of the first list, and of a list after an empty one, are as old as the others.
-            late = bool(self._pool.members)
+            late = bool(self.pool.members)
             self.outlier_detector.on_endpoint_added(engine, now, late=late)
         account = InflightLoad(born, self._typical_work, self._answers)
         account.set_drain_rate(learner.rates, 0.0)
@@ -450,11 +446,11 @@ class PoolStore:
         )
 
     def _replace_member(self, member: EndpointSnapshot) -> None:
-        pool = self._pool
+        pool = self.pool
         at = pool.positions[member.endpoint.address]
         old = pool.members[at]
         members = (*pool.members[:at], member, *pool.members[at + 1 :])
-        self._pool = Pool(
+        self.pool = Pool(
             members=members,
             positions=pool.positions,
             down=pool.down,
@@ -468,14 +464,14 @@ class PoolStore:
         )
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
-        before, self._shown = self._pool, self.outlier_detector.version
+        before, self._shown = self.pool, self.outlier_detector.version
         self.outlier_detector.take_changed()
         self._places = {}
         for at, member in enumerate(members):
             self._places.setdefault(member.endpoint.engine, []).append(at)
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.is_up for member in members)
-        self._pool = Pool(
+        self.pool = Pool(
             members=members,
             positions=positions,
             down=down,
@@ -485,4 +481,4 @@ class PoolStore:
             serving=index_models(members),
             has_unknown_values=is_patchy(members),
         )
-        self._on_changed(before, self._pool)
+        self._on_changed(before, self.pool)

@@ -32,7 +32,9 @@ HASH_MASK = (1 << 60) - 1
 MAX_BLOCKS: Final = 65_536
 
 
-class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Schedule(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, cache_hash=True
+):
     """Block sizes by offset in the prompt.
 
     Blocks are `block_bytes` long up to offset `fine_bytes`, then `growth` times as long up to

@@ -171,7 +171,7 @@ class StreamedBodyResponse(msgspec.Struct, frozen=True, gc=False):
     destination: str = ""
 
 
-class ContinueResponse(msgspec.Struct, frozen=True, gc=False):
+class ContinueResponse(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """Continue unchanged.
 
     Attributes:
@@ -197,7 +197,7 @@ class BodyMutation(msgspec.Struct, frozen=True, gc=False):
     set_headers: Headers = ()
 
 
-class ResponseHeadersMutation(msgspec.Struct, frozen=True, gc=False):
+class ResponseHeadersMutation(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """The reply to the response headers.
 
     Attributes:

@@ -180,7 +180,7 @@ class EstimatedTime(
     encoder_share: float = 0.25
     encoder_cache_tokens: int = 16_384
 
-    def cost(  # noqa: C901 - one loop, written out
+    def cost(  # noqa: C901, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         terms = self._read_request(context, candidates)
@@ -197,7 +197,8 @@ class EstimatedTime(
             media,
         ) = terms
         own, others, waiting = self.own_share, self.others_share, self.waiting_share
-        both, ceiling, roomy = (own + others) * answer, self.kv_ceiling, self.crowding_start
+        both, half_answer = (own + others) * answer, 0.5 * answer
+        ceiling, roomy = self.kv_ceiling, self.crowding_start
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
@@ -237,16 +238,17 @@ class EstimatedTime(
                 blocks, size = load.kv_blocks, load.block_tokens
                 if blocks and size:
                     capacity = 1.0 * (blocks * size)
-                    wanted = uncached + 0.5 * answer * (1.0 + batch)
+                    wanted = uncached + half_answer * (1.0 + batch)
                     if usage * capacity + c.unscraped_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-                    held = conversations_per_open * c.active_context_tokens
-                    if batch > c.in_flight:
-                        held *= batch / (c.in_flight or 1)
-                    if continued and held + uncached + growth > roomy * capacity:
-                        cost += self._crowding(
-                            continued, tokens + growth, conversations_per_open, c
-                        )
+                    if continued:
+                        held = conversations_per_open * c.active_context_tokens
+                        if batch > c.in_flight:
+                            held *= batch / (c.in_flight or 1)
+                        if held + uncached + growth > roomy * capacity:
+                            cost += self._crowding(
+                                continued, tokens + growth, conversations_per_open, c
+                            )
             add(cost)
         # Not the context: a reference to the decision would keep the prompt in memory.
         explanation = _Explanation(self, terms, candidates)

@@ -125,6 +125,7 @@ class Http2Protocol(asyncio.Protocol):
             send_budget=server.send_budget,
             holder=self,
         )
+        self._send_budget = server.send_budget
         self._calls: dict[int, ServerCall] = {}
         self._transport: asyncio.Transport
         self._will_flush = True  # nothing before `connection_made` does
@@ -265,7 +266,8 @@ class Http2Protocol(asyncio.Protocol):
             self._transport.write(output)
         if core.has_output:
             self.flush_soon()
-        self._server.send_budget.enforce()
+        if self._send_budget.held_bytes > self._send_budget.limit_bytes:
+            self._send_budget.enforce()
         if core.is_terminated and not self._transport.is_closing():
             self._transport.close()
 
