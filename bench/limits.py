@@ -29,12 +29,14 @@ def bounds(plan: simulation_runs.SimulationPlan, *, seed: int) -> dict[str, floa
     # The trace's rows are read as a run reads them.
     rows = simulation_runs.trace_rows(plan.trace)
     source = workloads.sessions(plan.scenario.workload, random.Random(seed * 2 + 1), rows)
-    works = [(work, left) for session in source for work, left in _uncached(session.specs)]
+    works = [(work, left) for session in source for work, left in find_uncached(session.specs)]
     client = plan.scenario.client
-    return _bounds(fleet, _once(works), most_open=client.users or client.concurrency or math.inf)
+    return find_bounds(
+        fleet, serve_once(works), most_open=client.users or client.concurrency or math.inf
+    )
 
 
-def _uncached(works: Sequence[RequestSpec]) -> Iterator[tuple[RequestSpec, int]]:
+def find_uncached(works: Sequence[RequestSpec]) -> Iterator[tuple[RequestSpec, int]]:
     """Every request of a session with the tokens that its own answers before put into the cache."""
     answered = 0
     for work in works:
@@ -42,7 +44,7 @@ def _uncached(works: Sequence[RequestSpec]) -> Iterator[tuple[RequestSpec, int]]
         answered = work.output_tokens
 
 
-def _once(works: Sequence[tuple[RequestSpec, int]]) -> Iterator[tuple[RequestSpec, int]]:
+def serve_once(works: Sequence[tuple[RequestSpec, int]]) -> Iterator[tuple[RequestSpec, int]]:
     """Every request with the prompt tokens that must be computed for it, and nobody else's."""
     cached: set[int] = set()
     for work, answered in works:
@@ -54,7 +56,7 @@ def _once(works: Sequence[tuple[RequestSpec, int]]) -> Iterator[tuple[RequestSpe
         yield work, max(rest, fresh + rest - answered)
 
 
-def _bounds(
+def find_bounds(
     fleet: Sequence[profiles.EngineProfile],
     works: Iterator[tuple[RequestSpec, int]],
     *,

@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with (
             urllib.request.urlopen(request, timeout=args.seconds + _IDLE_S) as response,  # noqa: S310
-            contextlib.closing(_open(args.file)) as file,
+            contextlib.closing(open_recording(args.file)) as file,
         ):
-            lines = _copy(response, file)
+            lines = copy_lines(response, file)
     except urllib.error.HTTPError as error:
         with error:
             raise _refusal(url, error) from None
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(response: Any, file: RecordingFile) -> int:
+def copy_lines(response: Any, file: RecordingFile) -> int:
     """Copy until the recording ends or Ctrl-C; returns the number of lines."""
     lines = 0
     try:
@@ -95,7 +95,12 @@ def _copy(response: Any, file: RecordingFile) -> int:
     return lines
 
 
-def _open(path: Path) -> RecordingFile:
+def open_recording(path: Path) -> RecordingFile:
+    """Open the file of a recording, in the format that its name says.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     try:
         return parquet.for_lines(path.open("wb"), path)
     except OSError as error:

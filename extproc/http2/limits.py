@@ -80,7 +80,7 @@ class _Allowance(msgspec.Struct, frozen=True):
 
 
 #: Kinds of frames that cost more than they bring, with what is usual and a wide margin.
-_ALLOWANCES: Final[Mapping[str, _Allowance]] = {
+ALLOWANCES: Final[Mapping[str, _Allowance]] = {
     # A gateway that loses its clients cancels all their requests at once: as many as may be open.
     "rapid_reset": _Allowance(20_000.0, 200.0, 1.0),
     # Clients that measure bandwidth ping with their reads.
@@ -115,7 +115,7 @@ class FloodGuard:
     def __init__(self, now: float) -> None:
         self.writes = 0
         self._began = now
-        self._levels = {kind: allowance.burst for kind, allowance in _ALLOWANCES.items()}
+        self._levels = {kind: allowance.burst for kind, allowance in ALLOWANCES.items()}
         self._refills: dict[str, tuple[float, int]] = {}
 
     def spend(self, kind: str, now: float, count: int = 1) -> None:
@@ -133,7 +133,7 @@ class FloodGuard:
 
     def _refill(self, kind: str, now: float) -> float:
         """Add what time and work brought since the last refill, and return the level."""
-        allowance, writes = _ALLOWANCES[kind], self.writes
+        allowance, writes = ALLOWANCES[kind], self.writes
         since, writes_then = self._refills.get(kind, (self._began, 0))
         self._refills[kind] = (now, writes)
         earned = (now - since) * allowance.per_s + (writes - writes_then) * allowance.per_write

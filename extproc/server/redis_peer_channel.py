@@ -62,7 +62,7 @@ class RedisPeerChannel:
         self._registry = registry
         self._clock = clock
         self._supervisor = registry.supervisor
-        self._writing, self._reading = _client(settings), _client(settings)
+        self._writing, self._reading = build_client(settings), build_client(settings)
         self._waiting = asyncio.Event()
         name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
         # Pickers that lost the same server do not come back in step.
@@ -221,7 +221,7 @@ def require(settings: PeerSyncSection) -> None:
         ConfigError: What is missing or wrong.
     """
     if settings.url:
-        _client(settings)  # which connects when it is used
+        build_client(settings)  # which connects when it is used
         admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
 
 
@@ -237,7 +237,12 @@ def _is_running() -> bool:
     return task is None or not task.cancelling()
 
 
-def _client(settings: PeerSyncSection) -> Redis:
+def build_client(settings: PeerSyncSection) -> Redis:
+    """Build a client of the store, which connects when it is used.
+
+    Raises:
+        ConfigError: The extra is not installed, or a setting is wrong.
+    """
     try:
         from redis import asyncio as client  # noqa: PLC0415 - an extra, not for everybody
         from redis.asyncio.retry import Retry  # noqa: PLC0415 - the same

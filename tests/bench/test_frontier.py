@@ -46,13 +46,13 @@ def test_what_a_request_before_had_is_not_computed_again():
         RequestSpec(72, 5, [1, 2, 4, 5]),
         RequestSpec(32, 5, [1, 2]),
     ]
-    assert [left for _, left in limits._once([(work, 0) for work in works])] == [40, 40, 16]
+    assert [left for _, left in limits.serve_once([(work, 0) for work in works])] == [40, 40, 16]
 
 
 def test_answers_of_the_turn_before_are_cached():
     """A second turn of 64 tokens whose first had 16 and an answer of 30."""
     session = [RequestSpec(16, 30, [1]), RequestSpec(64, 9, [1, 2, 3, 4])]
-    assert [left for _, left in limits._once(list(limits._uncached(session)))] == [16, 18]
+    assert [left for _, left in limits.serve_once(list(limits.find_uncached(session)))] == [16, 18]
 
 
 def test_limits_are_those_of_the_fastest_engine_and_of_full_batches():
@@ -66,9 +66,9 @@ def test_limits_are_those_of_the_fastest_engine_and_of_full_batches():
         kv_tokens=1000,
     )
     works = [(RequestSpec(100, 11, []), 100), (RequestSpec(50, 11, []), 50)]
-    bounds = limits._bounds([engine, engine], iter(works), most_open=4)
+    bounds = limits.find_bounds([engine, engine], iter(works), most_open=4)
     assert bounds["ttft_mean_s"] == pytest.approx(0.085)
     assert bounds["ttft_p99_s"] == pytest.approx(0.11)
     # 0.15 s of prompts, and 20 tokens at half of an iteration and 2 ms each, on two engines.
     assert bounds["requests_per_s"] == pytest.approx(2 / ((0.15 + 20 * 0.007) / 2))
-    assert limits._bounds([engine], iter(works), most_open=math.inf)["requests_per_s"] > 3
+    assert limits.find_bounds([engine], iter(works), most_open=math.inf)["requests_per_s"] > 3

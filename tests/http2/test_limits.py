@@ -32,9 +32,9 @@ def small_buckets(monkeypatch):
     """Buckets of 50, which fill as the real ones do."""
     small = {
         kind: msgspec.structs.replace(allowance, burst=50.0)
-        for kind, allowance in limits._ALLOWANCES.items()
+        for kind, allowance in limits.ALLOWANCES.items()
     }
-    monkeypatch.setattr(limits, "_ALLOWANCES", small)
+    monkeypatch.setattr(limits, "ALLOWANCES", small)
 
 
 SINGLE = {

@@ -301,10 +301,10 @@ async def test_peer_channel_reads_the_password_file_at_each_connection(server, t
     password = tmp_path / "password"
     password.write_text(f"{CANARY}-1\n")
     settings = PeerSyncSection(url=server.url, password_file=str(password))
-    admin = redis_peer_channel._client(PeerSyncSection(url=server.url))
+    admin = redis_peer_channel.build_client(PeerSyncSection(url=server.url))
     await connected(admin)
     await admin.config_set("requirepass", f"{CANARY}-1")
-    client = redis_peer_channel._client(settings)
+    client = redis_peer_channel.build_client(settings)
     assert await client.ping()
     await client.config_set("requirepass", f"{CANARY}-2")
     password.write_text(f"{CANARY}-2\n")

@@ -226,7 +226,7 @@ class PeerCounterClient:
     async def read(self, pool: str) -> dict[str, PickerCounters | None]:
         """Read the counters of all peers at once; None for a peer that cannot be read."""
         if self._configured:
-            await self._resolve()
+            await self.resolve()
             await asyncio.gather(*map(self._poll, list(self._peers)))
         return self.last(pool)
 
@@ -281,7 +281,8 @@ class PeerCounterClient:
         self._on_waiting([name for name, counters in report.pools.items() if counters.held])
         return web.Response(text="ok\n")
 
-    async def _resolve(self) -> None:
+    async def resolve(self) -> None:
+        """Look up the addresses of the peers."""
         peers: dict[str, _PolledPeer] = {}
         unresolved = set()
         resolved = []

@@ -227,10 +227,10 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
         assert not await subject.is_peer("10.0.0.9")
     assert looks == [("others", 9090)]
     answers[0] = []
-    await subject._resolve()
+    await subject.resolve()
     assert await subject.is_peer("10.0.0.1")
     answers[0] = ["10.0.0.9:9090"]
-    await subject._resolve()
+    await subject.resolve()
     assert await subject.is_peer("10.0.0.9")
     assert not await subject.is_peer("10.0.0.1")
     subject.close()
