@@ -31,8 +31,6 @@ class ScalingDecision(msgspec.Struct, frozen=True):
     """Desired number of replicas, with the reason.
 
     Attributes:
-        replicas: Desired number.
-        reason: Category of the decision.
         explanation: Figures behind the decision, as text; empty where the reason suffices.
     """
 

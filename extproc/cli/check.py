@@ -181,9 +181,7 @@ class CheckReport(msgspec.Struct, frozen=True):
         errors: Everything for which `serve` would not start; the rest is empty where the file
             cannot be read at all.
         resolved: Settings and profile; None where there are none.
-        warnings: Settings that may surprise.
         notes: Facts of this machine that may differ elsewhere, such as a port in use.
-        description: The settings in words.
         envoy: Report of `--envoy`; None without the flag.
         diff: Report of `--diff`; None without the flag.
     """

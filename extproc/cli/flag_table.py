@@ -111,7 +111,6 @@ class Flag(msgspec.Struct, frozen=True):
         name: Without dashes.
         path: The setting it beats.
         read: Its text to a value; None leaves the setting alone.
-        metavar: Placeholder of the value in the help text.
     """
 
     name: str

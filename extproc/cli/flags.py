@@ -23,7 +23,6 @@ class Resolved(msgspec.Struct, frozen=True):
     """Settings and files that a command line resolves to.
 
     Attributes:
-        settings: File and flags together.
         profile: The scheduling profile they name; its plugins have all the signals they need.
         where: The file, or the defaults, for later errors.
         warnings: A line for each flag that has no effect, or another than requested.

@@ -57,7 +57,6 @@ class AdminUrl(msgspec.Struct, frozen=True):
 
     Attributes:
         host: Host name or IP address, without brackets.
-        is_tls: Whether it is read with https.
     """
 
     host: str

@@ -63,7 +63,6 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of one engine; None for what it does not say.
 
     Attributes:
-        address: `ip:port`.
         models: Names that it serves, the first of them and how many others.
         models_hash: Hash of all these names; 0 where they are unknown.
         max_model_len: Longest prompt and answer of its first models (tokens).
@@ -83,12 +82,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineExamination(msgspec.Struct, frozen=True):
-    """Result of an engine, without its pages: thousands of engines may send as much as they may.
-
-    Attributes:
-        findings: Findings about the engine by itself.
-        facts: Facts to compare it with the others of its pool by.
-    """
+    """Result of an engine, without its pages: thousands of engines may send as much as they may."""
 
     findings: tuple[Finding, ...]
     facts: EngineFacts

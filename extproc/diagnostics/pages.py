@@ -18,9 +18,6 @@ class EnvoyPages(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of the admin port of an Envoy.
 
     Attributes:
-        url: Address of the admin port.
-        server_info: Page `/server_info`.
-        config_dump: Page `/config_dump`.
         clusters: Page `/clusters?format=json`.
         stats: Counters and gauges of ext_proc filters and circuit breakers, as text.
     """
@@ -36,7 +33,6 @@ class PickerPages(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of the metrics port of an extproc.
 
     Attributes:
-        url: Address of the port.
         pools: Page `/debug/pools`.
     """
 
@@ -52,9 +48,7 @@ class EnginePages(msgspec.Struct, frozen=True, kw_only=True):
         pool: Name of its pool; empty for a pool without a name.
         metrics_s: Duration of the request for that page (seconds).
         received_at: Unix seconds at which that page was complete, by our clock.
-        health: Page `/health`.
         models: Page `/v1/models`.
-        version: Page `/version`.
         server_info: Page `/server_info` of SGLang, under its present or its former path.
         kv_events: Page `/kv_event_sources` of vLLM.
     """

@@ -244,7 +244,6 @@ class DiscoveredPool(msgspec.Struct, frozen=True):
         policy: Priorities and rewrites.
         app_protocol: Protocol of the engines: `http`, `kubernetes.io/h2c`, or empty when not
             set.
-        annotations: Annotations of the object that defines the pool.
         created: Creation time of that object, RFC 3339 in UTC; empty when unknown.
     """
 

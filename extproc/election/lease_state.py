@@ -31,8 +31,6 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         holder: Identity of the holder; empty if the Lease was released.
-        duration_s: Seconds for which a write holds the Lease.
-        transitions: Changes of the holder (count).
         version: `resourceVersion` of the object; every write changes it.
     """
 
@@ -48,7 +46,6 @@ class LeaseWrite(msgspec.Struct, frozen=True):
     Attributes:
         holder: Identity of the new holder; empty releases the Lease.
         duration_s: Seconds for which the write holds the Lease (integer, 1 or more).
-        transitions: Changes of the holder (count).
         acquired: True if the holder changes.
         version: The version that must be stored; empty if no Lease may exist.
     """

@@ -75,7 +75,6 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
             whether it may wait for its preferred endpoint while others have capacity.
         on_waiting: The request stays queued for the endpoint of this address; empty for any.
         dispatch: The request is dispatched with this decision, and charged at once.
-        reject: The queued request is rejected.
         on_item_failed: A call for the queued request raised this exception. None propagates the exception.
         on_pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
             propagates the exception.
@@ -96,7 +95,6 @@ class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work that a call of `pump` may do; the next call continues from there.
 
     Attributes:
-        looks: Requests to examine (count).
         seconds: Time after which no further request is examined.
     """
 

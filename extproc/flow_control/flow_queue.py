@@ -144,13 +144,10 @@ class QueuedItem:
 
     Attributes:
         target: Key of the endpoints that can serve it, such as its model, adapter and subset.
-        bytes: Size of its body in bytes.
-        tokens: Estimated tokens of its prompt.
         slo_s: Seconds to the first token it asks for; infinity for none.
         endpoints: The endpoints that can serve its target; written by the queue.
         preferred_endpoint: The endpoint it would rather have; empty for any.
         is_queued: False once it left the queue.
-        number: Sequence number of its arrival in the queue.
         place: Changes whenever it is put into another flow queue.
     """
 

@@ -354,10 +354,6 @@ class PriorityBand:
 
     Args:
         fair_share: Attained service of tenants; shared by all bands.
-
-    Attributes:
-        count: Requests that wait.
-        bytes: Bytes of their bodies.
     """
 
     def __init__(self, order: Order, fairness: Fairness, fair_share: FairShare) -> None:

@@ -24,8 +24,6 @@ class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     Attributes:
         tenant: Tenant that sent it; empty if unknown.
         target: Key of the endpoints that can serve it; see `QueuedItem`.
-        size: Bytes of its body.
-        tokens: Its prompt's estimated tokens.
         timeout_s: Longest wait it asks for; None for none.
         slo_s: Seconds to the first token it asks for; infinity for none.
     """
@@ -44,12 +42,7 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of flow control for a pool.
 
     Attributes:
-        timeout_s: Longest wait of a request that says nothing itself.
         empty_timeout_s: Longest wait while there is no endpoint; None for `timeout_s`.
-        max_timeout_s: Longest wait a request may ask for.
-        by_objective: Longest waits by objective.
-        max_requests: Requests that may wait at once (count).
-        max_bytes: Bytes of their bodies together.
         order: Within one tenant: `fcfs` by arrival, `edf` by deadline, `slo` by arrival plus the
             time to first token they ask for.
         fairness: Among tenants: `least-served` by tokens attained, `round-robin`, or `none`.
@@ -193,12 +186,7 @@ class Queue:
         settings: How requests wait; `reconfigure` replaces them.
 
     Attributes:
-        count: Requests that wait.
-        bytes: Bytes of their bodies.
-        tokens: Estimated tokens of their prompts.
-        fair_share: Attained service of tenants.
         drain_rate: Requests that go on per second.
-        sets: Endpoint sets of the queued requests.
     """
 
     def __init__(self, settings: FlowControlSettings) -> None:

@@ -78,7 +78,6 @@ class HpackDecoder:
         max_list_bytes: Largest list of fields, as RFC 9113 counts it.
 
     Attributes:
-        table_bytes: Size of the dynamic table.
         max_table_bytes: Its bound, which the peer chose.
     """
 

@@ -53,9 +53,6 @@ class ReceiveBudget:
     """Limit on the bytes of messages that are not complete, or wait for their stream.
 
     Shared by connections, so that a peer cannot raise it by opening more.
-
-    Attributes:
-        held_bytes: Bytes in use.
     """
 
     __slots__ = ("held_bytes", "limit_bytes")
@@ -105,9 +102,6 @@ class FloodGuard:
     """Token buckets of one connection, by kind of frame.
 
     A bucket fills with time and with useful work, so that busy connections may send more.
-
-    Attributes:
-        writes: Frames of data sent to the peer so far.
     """
 
     __slots__ = ("_began", "_levels", "_refills", "writes")

@@ -63,8 +63,6 @@ class HeadRejection(msgspec.Struct, frozen=True):
 
     Attributes:
         http_status: HTTP status; 200 for an answer of gRPC.
-        grpc_status: gRPC status.
-        message: Text for the client.
         limit: Name of the limit that was exceeded; empty for a rule of gRPC.
     """
 

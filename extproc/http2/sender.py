@@ -40,7 +40,6 @@ class SendBudget:
     longest time goes first.
 
     Attributes:
-        held_bytes: Bytes in use.
         waiting: Streams whose answer waits, in the order in which that began, and their connections.
     """
 
@@ -72,7 +71,6 @@ class ResponseSender:
         output: Frames to write, in order.
         unsent_bytes: Data of all streams that waits for a window or for the transport.
         initial_window_bytes: Window of a new stream.
-        max_frame_bytes: Largest payload of a frame.
     """
 
     __slots__ = (

@@ -109,7 +109,6 @@ class Verdict(msgspec.Struct, frozen=True):
     """Treatment of a frame.
 
     Attributes:
-        is_accepted: True if it is handled.
         code: Ends the stream or the connection; None where the frame is accepted or ignored.
         ends_stream: True if the code ends only the stream.
     """
@@ -161,7 +160,6 @@ class StreamTable:
         max_streams: Open streams, all of which we may end at once (count).
 
     Attributes:
-        open: Open streams by identifier.
         last_id: The highest identifier that the peer used.
     """
 
@@ -242,12 +240,7 @@ class CallTerminated(msgspec.Struct, frozen=True, gc=False):
 
 
 class ConnectionTerminated(msgspec.Struct, frozen=True, gc=False):
-    """The connection ends because the peer broke a rule or a limit; no event follows.
-
-    Attributes:
-        code: Sent to the peer.
-        detail: Violation in words.
-    """
+    """The connection ends because the peer broke a rule or a limit; no event follows."""
 
     code: ErrorCode
     detail: str

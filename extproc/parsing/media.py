@@ -371,9 +371,7 @@ class _Family(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Matches names of models, in lower case.
-        image: Tokens of an image.
         joined_frames: Frames of a video that are joined in time (count).
-        audio_tokens_per_s: Tokens of a second of audio.
     """
 
     name: re.Pattern[str]

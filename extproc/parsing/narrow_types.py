@@ -62,7 +62,6 @@ class NarrowDecoder(NamedTuple):
     """A decoder of a struct with the names of another one, and narrow types.
 
     Attributes:
-        decoder: Decoder of the narrow struct.
         messages: Fields that list structs.
         ids: Fields that may list token ids.
     """

@@ -72,8 +72,6 @@ class PreparsedRequest(HttpRequest, frozen=True, gc=False):
 
     Attributes:
         outcome: Result for `surfaces.parse`.
-        supplied: See `ParseResult`.
-        place: See `ParseResult`.
     """
 
     outcome: InferenceRequest | Rejection = decision.bad_request("")

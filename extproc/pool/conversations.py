@@ -169,7 +169,6 @@ class PendingShare(msgspec.Struct, frozen=True, gc=False):
     """The load that a queued request will add.
 
     Attributes:
-        account: Account of the endpoint that it waits for.
         share: Share of the KV cache that it will hold there.
     """
 

@@ -97,9 +97,7 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         at: Monotonic seconds.
-        steps: Iterations.
         computed: Prompt tokens computed.
-        generated: Tokens generated.
         context: Tokens of context that running requests have; None when unknown.
         loads: Adapters that were loaded onto the device (count).
         loading_s: Seconds of adapter loads where the engine tells them, else 0.

@@ -381,8 +381,6 @@ class Reservation(msgspec.Struct, eq=False):
     """The handle of one open request.
 
     Attributes:
-        target: Adapter or model name.
-        prompt_tokens: Estimated prompt tokens.
         uncached_tokens: Prompt tokens not in the engine's prefix cache, at least 1.
         sent: `InflightLoad.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
@@ -392,8 +390,6 @@ class Reservation(msgspec.Struct, eq=False):
         refused: Whether it was answered, and not served.
         context: Its share of the cache; None while no plugin needs it.
         last_turn: Marked when it ends; None where no plugin needs it.
-        from_peers: Whether another picker sent it.
-        has_media: Whether its prompt is not text alone.
         estimated_tokens: Prompt tokens that the estimate alone predicted as cached; None where they
             are `cached_tokens`.
     """

@@ -14,7 +14,6 @@ class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         endpoint: The endpoint in its life then.
-        in_flight: Our own requests on it.
         sent: `InflightLoad.sent` when the scrape was requested (tokens).
         written: `InflightLoad.kv_tokens_sent`.
         served: `InflightLoad.served` when the scrape was requested (requests).

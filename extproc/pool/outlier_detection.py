@@ -88,7 +88,6 @@ class HealthRecord:
         sign_at: Last sign of life, or of having nothing to do.
         probe_at: When the last probe was sent.
         back_at: When it came back from the last ejection.
-        ejections: Times that it was ejected (count).
     """
 
     __slots__ = (

@@ -41,9 +41,7 @@ class PromptSize(msgspec.Struct, frozen=True, gc=False):
     """Size of a prompt.
 
     Attributes:
-        tokens: Estimated tokens.
         prompt_bytes: Bytes they are estimated from, the room of media included; 0 when they are exact.
-        has_media: Whether it is not text alone.
     """
 
     tokens: int
@@ -227,9 +225,6 @@ class AnswerTokens:
     Args:
         mean: Tokens per answer before any.
         on_change: Called when the mean changed by a fifth.
-
-    Attributes:
-        mean: Tokens per answer.
     """
 
     __slots__ = ("_answers", "_is_counted", "_on_change", "_shared", "_tokens", "mean")

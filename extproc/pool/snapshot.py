@@ -189,17 +189,13 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
     """One endpoint with what is known of it.
 
     Attributes:
-        endpoint: Its address and labels.
         account: Our own open requests there; the one part that moves between snapshots.
-        load: The last scrape.
         foreign: Requests of others at that scrape: max(0, scraped - own).
         foreign_waiting: Of the foreign requests, those that wait in the engine (count).
         foreign_tokens: Uncached prompt tokens of those, at the usual work of a request.
-        rates: Learned step times.
         failures: Consecutive connection failures of the scraper (count).
         failure: The last scrape's failure, empty if it succeeded.
         models: The names it listed itself; None until it has.
-        condition: Health and participation in scheduling.
         flaws: Missing or implausible values of its last page, bits of `plausibility`.
         progress: First of the pages on which its engine's counters did not change.
     """

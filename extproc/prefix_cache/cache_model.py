@@ -165,12 +165,10 @@ class EndpointCacheState:
     """Capacity and calibration of the prefix cache of one endpoint.
 
     Attributes:
-        calibration: Predictions against counters.
         nominal_tokens: KV tokens the engine says it has; None while it did not.
         block_tokens: Prompt tokens of a block of the index, mean.
         prompt_tokens: Mean prompt tokens of a request; 0 before the first.
         capacity_tokens: Prompt tokens predicted to stay cached; None while nominal is unknown.
-        requests: Requests sent (count).
     """
 
     __slots__ = (

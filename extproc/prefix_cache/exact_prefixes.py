@@ -60,7 +60,6 @@ class SentPrompt(NamedTuple):
 
     Attributes:
         at: When (monotonic seconds).
-        request: Its request.
     """
 
     at: float
@@ -265,8 +264,6 @@ class ExactPrefixes:
         lower_weights: Weights of lower tiers until an engine shows them; see `TokenBlockIndex`.
 
     Attributes:
-        index: Blocks of the engines.
-        prompts: Byte blocks to token blocks.
         usage_tokens: Prompt tokens that were predicted as cached and those that answers report, of the
             same requests, by source of the prediction and `predicted` or `observed`.
     """

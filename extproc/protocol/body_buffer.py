@@ -32,9 +32,6 @@ class BufferBudget:
     Args:
         limit_bytes: Shared limit; bodies up to `ALWAYS_TAKEN_BYTES` may go beyond it.
         free: Frees large bodies once nothing else refers to them; None leaves it to the interpreter.
-
-    Attributes:
-        held_bytes: Bytes in use.
     """
 
     __slots__ = ("free", "held_bytes", "limit_bytes")

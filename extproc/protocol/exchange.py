@@ -128,7 +128,6 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
     """Settings that all exchanges of a server share.
 
     Attributes:
-        max_body_bytes: Largest request body that is assembled.
         response_marker: Put `x-went-into-resp-headers: true` on responses.
         conformance: Honor `test-epp-endpoint-selection` and report the served endpoint.
         feedback: Ask for the bodies of answers by `mode_override` where the request mode allows.
@@ -175,13 +174,10 @@ class Exchange(msgspec.Struct):
         budget: Bytes all exchanges together may gather.
 
     Attributes:
-        request_state: How far the request is.
-        response_state: How far the response is.
         pending: The complete request while it waits for its outcome, else None.
         status: HTTP status of the response as text; empty until it is known.
         tail: The end of the response body, where it is visible.
         edited: Whether the request body was given another model name.
-        is_event_stream: Whether the response is a stream of server-sent events.
         is_response_streamed: Whether the response body is to be shown chunk by chunk.
         rejection: Why an immediate response was sent; None if none was.
     """

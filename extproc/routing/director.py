@@ -65,7 +65,6 @@ class Director:
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
         prompt_listener: Receives requests with their bodies; None where nothing reads them.
-        scheduler: Chooses endpoints for requests that are parsed and hashed.
     """
 
     def __init__(

@@ -193,9 +193,6 @@ class ModelBitsets:
     """Eligible endpoints as bits, regardless of load and health; see `eligibility`.
 
     It stands for as long as neither the endpoints nor their lists of models change.
-
-    Attributes:
-        serving: Endpoints by model, as of the snapshot.
     """
 
     def __init__(self, pool: Pool, *, respect_subset: bool, reject_unlisted: bool) -> None:

@@ -46,11 +46,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
 
     Attributes:
         number: Number of the request, counted from 1 by its replica.
-        target: Adapter or model name.
-        prompt_tokens: Estimated prompt tokens.
         prompt_bytes: Bytes the tokens are estimated from; 0 when they are exact.
-        blocks: The prompt's chain of block hashes, root first.
-        has_media: Whether its prompt is not text alone.
     """
 
     number: _Number

@@ -173,7 +173,6 @@ class MatchIndex:
     """Tables of the conditions of several matches.
 
     Attributes:
-        listed: The matches, in their order.
         with_conditions: Bits of those that ask for anything.
         without_models: Bits of those that ask for no model.
     """

@@ -260,7 +260,6 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: The request with its model and adapter to be served, and its priority.
-        chain: Block hashes of the prompt, 64 bits each, root first.
         upstream_model: The name to put into the body; empty where it stays.
         reparsable: Whether parsing `raw` again gives the prompt.
     """

@@ -67,7 +67,6 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     Attributes:
         profile: Profile of models without one of their own.
         by_model: Profiles of single models.
-        policy: Objectives and rewrites that the configuration has.
         shadow: Second profile that looks at routed requests; None for none.
         hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
             the next ones.
@@ -208,10 +207,7 @@ class _EligibilityCache(msgspec.Struct, frozen=True):
     """Endpoints found for the last request without a subset hint.
 
     Attributes:
-        pool: Snapshot that they are of.
-        health: Settings that they were found with.
         adapter: Adapter of the request, where it names one apart from the model.
-        at: Monotonic seconds of the request.
     """
 
     pool: snapshot.Pool

@@ -31,7 +31,6 @@ class MetricSelector(msgspec.Struct, frozen=True):
 
     Attributes:
         name: The metric name as it stands at the start of a sample line.
-        where: Label values that a sample must have.
         label: Read the number from this label rather than from the sample's value.
     """
 

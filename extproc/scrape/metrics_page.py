@@ -71,11 +71,7 @@ class RankedLoad(msgspec.Struct, frozen=True):
 
 
 class UnreadablePage(msgspec.Struct, frozen=True):
-    """A page that is not in the Prometheus text format.
-
-    Attributes:
-        reason: Kind of content, in a few words.
-    """
+    """A page that is not in the Prometheus text format."""
 
     reason: str
 

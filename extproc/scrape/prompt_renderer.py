@@ -125,7 +125,6 @@ class PromptRenderer:
     Attributes:
         results: Prompts by result (count), all results from the start.
         waits: Requests that waited, by result (count), all results from the start.
-        num_waiting_bytes: Bytes of the requests that wait.
     """
 
     def __init__(

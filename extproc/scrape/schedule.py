@@ -59,13 +59,7 @@ _MAX_REFUSED_WAIT_S = 2.0
 
 
 class EndpointCounts:
-    """Number of scraped endpoints over all pools, which share one scrape budget.
-
-    Attributes:
-        busy: Endpoints with requests.
-        all: All of them.
-        failing: Endpoints whose last scrape failed.
-    """
+    """Number of scraped endpoints over all pools, which share one scrape budget."""
 
     __slots__ = ("_changed", "all", "busy", "failing")
 

@@ -44,14 +44,11 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the scrape loops.
 
     Attributes:
-        path: Path of the page on every endpoint.
         timeout_s: Time limit of a scrape, from connect to last byte (seconds). A real vLLM answers
             in 44 ms at worst under load; ten times that and more is an engine in trouble.
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
         follow_s: Seconds between comparisons of the endpoint set with the loops, and between looks
             for requests at idle endpoints.
-        schedule: Scrape intervals.
-        models: Intervals of model list polling.
         extra: Metrics for `Load.extra`; None for none.
         ranks: Whether data-parallel ranks on an engine's page become endpoints.
     """
@@ -71,9 +68,7 @@ class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         outcome: `ok`, or why not: a `client.FetchFailed` reason, `unreadable`, or `bug: <type>`.
-        seconds: Duration from the request to the decoded page (seconds).
         engine: The engine recognised; empty for an unknown one or a failure.
-        listing: Whether the request was for the model list.
     """
 
     address: str
@@ -91,7 +86,6 @@ class EndpointScraper:
             there are others.
 
     Attributes:
-        is_refused: Whether the last scrape met a refused connection.
         is_resting: Whether the next scrape was set while the process was at rest.
     """
 

@@ -63,7 +63,6 @@ class ConsoleFile(msgspec.Struct, frozen=True):
     """A file of the page.
 
     Attributes:
-        content_type: Value of that header.
         etag: Changes with the content.
     """
 

@@ -52,7 +52,6 @@ class RateReservation(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         tenant: Tenant of the request; empty where it names none.
-        prompt_tokens: Estimated prompt tokens.
         charge: Tokens taken from the allowance of the tenant; None without a limit.
     """
 
@@ -75,9 +74,7 @@ class QueuedRequest:
     """Queued request, as its stream sees it.
 
     Attributes:
-        item: Its place in the queue.
         prepared: The request without its prompt.
-        admission: Future of its admission or rejection.
         pending_share: Its pending load on the endpoint it waits for; None without one.
     """
 

@@ -43,10 +43,8 @@ class ExtProcCall(ServerCall):
     """Stream of ext_proc: runs a `StreamHandler`.
 
     Attributes:
-        stream: Handler of the exchange.
         is_waiting: True while its request waits for admission, for the parse of its body, or for
             the client to take the body.
-        has_begun: True once a message arrived.
     """
 
     __slots__ = (

@@ -43,7 +43,6 @@ class Http2Server:
 
     Attributes:
         send_budget: Limit on the answers that wait on all of them.
-        is_stopping: True once `stop` was called.
     """
 
     def __init__(

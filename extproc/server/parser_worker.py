@@ -42,14 +42,7 @@ MEMORY_PER_BYTE: Final = 8
 
 
 class ParseJob(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A request without its body.
-
-    Attributes:
-        headers: See `HttpRequest`.
-        truncated: See `HttpRequest`.
-        subset: See `HttpRequest`.
-        max_prompt_bytes: Bytes of a prompt that are hashed.
-    """
+    """A request without its body."""
 
     headers: Mapping[str, str]
     truncated: bool

@@ -38,7 +38,6 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     """Dependencies shared by all pools.
 
     Attributes:
-        endpoint_counts: Counts of scraped endpoints.
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
     """
 
@@ -59,7 +58,6 @@ class PoolRuntime:
     """Runtime of a pool.
 
     Attributes:
-        parts: Store, director and plugins of the pool.
         profile: Name of the scheduling profile in force.
         exists: True while the object that defines the pool exists.
         app_protocol: Protocol of its engines; empty where not set.

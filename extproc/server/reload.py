@@ -41,7 +41,6 @@ class ConfigSource(msgspec.Struct, frozen=True):
 
     Attributes:
         files: Returns the files to watch for the settings that were read last.
-        read: Reads and checks everything again, flags included.
     """
 
     files: Callable[[Settings], Sequence[str]]

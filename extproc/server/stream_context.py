@@ -44,7 +44,6 @@ class UnrenderedRequest(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         wait: Done when it is over.
-        raw: The request.
         result: Its pool, and its outcome without the tokens.
     """
 
@@ -162,7 +161,6 @@ class StreamSettings(msgspec.Struct, frozen=True):
         stream_sample_ratio: Share of streamed responses watched for usage, 0..1.
         format_decision: Text of the response header `x-extproc-decision`; None adds no header.
         request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
-        flow_headers: Headers that name the tenant.
     """
 
     max_streams: int
@@ -177,12 +175,9 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
     """Dependencies and state shared by all streams of a server.
 
     Attributes:
-        body_budget: Limit of bytes that all exchanges buffer.
-        rng: Random numbers for sampling streamed responses.
         flow_controllers: Flow control by name of the pool; a missing pool has none.
         large_bodies: Parses large bodies; None parses them on the event loop.
         trace_sampler: Chooses the requests that are traced; None traces none.
-        is_draining: True once the server drains its streams.
     """
 
     pool_selector: PoolSelector

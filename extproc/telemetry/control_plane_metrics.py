@@ -95,7 +95,6 @@ class WatchMetrics(msgspec.Struct, frozen=True):
         collection: Plural name and group, such as `pods`.
         namespace: Watched namespace; empty for the whole cluster.
         selector: Label or field selector; empty for none.
-        states: All states.
         unsynced_s: Seconds since it was in sync with the API server; 0 while it is, and for an
             optional kind that is not installed.
     """

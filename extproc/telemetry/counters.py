@@ -53,7 +53,6 @@ class PoolCounters:
         degraded: Decisions by fallback, by reason.
         responses: Responses by (endpoint address, HTTP status text).
         without_response: Routed requests whose stream ended before response headers, by address.
-        prompt_tokens: Estimated prompt tokens of routed requests.
         matched_tokens: Of these, tokens predicted to be cached on the chosen endpoint.
         prefix_hit_ratio: Ratio of the two by request.
         scrapes: Scrapes by (endpoint address, result).
@@ -195,13 +194,9 @@ class ProcessCounters:
         restart_needed: True if the configuration differs in fields that only a restart changes.
         exceptions: Unexpected exceptions in streams, by (type, place).
         plugins: Overruns, bypasses and exceptions of external plugins, by (role, kind).
-        routing_duration_s: Time to route a request.
-        scrape_duration_s: Time of a scrape.
         large_bodies: Bodies for the parser worker, by result: `read`, `failed`, `refused`.
         large_body_duration_s: Time that these waited and were parsed.
-        event_loop_lag_s: Delay of timers of the event loop.
         event_loop_lag_cpu_s: Part of these delays in which the thread of the loop computed.
-        supervisor: Keeps loops alive, and counts their failures.
         deferred: Counts facts of requests later, with others of their kind: code and data that were
             just used are in the caches.
         open_pools: Counters by name of the pool, without what was deferred; created on first use.

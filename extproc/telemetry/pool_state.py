@@ -178,7 +178,6 @@ class PoolView(msgspec.Struct, frozen=True):
     """Values of one pool that the metrics page shows.
 
     Attributes:
-        cache: Returns the prefix cache estimates of an endpoint.
         bytes_per_token: Learned prompt bytes per token, by model.
         ejections: Ejections of endpoints, by cause.
         probes: Probe requests to ejected endpoints, by result.
@@ -186,7 +185,6 @@ class PoolView(msgspec.Struct, frozen=True):
         queue_outcomes: Requests that left the queue, by outcome.
         conversations: Ratio of requests that continue a conversation, and idle conversations
             expected to continue per in-flight request; None where they are not estimated.
-        match_state: State of the match in the annotations of the InferencePool.
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
         count_ejections: Returns the ejections of an engine by `Endpoint.engine` (count).
         queue_capacity: Requests that may be queued (count); 0 without flow control.

@@ -49,7 +49,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         kind: Stable name, such as `endpoint-slow`.
         severity: `critical` where requests fail.
         title: One line with the subject first.
-        advice: Next step.
         pool: Name of the pool; empty where it is of the process.
         endpoint: Address of the endpoint; empty where it is of no single one.
     """

@@ -46,7 +46,6 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
     """One decision and the result of its request.
 
     Attributes:
-        id: Request id.
         at: Monotonic seconds of the decision.
         decision: Without prompt and blocks, and with few candidates where the log dropped it open.
         status: HTTP status of the answer; empty while there is none.
@@ -84,7 +83,6 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     """One refused request.
 
     Attributes:
-        id: Request id.
         at: Monotonic seconds of the rejection.
         model: Model or adapter; empty where unknown.
         rejection: Response to the client, and its cause.

@@ -153,7 +153,6 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
     """Counts of the requests with the same labels, in little memory: a client can fill the table.
 
     Attributes:
-        labels: Model, tenant and priority.
         running: Requests that were routed and whose stream is open.
         refused: Refused requests by HTTP status; None before there was one.
     """

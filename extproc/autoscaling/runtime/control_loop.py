@@ -333,7 +333,6 @@ class ScaledPool:
 
     Attributes:
         target: The object that is scaled; None where another actuator acts.
-        counts: Counters of this process for the pool.
     """
 
     def __init__(

@@ -352,11 +352,7 @@ def normalize_address(text: str) -> str:
 
 
 class DecodedForm(msgspec.Struct, frozen=True):
-    """Decoding type and converter of a resource.
-
-    Attributes:
-        raw: Type to decode.
-    """
+    """Decoding type and converter of a resource."""
 
     raw: Any
     value: Callable[[Any], objects.Value]

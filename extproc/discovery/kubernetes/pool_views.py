@@ -282,11 +282,7 @@ class PodView:
 
 
 class SliceView:
-    """View of the pool of a Service.
-
-    Attributes:
-        slices: EndpointSlices by name.
-    """
+    """View of the pool of a Service."""
 
     def __init__(self, namespace: str, port: str) -> None:
         self.namespace = namespace

@@ -18,8 +18,6 @@ class InferencePoolRef(msgspec.Struct, frozen=True):
     """One InferencePool by name; it becomes the pool `namespace/name`, existing or not.
 
     Attributes:
-        namespace: Namespace of the pool and its pods.
-        name: `metadata.name`.
         group: `POOL_GROUP` or `OLD_POOL_GROUP`.
     """
 
@@ -37,12 +35,10 @@ class PodSelector(msgspec.Struct, frozen=True):
     """Pods by their labels, without any CRD; they become the pool `namespace/name`.
 
     Attributes:
-        namespace: Namespace of the pods.
         labels: All of them must match; at least one.
         ports: Each is an endpoint of every pod, at most `MAX_PORTS`. Empty: every pod names its
             one port in the annotation `model-pod-port`, as pods of KubeAI do, and a pod without
             it is no endpoint.
-        name: Name of the pool.
     """
 
     namespace: str
@@ -74,8 +70,6 @@ class ServiceRef(msgspec.Struct, frozen=True):
     Labels of pods are unknown then, but for `namespace`, the host and the zone.
 
     Attributes:
-        namespace: Namespace of the Service.
-        name: Name of the Service.
         port: Name of the Service's port, or number of the port on the pods (the target port:
             slices do not carry the other). Empty: the only port there is.
     """

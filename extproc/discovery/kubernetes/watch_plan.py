@@ -20,7 +20,6 @@ class ResourceType(msgspec.Struct, frozen=True):
 
     Attributes:
         group: API group; empty for the core one.
-        plural: Resource name in API paths.
         optional: Whether pools can be known without it.
     """
 
