@@ -8,6 +8,7 @@ batch size, with a detector of hot prefixes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -47,15 +48,18 @@ _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 #: few hundred requests.
 _ALPHA = 0.01
 
+#: Share of the time of an answer up to which a scrape counts as of now: so old are most.
+_FRESH = 0.1
+
 # Looking a member up in its enum takes as long as all the rest of a comparison.
 _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
 
 
 #: Inputs of the cost terms besides the candidate: tokens, o, r, growth, 1 + w, m*, waste, 1/v, the
-#: waste of an adapter, and tokens by which encoding makes it longer, by address. A plain tuple: every
-#: request makes one, and a named one takes ten times as long.
+#: waste of an adapter, seconds since the first request, and tokens by which encoding makes it longer,
+#: by address. A plain tuple: every request makes one, and a named one takes ten times as long.
 _RequestTerms: TypeAlias = tuple[
-    int, float, float, float, float, int, float, float, float, Mapping[str, float] | None
+    int, float, float, float, float, int, float, float, float, float, Mapping[str, float] | None
 ]
 
 
@@ -64,16 +68,20 @@ class _MeanUncachedTokens:
 
     Attributes:
         per_request: One over their mean; 0 until there was one.
+        began: Monotonic seconds of the first one; infinity before.
     """
 
-    __slots__ = ("_mean", "per_request")
+    __slots__ = ("_mean", "began", "per_request")
 
     def __init__(self) -> None:
+        self.began = math.inf
         self._mean = 0.0
         self.per_request = 0.0
 
-    def update(self, tokens: int) -> None:
+    def update(self, tokens: int, now: float) -> None:
         """Take in a request."""
+        if self.began > now:  # noqa: PLR1730 - a call
+            self.began = now
         before = self._mean
         self._mean = before + _ALPHA * (tokens - before) if before else float(tokens)
         self.per_request = 1.0 / self._mean
@@ -98,14 +106,21 @@ class EstimatedTime(
       speed.
     - memory = o s max(0, (k + u + (n + 1) o/2) / K - `kv_ceiling`), k the tokens held of K:
       nothing until the cache will be full, as answers that are there grow like this one; then the
-      time until they free what is missing. k is the smaller of what the scrape says plus what was
-      sent since, and what the open requests can hold at most: a late scrape forgets those that ended.
+      time until they free what is missing. k is what the scrape says plus what was sent since, at
+      least the prompts of the open requests, as those that wait hold nothing yet and cached prefixes
+      are not in use until they run, and at most what the requests can hold: a late scrape
+      forgets those that ended. Where the conversation lives m counts with u, for the same reason.
     - slowdown = n (`own_share` o d + `others_share` (u p + o d + l)): this answer's own tokens come
       slower in a larger batch, and every answer in it waits for this prefill, this adapter and one
       more sequence in each iteration.
     - waiting = `waiting_share` q (u p + l) with q = min(n, Q / v) and v the mean of u over the latest
       requests: those who wait for their first token wait for this prefill and this adapter as well,
-      because iterations have them together with theirs, or as many more come after it.
+      because iterations have them together with theirs, or as many more come after it. q is at least
+      n e e, e = a / (a + o s + u p) with a the age of the scrape, or the time since the first request
+      where that is less, and s an iteration without others: the share of requests that came after
+      it, twice, because Q is an estimate where neither a scrape nor an answer has confirmed it. What
+      is not seen is taken to wait. A scrape younger than a tenth of o s + u p counts as of now, and e
+      rises from 0 there.
     - waste = `waste_share` (n + w) ((m* - m) p + l), with w of the n requests waiting for the batch, m*
       the most tokens cached on any candidate, and l only where another candidate has the adapter: work
       that need not be done delays those who run, those who wait, and as many later ones. Less by the
@@ -180,7 +195,7 @@ class EstimatedTime(
     encoder_share: float = 0.25
     encoder_cache_tokens: int = 16_384
 
-    def cost(  # noqa: C901, PLR0915 - one loop, written out
+    def cost(  # noqa: C901, PLR0912, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         terms = self._read_request(context, candidates)
@@ -194,10 +209,11 @@ class EstimatedTime(
             wasted,
             per_request,
             reloaded,
+            sending_s,
             media,
         ) = terms
         own, others, waiting = self.own_share, self.others_share, self.waiting_share
-        both, half_answer = (own + others) * answer, 0.5 * answer
+        both, half_answer, fresh = (own + others) * answer, 0.5 * answer, _FRESH * answer
         ceiling, roomy = self.kv_ceiling, self.crowding_start
         costs: list[float] = []
         add = costs.append
@@ -216,21 +232,28 @@ class EstimatedTime(
             work = uncached * per_token
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
-            iteration = rates.step_s + per_sequence * batch
+            step_s = rates.step_s
+            iteration = step_s + per_sequence * batch
             cost = work + _ITERATIONS * iteration
             cost += batch * (both * per_sequence + others * work)
-            queued = c.queued_tokens
+            queued, there = c.queued_tokens, 0.0
             if queued:
                 line = queued * per_request
                 there = line if line < batch else batch  # noqa: FURB136 - a call, as above
-                cost += queued * per_token + waiting * work * there
+                cost += queued * per_token
+            if c.age_s > fresh * step_s:
+                unseen = batch * _share_unseen(c.age_s, sending_s, answer * step_s + work)
+                if unseen > there:  # noqa: PLR1730 - a call, as above
+                    there = unseen
+            if there:
+                cost += waiting * work * there
             load = c.load
             if matched < best:
                 delayed = batch + (load.waiting or 0.0)
                 cost += wasted * delayed * (best - matched) * per_token
             place = c.residency
             if place is not _RESIDENT and place is not _IDLE:
-                delayed = waiting * min(queued * per_request, batch)
+                delayed = waiting * there
                 delayed += reloaded * (batch + (load.waiting or 0.0))
                 cost += self._loading(c, answer * iteration, delayed)
             usage = load.kv_usage
@@ -238,11 +261,17 @@ class EstimatedTime(
                 blocks, size = load.kv_blocks, load.block_tokens
                 if blocks and size:
                     capacity = 1.0 * (blocks * size)
+                    active = c.active_context_tokens
                     wanted = uncached + half_answer * (1.0 + batch)
-                    if usage * capacity + c.unscraped_tokens + wanted > ceiling * capacity:
+                    if c.conversation_local:
+                        wanted += matched
+                    held = usage * capacity + c.unscraped_tokens
+                    if held < active:  # noqa: PLR1730 - a call, as above
+                        held = active
+                    if held + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
                     if continued:
-                        held = conversations_per_open * c.active_context_tokens
+                        held = conversations_per_open * active
                         if batch > c.in_flight:
                             held *= batch / (c.in_flight or 1)
                         if held + uncached + growth > roomy * capacity:
@@ -269,6 +298,7 @@ class EstimatedTime(
             self.waste_share * (1.0 - context.foreign_share)
             if context.adapter and any(c.residency >= _IDLE for c in candidates)
             else 0.0,
+            max(0.0, context.now - self._works.began),
             self._encoder_caches.encoding_tokens(context.request, candidates)
             if context.request.media
             else None,
@@ -276,12 +306,11 @@ class EstimatedTime(
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Learn how much of a prompt is computed."""
-        del now
         if decision.request.media:
             self._encoder_caches.record_sent(decision)
         prompt_tokens, matched = decision.request.prompt_tokens, decision.matched_tokens
         if prompt_tokens:
-            self._works.update(prompt_tokens - matched if matched < prompt_tokens else 1)
+            self._works.update(prompt_tokens - matched if matched < prompt_tokens else 1, now)
 
     @cached_property
     def _encoder_caches(self) -> EncoderCaches:
@@ -320,6 +349,7 @@ class EstimatedTime(
             wasted,
             per_request,
             reloaded,
+            sending_s,
             media,
         ) = request_terms
         rates = c.rates
@@ -334,14 +364,20 @@ class EstimatedTime(
         if c.residency is _FULL:
             adapter += 0.5 * answer * iteration
         delayed = c.estimated_requests + (c.load.waiting or 0.0)
-        first_tokens = min(c.estimated_requests, c.queued_tokens * per_request)
+        unseen = _share_unseen(c.age_s, sending_s, answer * rates.step_s + prefill)
+        first_tokens = max(
+            min(c.estimated_requests, c.queued_tokens * per_request), c.estimated_requests * unseen
+        )
+        wanted = uncached + 0.5 * answer * (1.0 + c.estimated_requests)
+        if c.conversation_local:
+            wanted += c.matched_tokens
         waste = wasted * max(0, best - c.matched_tokens) * rates.prefill_s + reloaded * load
         return (
             c.queued_tokens * rates.prefill_s,
             prefill,
             _ITERATIONS * iteration,
             adapter,
-            self._stall(c, uncached + 0.5 * answer * (1.0 + c.estimated_requests), answer),
+            self._stall(c, wanted, answer),
             slowdown,
             self.waiting_share * first_tokens * (prefill + load),
             delayed * waste,
@@ -379,7 +415,7 @@ class EstimatedTime(
         usage, capacity = c.load.kv_usage, c.load.kv_tokens
         if usage is None or not capacity:
             return 0.0
-        held = usage * capacity + c.unscraped_tokens
+        held = max(usage * capacity + c.unscraped_tokens, c.active_context_tokens)
         if held + wanted <= self.kv_ceiling * capacity:
             return 0.0
         if c.in_flight:
@@ -418,6 +454,25 @@ class _Explanation(LazySequence[tuple[str, Sequence[float]]]):
     def __call__(self, candidate: Candidate) -> float:
         """Predict the seconds to the first token of a candidate."""
         return self._cost_model.predict_ttft(self._request_terms, candidate)
+
+
+def _share_unseen(age_s: float, sending_s: float, alone_s: float) -> float:
+    """Share of the requests on an endpoint that may wait without a scrape that shows it.
+
+    Those that came since the scrape, and of them as many again: an answer shows, too, that what was
+    sent before it was computed. 0 for a scrape that is fresh, 1 where there is none.
+
+    Args:
+        age_s: Age of the scrape.
+        sending_s: Seconds since anything was sent.
+        alone_s: What a request takes that is alone on the endpoint.
+    """
+    age_s = min(age_s, sending_s)
+    if age_s <= _FRESH * alone_s:
+        return 0.0
+    came_since = 1.0 - alone_s / (alone_s + age_s)
+    share = (1.0 + _FRESH) * came_since - _FRESH
+    return share * share
 
 
 def _expect_answer(max_tokens: int | None, candidates: Sequence[Candidate]) -> float:

@@ -1,5 +1,7 @@
 """Costs are computed at once, and their terms at the first explanation."""
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -102,9 +104,9 @@ def test_queued_requests_are_delayed_by_this_prompt():
     cost = EstimatedTime()
     candidates = builders.candidates(
         {
-            "many": {"queued_tokens": 5000, "estimated_requests": 8},
-            "one": {"queued_tokens": 5000, "estimated_requests": 1},
-            "none": {"estimated_requests": 8},
+            "many": {"queued_tokens": 5000, "estimated_requests": 8, "age_s": 0.0},
+            "one": {"queued_tokens": 5000, "estimated_requests": 1, "age_s": 0.0},
+            "none": {"estimated_requests": 8, "age_s": 0.0},
         }
     )
     unknown = cost.cost(builders.context(prompt_tokens=1000), candidates)
@@ -118,6 +120,49 @@ def test_queued_requests_are_delayed_by_this_prompt():
     assert dict(priced.terms)["waiting"] == pytest.approx([0.5, 0.1, 0.0])
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
+
+
+def test_requests_that_no_scrape_shows_wait():
+    """All where none ever came, few at the age of an answer, none before anything was sent."""
+    cost = EstimatedTime()
+    ages = {"never": math.inf, "an answer old": 3.1, "now": 0.0, "barely old": 0.31}
+    candidates = builders.candidates(
+        {name: {"estimated_requests": 10, "age_s": age_s} for name, age_s in ages.items()}
+    )
+
+    def waiting(now):
+        context = builders.context(prompt_tokens=1000, now=now)
+        return dict(cost.cost(context, candidates).terms)["waiting"]
+
+    assert waiting(1.0) == [0.0, 0.0, 0.0, 0.0]
+    request = InferenceRequest(api="chat", prompt_tokens=1000)
+    cost.on_committed(
+        Decision(request=request, endpoints=(candidates[0].endpoint,), picker="max-score"), 1.0
+    )
+    assert waiting(1e9) == pytest.approx([1.0, (1.1 * 0.5 - 0.1) ** 2, 0.0, 0.0])
+    first = waiting(4.1)
+    assert first[0] == first[1] == pytest.approx((1.1 * 0.5 - 0.1) ** 2)
+
+
+@given(
+    kinds=st.lists(kinds_of_candidate, min_size=1, max_size=4),
+    facts=turns,
+    age_s=st.floats(0.0, 1e4),
+)
+def test_costs_have_no_cliffs_in_the_age_of_scrapes(kinds, facts, age_s):
+    """A scrape that is a ten-thousandth older changes costs by no more than a thousandth."""
+    cost = EstimatedTime()
+    context = builders.context(**facts | {"prompt_tokens": 1000, "now": 1e6})
+    candidates = crowd(kinds, len(kinds))
+    request = InferenceRequest(api="chat", prompt_tokens=1000)
+    chosen = Decision(request=request, endpoints=(candidates[0].endpoint,), picker="max-score")
+    cost.on_committed(chosen, 0.0)
+
+    def costs(age_s):
+        aged = [msgspec.structs.replace(c, age_s=age_s) for c in candidates]
+        return list(cost.cost(context, aged).costs)
+
+    assert costs(age_s * 1.0001 + 1e-9) == pytest.approx(costs(age_s), rel=1e-3, abs=1e-6)
 
 
 def test_idle_conversations_need_kv_cache():
