@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -61,6 +62,16 @@ def _long(number: int, size: int) -> str:
     return f"{number:08}" + "x" * size
 
 
+def _image(number: int, kind: str) -> list[dict[str, object]]:
+    """Messages with an item of media, of which no other request has the bytes."""
+    data = base64.b64encode(
+        b"\x89PNG\r\n\x1a\n%8dIHDR%8d" % (number, number) + bytes(3000)
+    ).decode()
+    url = f"data:image/png;base64,{data}"
+    item = {"url": url} if kind == "image_url" else {"data": data}
+    return [{"role": "user", "content": [{"type": kind, kind: item}]}]
+
+
 def _cut_upload(number: int) -> Hostile:
     posted = _post(number)
     return Hostile([posted.request[0], messages.body(b"x" * 100_000, ends=False)], [])
@@ -88,6 +99,11 @@ KINDS: Mapping[str, Callable[[int], Hostile]] = {
     "long models": lambda n: _post(n, fields={"model": _long(n, LONG_NAME)}),
     "long models, 404": lambda n: _post(n, fields={"model": _long(n, LONG_NAME)}, status="404"),
     "models of 500 bytes": lambda n: _post(n, fields={"model": _long(n, 490)}),
+    "images under long models": lambda n: _post(
+        n, fields={"model": _long(n, LONG_NAME), "messages": _image(n, "image_url")}
+    ),
+    "images": lambda n: _post(n, fields={"messages": _image(n, "image_url")}),
+    "audio": lambda n: _post(n, fields={"messages": _image(n, "input_audio")}),
     "long adapters": lambda n: _post(n, fields={"lora_path": _long(n, LONG_NAME)}),
     "adapters of 500 bytes": lambda n: _post(n, fields={"lora_path": _long(n, 490)}),
     "long ids": lambda n: _post(n, headers={"x-request-id": _long(n, LONG_HEADER)}),
