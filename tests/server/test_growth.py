@@ -21,8 +21,9 @@ from tests.support.seeded import examples
 #: conversations, its blocks in the prefix index, a session, a tenant.
 LEFT_BYTES = 3000
 
-#: Requests before the first look and between looks.
-FIRST, MORE = 20, 60
+#: Requests before the first look and between looks. The ring of decisions takes in 64 at a time: none
+#: waits for that at either look.
+FIRST, MORE = 64, 64
 
 
 async def grown(step):
