@@ -20,10 +20,9 @@ _MAX_SEGMENT: Final = 1024
 #: Masks that are remembered as shared objects (count).
 _MAX_SHARED: Final = 65_536
 
-#: Engines that hold a block (count) from which on its mask is found at once, and how many such masks are
-#: remembered. They are those of system prompts, which most requests look up.
-_MANY_HOLDERS: Final = 8
-_MAX_FREQUENT: Final = 4096
+#: Masks that are found at once once they were looked up (count): those at which engines end in the
+#: prompts of conversations, and those of system prompts.
+_MAX_LOOKED_UP: Final = 16_384
 
 #: Chains that are remembered as what went on from a block (count), and blocks of each (count). They are
 #: answers, until the next turn is mapped.
@@ -50,8 +49,8 @@ class PackedMap:
 
     def __init__(self, make_values: Callable[[], MutableSequence[int]] = packed_values) -> None:
         self._make_values = make_values
-        #: Greatest key of each segment.
-        self._lasts = array("Q")
+        #: Greatest key of each segment; objects, as searches would make them again and again.
+        self._lasts: list[int] = []
         self._keys: list[array[int]] = []
         self._values: list[MutableSequence[int]] = []
         self._size = 0
@@ -82,23 +81,9 @@ class PackedMap:
             if keys[position] == key:
                 values[position] = value
                 return False
-            keys.insert(position, key)
-            values.insert(position, value)
-        elif lasts:
-            segment -= 1
-            keys, values = self._keys[segment], self._values[segment]
-            keys.append(key)
-            values.append(value)
-            lasts[segment] = key
+            self._insert(segment, position, key, value)
         else:
-            keys, values = array("Q", (key,)), self._make_values()
-            values.append(value)
-            lasts.append(key)
-            self._keys.append(keys)
-            self._values.append(values)
-        self._size += 1
-        if len(keys) > _MAX_SEGMENT:
-            self._split(segment)
+            self._append(key, value)
         return True
 
     def pop(self, key: int) -> int | None:
@@ -108,8 +93,43 @@ class PackedMap:
             return None
         keys = self._keys[segment]
         position = bisect_left(keys, key)
-        if keys[position] != key:
-            return None
+        return self._pop_at(segment, position) if keys[position] == key else None
+
+    def pop_segment(self) -> MutableSequence[int]:
+        """Remove the last segment; returns its values. There must be an entry."""
+        values = self._values.pop()
+        self._lasts.pop()
+        self._size -= len(self._keys.pop())
+        return values
+
+    def _insert(self, segment: int, position: int, key: int, value: int) -> None:
+        """Add a key before another one of a segment."""
+        keys = self._keys[segment]
+        keys.insert(position, key)
+        self._values[segment].insert(position, value)
+        self._size += 1
+        if len(keys) > _MAX_SEGMENT:
+            self._split(segment)
+
+    def _append(self, key: int, value: int) -> None:
+        """Add a key behind all others."""
+        self._size += 1
+        if not self._lasts:
+            values = self._make_values()
+            values.append(value)
+            self._lasts.append(key)
+            self._keys.append(array("Q", (key,)))
+            self._values.append(values)
+            return
+        self._keys[-1].append(key)
+        self._values[-1].append(value)
+        self._lasts[-1] = key
+        if len(self._keys[-1]) > _MAX_SEGMENT:
+            self._split(len(self._lasts) - 1)
+
+    def _pop_at(self, segment: int, position: int) -> int:
+        """Remove an entry; returns its value."""
+        keys = self._keys[segment]
         del keys[position]
         value = self._values[segment].pop(position)
         self._size -= 1
@@ -118,13 +138,6 @@ class PackedMap:
         elif position == len(keys):
             self._lasts[segment] = keys[-1]
         return value
-
-    def pop_segment(self) -> MutableSequence[int]:
-        """Remove the last segment; returns its values. There must be an entry."""
-        values = self._values.pop()
-        self._lasts.pop()
-        self._size -= len(self._keys.pop())
-        return values
 
     def _split(self, segment: int) -> None:
         """Cut a segment in two."""
@@ -138,34 +151,65 @@ class PackedMap:
 class MaskMap(PackedMap):
     """Map of keys to the bits of the engines that hold them; masks of several engines are shared objects."""
 
-    __slots__ = ("_frequent", "_shared")
+    __slots__ = ("_looked_up", "_shared")
 
     def __init__(self) -> None:
         super().__init__(list)
         self._shared: dict[int, int] = {}
-        #: Masks of blocks that many engines hold, by key, once they were looked up.
-        self._frequent: dict[int, int] = {}
+        #: Masks by key, once they were looked up.
+        self._looked_up: dict[int, int] = {}
 
     def find(self, key: int) -> int:
         """Mask of a key; 0 for none."""
-        mask = self._frequent.get(key)
+        mask = self._looked_up.get(key)
         if mask is None:
             mask = self.get(key) or 0
-            if mask.bit_count() >= _MANY_HOLDERS:
-                if len(self._frequent) >= _MAX_FREQUENT:
-                    self._frequent.clear()
-                self._frequent[key] = mask
+            if mask:
+                if len(self._looked_up) >= _MAX_LOOKED_UP:
+                    self._looked_up.clear()
+                self._looked_up[key] = mask
         return mask
 
-    def put(self, key: int, mask: int) -> None:
-        """Set the mask of a key; 0 removes it."""
-        self._frequent.pop(key, None)
-        if not mask:
-            self.pop(key)
+    def add(self, key: int, bits: int) -> None:
+        """Let bits hold a key."""
+        lasts = self._lasts
+        segment = bisect_left(lasts, key)
+        if segment == len(lasts):
+            self._append(key, bits)
             return
+        keys = self._keys[segment]
+        position = bisect_left(keys, key)
+        if keys[position] != key:
+            self._insert(segment, position, key, bits)
+            return
+        mask = self._values[segment][position]
+        if bits & ~mask:
+            self._put(segment, position, key, mask | bits)
+
+    def discard(self, key: int, bits: int) -> int:
+        """Let bits no longer hold a key; returns those that still do."""
+        lasts = self._lasts
+        segment = bisect_left(lasts, key)
+        if segment == len(lasts):
+            return 0
+        keys = self._keys[segment]
+        position = bisect_left(keys, key)
+        if keys[position] != key:
+            return 0
+        mask = self._values[segment][position]
+        left = mask & ~bits
+        if not left:
+            self._looked_up.pop(key, None)
+            self._pop_at(segment, position)
+        elif left != mask:
+            self._put(segment, position, key, left)
+        return left
+
+    def _put(self, segment: int, position: int, key: int, mask: int) -> None:
+        self._looked_up.pop(key, None)
         if len(self._shared) > _MAX_SHARED:
             self._shared.clear()
-        self.set(key, self._shared.setdefault(mask, mask))
+        self._values[segment][position] = self._shared.setdefault(mask, mask)
 
 
 class Continuations:

@@ -213,9 +213,7 @@ class TokenBlockIndex:
             values = keys.pop_segment()
             max_blocks -= len(values)
             for key in values:
-                mask = holders.get(key)
-                if mask is not None and mask & bits:
-                    self._holders.put(key, mask & ~bits)
+                holders.discard(key, bits)
         return bool(self._retired)
 
     def set_lower_weight(self, engine: EngineBlocks, tier: int, weight: float) -> None:
@@ -303,7 +301,7 @@ class TokenBlockIndex:
         for hashed, key in zip(event.hashes, known, strict=False):
             if key is not None:
                 engine.lower_keys.set(hashed, key)
-                self._holders.put(key, (self._holders.get(key) or 0) | bit)
+                self._holders.add(key, bit)
 
     def _open_tier(self, engine: EngineBlocks, tier: int) -> int:
         bit = engine.lower_bits[tier] = self._take_bit()
@@ -315,16 +313,12 @@ class TokenBlockIndex:
         self, engine: EngineBlocks, hashes: Sequence[int], keys: Sequence[int], *, is_counted: bool
     ) -> None:
         """Add blocks of an engine, and count those that it has already as copies."""
-        known, holders, bit = engine.keys, self._holders, engine.bit
+        known, hold, bit = engine.keys, self._holders.add, engine.bit
         for hashed, key in zip(hashes, keys, strict=True):
             if not known.set(hashed, key) and is_counted and engine.num_copies < self._max_blocks:
                 engine.copies[hashed] = engine.copies.get(hashed, 0) + 1
                 engine.num_copies += 1
-            mask = holders.get(key)
-            if mask is None:
-                holders.set(key, bit)
-            elif not mask & bit:
-                self._holders.put(key, mask | bit)
+            hold(key, bit)
 
     def _remove(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
         if event.group in engine.left_out:
@@ -332,26 +326,20 @@ class TokenBlockIndex:
         if event.medium != kv_events.DEVICE:
             self._remove_lower(engine, event)
             return
-        known, holders, bit = engine.keys, self._holders, engine.bit
+        known, discard, bit = engine.keys, self._holders.discard, engine.bit
         for hashed in event.hashes:
             if hashed in engine.copies and self._remove_copy(engine, hashed, event.group):
                 continue
             key = known.pop(hashed)
-            if key is None:
-                continue
-            mask = holders.get(key)
-            if mask is not None and mask & bit:
-                self._holders.put(key, mask ^ bit)
+            if key is not None:
+                discard(key, bit)
 
     def _remove_lower(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
         bit, others = engine.lower_bits[_tier(event.medium)], sum(engine.lower_bits)
         for hashed in event.hashes:
             key = engine.lower_keys.get(hashed)
-            if key is not None:
-                mask = (self._holders.get(key) or 0) & ~bit
-                self._holders.put(key, mask)
-                if not mask & others:
-                    engine.lower_keys.pop(hashed)
+            if key is not None and not self._holders.discard(key, bit) & others:
+                engine.lower_keys.pop(hashed)
 
     def _remove_copy(self, engine: EngineBlocks, hashed: int, group: int) -> bool:
         """Remove a copy of a block; returns whether another one is left."""
@@ -393,10 +381,11 @@ class TokenBlockIndex:
         """
         if count <= start:
             return ()
-        alive = self._holders.find(keys[start]) & (lower or ~self._lower_mask)
+        mask_of = self._holders.find
+        alive = mask_of(keys[start]) & (lower or ~self._lower_mask)
         if not alive:
             return ()
-        last = self._holders.find(keys[count - 1])
+        last = mask_of(keys[count - 1])
         ends: list[tuple[int, int]] = []
         held = start + 1
         while alive & ~last:

@@ -19,6 +19,7 @@ from extproc.scrape.zmtp import SocketType, ZmtpError, ZmtpParser
 _MAX_BUFFERED: Final = kv_events.MAX_BATCH_BYTES + 65_536
 
 #: Seconds between looks for signs of life, and of them without any until a connection is lost (count).
+#: At the second one in a row, and after, the peer is asked.
 _HEARTBEAT_S, _MAX_SILENT = 0.5, 3
 
 #: Seconds within which the handshake has to be over.
@@ -31,6 +32,10 @@ _RECONNECT_S, _MAX_RECONNECT_S = 0.1, 5.0
 #: Options of TCP by which the system notices within two seconds that a peer has vanished, where it
 #: has them (seconds, count): for peers without heartbeats.
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1}
+
+
+#: What is read from a connection at a time.
+_BUFFER: Final = bytearray(65_536)
 
 
 class ConnectionOwner(Protocol):
@@ -46,7 +51,7 @@ class ConnectionOwner(Protocol):
         """It is closed: by us (None), by a peer that has gone (empty) or broke a rule (which)."""
 
 
-class EngineConnection(asyncio.Protocol):
+class EngineConnection(asyncio.BufferedProtocol):
     """Connection in ZMTP, whose messages are parsed once they are asked for.
 
     Args:
@@ -89,12 +94,17 @@ class EngineConnection(asyncio.Protocol):
         self._owner.on_made(self)
         self._flush()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, _: int) -> bytearray:
+        """One buffer for all connections: what is read is taken from it at once."""
+        return _BUFFER
+
+    def buffer_updated(self, num_bytes: int) -> None:
         """Keep what came until it is asked for."""
         if self._transport is None:
             return
         self._num_silent = 0
-        self._parser.feed(data)
+        with memoryview(_BUFFER) as view:
+            self._parser.feed(view[:num_bytes])
         if self._parser.num_buffered >= _MAX_BUFFERED and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
@@ -147,7 +157,7 @@ class EngineConnection(asyncio.Protocol):
             self._num_silent += 1
             if self._num_silent > _MAX_SILENT:
                 self._close("")
-            else:
+            elif self._num_silent > 1:
                 self._parser.ping()
                 self._flush()
 

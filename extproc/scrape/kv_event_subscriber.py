@@ -7,6 +7,7 @@ connected again, asks the engine's replay socket for what was missed, and reads 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -34,8 +35,16 @@ PORT_LABEL, REPLAY_PORT_LABEL = "kv-events-port", "kv-events-replay-port"
 #: Seconds between comparisons of the endpoint set with the subscriptions.
 _FOLLOW_S = 0.2
 
-#: Blocks that are taken in per turn of the event loop (count), a few milliseconds.
-_BLOCKS_PER_TURN = 512
+#: Blocks that are taken in per turn of the event loop (count), about a millisecond.
+_BLOCKS_PER_TURN = 256
+
+#: Seconds for others that turns may owe them before there is a pause. Turns follow each other until then:
+#: on a busy machine, a process that sleeps waits long for the processor.
+_MAX_OWED_S = 0.01
+
+#: Seconds that a block takes at most where the time is that of the process alone (5 us are usual); a
+#: clock of processor time costs a system call, at which a busy machine takes the processor away.
+_MAX_BLOCK_S = 20e-6
 
 #: Address to listen on, in the form of ZeroMQ; empty for none.
 BIND_PATTERN: Final = r"^(tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
@@ -145,6 +154,9 @@ class KvEventSubscriber:
         #: Those that are to work in the next turn, in order.
         self._ready: dict[EngineSubscription, None] = {}
         self._turn: asyncio.Handle | None = None
+        #: Seconds owed to others, half of what was computed, and when the last turn ended.
+        self._owed_s = 0.0
+        self._ended_at = -math.inf
 
     @property
     def subscriptions(self) -> Iterator[EngineSubscription]:
@@ -274,7 +286,9 @@ class KvEventSubscriber:
     def _take_turn(self) -> None:
         """Work off some blocks of the subscriptions that have messages, each in its turn."""
         self._turn = None
-        began, left, ready = time.thread_time(), _BLOCKS_PER_TURN, self._ready
+        began = time.monotonic()
+        owed_s = max(0.0, self._owed_s - (began - self._ended_at))
+        left, ready = _BLOCKS_PER_TURN, self._ready
         while ready and left > 0:
             subscription = next(iter(ready))
             del ready[subscription]
@@ -289,9 +303,13 @@ class KvEventSubscriber:
             if used:
                 left -= used
                 ready[subscription] = None
-        if self.exact.index.sweep(_BLOCKS_PER_TURN) or ready:
-            # Half as long as it computed: never more than two thirds of the loop.
-            self._schedule_turn(max(0.0005, 0.5 * (time.thread_time() - began)))
+        is_sweeping = self.exact.index.sweep(_BLOCKS_PER_TURN)
+        # Never more than two thirds of the loop.
+        self._ended_at = time.monotonic()
+        computed_s = min(self._ended_at - began, (_BLOCKS_PER_TURN - left) * _MAX_BLOCK_S)
+        self._owed_s = owed_s = owed_s + 0.5 * computed_s
+        if is_sweeping or ready:
+            self._schedule_turn(owed_s if owed_s > _MAX_OWED_S else 0.0)
 
 
 def _ports(settings: KvEventsSection, endpoint: Endpoint) -> tuple[int, int]:

@@ -126,7 +126,7 @@ class EngineSubscription:
         #: Whether every batch since the start of the engine was taken in.
         self._is_from_start = True
         #: Events of a batch that are still to be taken in.
-        self._pending: deque[msgspec.Raw] = deque()
+        self._pending: deque[msgspec.Raw | kv_events.KvEvent] = deque()
         #: Batch that showed a gap, until that is filled.
         self._held: tuple[int, bytes] | None = None
         self._has_replay = False
@@ -275,7 +275,11 @@ class EngineSubscription:
         if frames is None:
             return 0
         handle(frames)
-        return _MESSAGE_COST + sum(map(len, frames)) // _MESSAGE_BYTES_PER_BLOCK
+        size = sum(map(len, frames))
+        is_small = size <= kv_events.MAX_SMALL_BATCH_BYTES  # and decoded already
+        return _MESSAGE_COST + size // (
+            _EVENT_BYTES_PER_BLOCK if is_small else _MESSAGE_BYTES_PER_BLOCK
+        )
 
     def wake(self) -> None:
         """Work in the next turn."""
@@ -384,7 +388,9 @@ class EngineSubscription:
 
     def _apply_next(self) -> int:
         raw = self._pending.popleft()
-        size_cost = len(memoryview(raw)) // _EVENT_BYTES_PER_BLOCK
+        size_cost = (
+            len(memoryview(raw)) // _EVENT_BYTES_PER_BLOCK if isinstance(raw, msgspec.Raw) else 0
+        )
         try:
             event = kv_events.decode_event(raw)
         except kv_events.Malformed:

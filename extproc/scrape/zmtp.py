@@ -66,7 +66,7 @@ class ZmtpParser:
         """Bytes that came and were not yet asked for (count)."""
         return len(self._buffer) - self._start
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         """Take bytes of the peer."""
         self._buffer += data
 

@@ -32,7 +32,48 @@ _STORED = BlockStored([2**64 - 1, 7], 5, array("I", _TOKENS).tobytes(), 16)
 
 
 def decode(batch):
+    """Events of a batch, which are the same where it is long."""
+    events = read(batch)
+    padding = bytes(kv_events.MAX_SMALL_BATCH_BYTES)
+    batch = batch | {"more": padding} if isinstance(batch, dict) else [padding, *batch[1:]]
+    assert [*singly(filter(None, read(batch)))] == [*singly(filter(None, events))]
+    return events
+
+
+def read(batch):
     return [kv_events.decode_event(raw) for raw in kv_events.decode_batch(_encode(batch))]
+
+
+def singly(events):
+    """Events with a removal for each block."""
+    for event in events:
+        if isinstance(event, BlockRemoved):
+            yield from (
+                BlockRemoved([hashed], event.medium, event.group) for hashed in event.hashes
+            )
+        else:
+            yield event
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                _MAP,
+                {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"},
+                {"type": "BlockRemoved", "block_hashes": [-2, b"12345678"], "group_idx": 1},
+                {"type": "BlockRemoved", "block_hashes": list(range(100)), "group_idx": 1},
+                {"type": "AllBlocksCleared"},
+                {"type": "Unknown"},
+            ]
+        )
+    )
+)
+def test_small_batches_have_the_events_of_long_ones(events):
+    """They are decoded at once, with removals that follow each other as one event, up to a bound."""
+    known = [event for event in decode([0.0, events]) if event]
+    assert len(known) <= len(events)
+    assert all(len(event.hashes) < 300 for event in known if isinstance(event, BlockRemoved))
 
 
 @pytest.mark.parametrize(
