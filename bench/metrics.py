@@ -44,9 +44,10 @@ from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry import log_format
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 #: Share of the CPU of a request that metrics, log and recording may cost together.

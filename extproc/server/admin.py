@@ -22,8 +22,8 @@ from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
+from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.request_recorder import DecisionLog, DecisionRecord, RejectionRecord
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
 PATH_HEADER = "x-explain-path"

@@ -45,9 +45,10 @@ from extproc.supervision import LoopName
 from extproc.telemetry import explanation, pool_log
 from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_log import RejectionLog
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory
 
 if TYPE_CHECKING:

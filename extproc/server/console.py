@@ -23,9 +23,8 @@ from extproc.server.health import Readiness
 from extproc.server.reload import ReloadHistory
 from extproc.telemetry import pool_state, problems
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, StrategyComparison
 from extproc.telemetry.pool_state import PoolView
-from extproc.telemetry.request_recorder import DecisionLog, DecisionRecord
-from extproc.telemetry.strategy_comparison import StrategyComparison
 from extproc.telemetry.traffic_history import INTERVAL_S, EndpointTrend, TrafficHistory
 
 #: Seconds for which a description of the endpoints serves all who ask: many tabs cost as much as one.

@@ -25,7 +25,7 @@ from extproc.pool.snapshot import Pool
 from extproc.request import InferenceRequest
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.telemetry import pool_state
-from extproc.telemetry.request_recorder import DecisionRecord, RejectionRecord
+from extproc.telemetry.decision_log import DecisionRecord, RejectionRecord
 
 #: What the choice by /v1/models is called among the filters, which it runs before.
 SERVES_MODEL = "serves-model"

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol
-
-import msgspec
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
@@ -17,6 +11,7 @@ from extproc.protocol.trace_context import TraceContext
 from extproc.request import UNNAMED, RequestLabels, shorten_id
 from extproc.supervision import ExceptionLog
 from extproc.telemetry.counters import MAX_DEFERRED, REMOVED_ENDPOINT, PoolCounters, ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
 from extproc.telemetry.request_series import (
     NO_STATUS,
     UNOBSERVED_STATUS,
@@ -27,195 +22,6 @@ from extproc.telemetry.request_series import (
 if TYPE_CHECKING:
     from extproc.recording.recorder import Recordings
     from extproc.telemetry.request_trace import TracedRequest
-
-#: What engines put in front of the request id, by API, to make the id of an answer.
-_ENGINE_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|classify)[-_]")
-
-#: What they append for one of several prompts.
-_CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
-
-#: Of responses that were not read.
-NO_USAGE: Mapping[str, int] = {}
-
-#: Results of recorded requests: `refused` is the picker's, `failed` has a status of 400 or more, or
-#: none at its end.
-RequestResult = Literal["open", "ok", "failed", "refused"]
-
-
-class DecisionRecord(msgspec.Struct, eq=False, gc=False):
-    """One decision and the result of its request.
-
-    Attributes:
-        at: Monotonic seconds of the decision.
-        decision: Without prompt and blocks, and with few candidates where the log dropped it open.
-        status: HTTP status of the answer; empty while there is none.
-        seconds: Seconds from the first event to the end of the stream; None while it is open.
-        usage: Tokens the engine reported, by kind.
-        trace_id: Sampled trace that it belongs to; empty without one.
-        headers_s: Seconds from the choice of the endpoint to response headers; None without any.
-        first_token_s: Seconds from the choice of the endpoint to the first chunk of a stream, or to
-            the headers of another response; None where chunks are not shown.
-        answer_ids: Ids that the headers and the body of the answer have.
-    """
-
-    id: str
-    at: float
-    decision: Decision
-    status: str = ""
-    seconds: float | None = None
-    usage: Mapping[str, int] = NO_USAGE
-    trace_id: str = ""
-    headers_s: float | None = None
-    first_token_s: float | None = None
-    answer_ids: tuple[str, ...] = ()
-
-    @property
-    def result(self) -> RequestResult:
-        """Result of the request; `ok` also where its response is not observed."""
-        if self.seconds is None:
-            return "open"
-        if not self.status:
-            return "ok" if self.decision.request.api in surfaces.UNOBSERVED else "failed"
-        return "ok" if "200" <= self.status < "400" else "failed"
-
-
-class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
-    """One refused request.
-
-    Attributes:
-        at: Monotonic seconds of the rejection.
-        model: Model or adapter; empty where unknown.
-        rejection: Response to the client, and its cause.
-        trace_id: Sampled trace that it belongs to; empty without one.
-    """
-
-    id: str
-    at: float
-    pool: str
-    model: str
-    rejection: Rejection
-    trace_id: str = ""
-    result: ClassVar[RequestResult] = "refused"
-
-
-#: Records that are added to the ring together (count).
-_MAX_WAITING: Final = 64
-
-
-class DecisionLog:
-    """Bounded ring of decisions, and another one of refused requests.
-
-    Args:
-        capacity: Decisions kept, and refused requests (count each); 0 keeps none.
-        most_candidates: Candidates kept, summed over decisions (count); some 500 bytes each.
-    """
-
-    def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
-        self._capacity = capacity
-        self._most = most_candidates
-        self._records: dict[str, DecisionRecord] = {}
-        #: Records that are not in the ring yet.
-        self._waiting: list[DecisionRecord] = []
-        self._rejections: OrderedDict[str, RejectionRecord] = OrderedDict()
-        self._candidates = 0
-
-    def __len__(self) -> int:
-        return len(self._current())
-
-    def resize(self, capacity: int) -> None:
-        """Keep another number of decisions, from the next one on."""
-        self._capacity = capacity
-
-    def add(
-        self, request_id: str, decision: Decision, now: float, *, pool: str = ""
-    ) -> DecisionRecord:
-        """Adds a decision; a later decision of the same id replaces an earlier one.
-
-        Args:
-            pool: Name of the pool, where the decision does not name it.
-        """
-        record = DecisionRecord(shorten_id(request_id), now, decision.without_prompt(pool))
-        if self._capacity:
-            self._waiting.append(record)
-            if len(self._waiting) >= _MAX_WAITING or len(decision.candidates) > _MAX_WAITING:
-                self._current()
-        return record
-
-    def _current(self) -> dict[str, DecisionRecord]:
-        """The ring with the records that waited."""
-        records, weight = self._records, self._candidates
-        for record in self._waiting:
-            replaced = records.pop(record.id, None)
-            if replaced is not None:
-                weight -= _weight(replaced.decision)
-            records[record.id] = record
-            weight += _weight(record.decision)
-        self._waiting.clear()
-        surplus = []
-        for at, (key, record) in enumerate(records.items(), 1 - len(records)):
-            # The newest one stays.
-            if not at or (-at < self._capacity and weight <= self._most):
-                break
-            surplus.append(key)
-            weight -= _weight(record.decision)
-            if record.seconds is None:
-                record.decision = record.decision.without_candidates()
-        for key in surplus:
-            del records[key]
-        self._candidates = weight
-        return records
-
-    def add_rejection(self, record: RejectionRecord) -> None:
-        """Adds a refused request; a later one of the same id replaces it."""
-        rejections = self._rejections
-        rejections.pop(record.id, None)
-        rejections[record.id] = record
-        while len(rejections) > self._capacity:
-            rejections.popitem(last=False)
-
-    def find(self, request_id: str) -> DecisionRecord | RejectionRecord | None:
-        """Returns the latest record of a request; None when it is no longer in a ring.
-
-        Args:
-            request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
-                of it, such as `chatcmpl-` and the request id; or an id that the engine made up
-                for its answer, where it was shown; or the id of a sampled trace.
-        """
-        for name in _spellings(request_id):
-            key = shorten_id(name)
-            records = [ring[key] for ring in (self._current(), self._rejections) if key in ring]
-            if records:
-                return max(records, key=lambda record: record.at)
-        return next(filter(lambda record: _is_called(record, request_id), self.latest()), None)
-
-    def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
-        """Returns the latest records, newest first; all of them without a count."""
-        rings: list[Iterator[DecisionRecord | RejectionRecord]] = [
-            reversed(self._current().values()),
-            reversed(self._rejections.values()),
-        ]
-        newest_first = heapq.merge(*rings, key=lambda record: -record.at)
-        return itertools.islice(newest_first, count)
-
-
-def _spellings(request_id: str) -> Iterator[str]:
-    """Returns the request ids that an id may stand for, the most literal first."""
-    yield request_id
-    bare = _ENGINE_PREFIX.sub("", request_id)
-    yield bare
-    yield _CHOICE_SUFFIX.sub("", bare)
-
-
-def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:
-    """True for the id of its trace, or one of its answer."""
-    if not name:
-        return False
-    ids = record.answer_ids if isinstance(record, DecisionRecord) else ()
-    return record.trace_id == name or name in ids
-
-
-def _weight(decision: Decision) -> int:
-    return len(decision.candidates) + len(decision.request.subset or ())
 
 
 class RequestTracer(Protocol):

@@ -15,7 +15,7 @@ from extproc.decision import model_not_found
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
-from extproc.telemetry import counters, exposition, pool_state, request_recorder
+from extproc.telemetry import counters, decision_log, exposition, pool_state
 from tests.support.canary import CANARY
 
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": CANARY * 100}]})
@@ -180,7 +180,7 @@ async def deny(_):
 
 @pytest.fixture
 def decisions():
-    return request_recorder.DecisionLog(10)
+    return decision_log.DecisionLog(10)
 
 
 @pytest.fixture
@@ -270,9 +270,7 @@ def test_a_recorded_request_is_explained_by_its_id(server, capsys):
 def test_a_refused_request_is_explained(words, server, decisions, capsys):
     """The client has an id of it, as of any other; a 404 of the model is no unknown id."""
     rejection = model_not_found("x", ["sql"])
-    decisions.add_rejection(
-        request_recorder.RejectionRecord("refused", 0.75, "demo", "x", rejection)
-    )
+    decisions.add_rejection(decision_log.RejectionRecord("refused", 0.75, "demo", "x", rejection))
     output = told_by(capsys, "--server", server, *words, status=3)
     assert output.startswith("request refused: 0.2 s ago, model x\ncause: unknown-model\n")
     assert "refused with 404: the model `x` does not exist; there are: sql" in output

@@ -31,7 +31,8 @@ from extproc.server import native_ext_proc, native_server, stream_context
 from extproc.server.ext_proc_servicer import ExternalProcessorServicer
 from extproc.server.http2_protocol import Http2Protocol
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference

@@ -16,7 +16,7 @@ from extproc.decision import no_endpoints
 from extproc.request import HttpRequest, RequestLabels
 from extproc.server import console
 from extproc.server.reload import ReloadResult
-from extproc.telemetry.request_recorder import RejectionRecord
+from extproc.telemetry.decision_log import RejectionRecord
 from tests.e2e import http1
 from tests.support import serving
 

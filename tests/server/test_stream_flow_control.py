@@ -23,8 +23,9 @@ from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_context, stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 A = "10.0.0.1:8000"

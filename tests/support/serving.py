@@ -31,8 +31,9 @@ from extproc.server.listeners import Keepalive, ListenAddresses
 from extproc.server.native_server import Http2Server
 from extproc.server.transport import ExtProcServicer, RpcServer
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import PoolFixture

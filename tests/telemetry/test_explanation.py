@@ -18,7 +18,12 @@ from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.telemetry import explanation, explanation_text, pool_state, request_recorder
+from extproc.telemetry import (
+    decision_log,
+    explanation,
+    explanation_text,
+    pool_state,
+)
 
 A, B, C = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2, 3))
 
@@ -199,7 +204,7 @@ def test_short_form_fits_a_header():
 
 def test_a_recorded_decision_is_explained_with_its_result():
     """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
-    ring = request_recorder.DecisionLog(10)
+    ring = decision_log.DecisionLog(10)
     record = ring.add("id-1", decision(block_hashes=[1, 2]), 5.0)
     assert (record.decision.request.prompt, record.decision.block_hashes) == (b"", ())
     record.status, record.seconds, record.usage = "200", 1.5, {"cached": 7}

@@ -11,9 +11,10 @@ from extproc.decision import Decision, no_endpoints
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -9,7 +9,12 @@ from extproc.config import settings as sections
 from extproc.decision import BodyEdit, Decision, model_not_found
 from extproc.endpoint import Candidate, Endpoint, ServedModels
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.telemetry import explanation, explanation_text, pool_state, request_recorder
+from extproc.telemetry import (
+    decision_log,
+    explanation,
+    explanation_text,
+    pool_state,
+)
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
@@ -81,7 +86,7 @@ def test_an_unlisted_model_is_explained():
 
 def test_the_ring_keeps_the_rewrite():
     """A decision of the past tells the same."""
-    ring = request_recorder.DecisionLog(10)
+    ring = decision_log.DecisionLog(10)
     ring.add("id", decision(model_rewrite="sql", excluded_by_model=[B.endpoint]), 1.0)
     record = ring.find("id")
     assert record is not None

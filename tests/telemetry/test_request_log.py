@@ -11,7 +11,8 @@ from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry import pool_log
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.request_recorder import DecisionLog, RequestRecorder, StreamRecorder
+from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import RequestRecorder, StreamRecorder
 from tests.support.canary import CANARY
 
 ADDRESS = "10.0.0.1:8000"

@@ -12,12 +12,8 @@ from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.request import HttpRequest, InferenceRequest, RequestLabels
 from extproc.telemetry import explanation, exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
-from extproc.telemetry.request_recorder import (
-    DecisionLog,
-    DecisionRecord,
-    RejectionRecord,
-    StreamRecorder,
-)
+from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 

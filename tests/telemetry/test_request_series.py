@@ -11,8 +11,9 @@ from extproc.decision import CostResult, Decision, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import MAX_HISTOGRAM_MODELS, Exposition
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_series import MAX_SERIES, MAX_UNANSWERED_MODELS
 
 ADDRESS = "10.0.0.1:8000"

@@ -11,7 +11,8 @@ from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.protocol.trace_context import TraceContext
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_trace import MAX_CANDIDATES, TracedRequest
 from tests.support.canary import CANARY
 

@@ -10,8 +10,7 @@ from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.request import InferenceRequest
 from extproc.scheduling import registry
 from extproc.scheduling.framework import SchedulingContext
-from extproc.telemetry.request_recorder import DecisionRecord
-from extproc.telemetry.strategy_comparison import COMPARED, StrategyComparison
+from extproc.telemetry.decision_log import COMPARED, DecisionRecord, StrategyComparison
 
 IDLE, BUSY = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
 
