@@ -112,6 +112,7 @@ class ConsolePages:
         self._clock = clock
         self._overview: dict[str, Any] = {}
         self._overview_at = -math.inf
+        self._overview_lock = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
         """Routes of the page and of its data."""
@@ -142,10 +143,11 @@ class ConsolePages:
 
         `?pool=` has the traffic of that pool in place of all together.
         """
-        now = self._clock()
-        if now - self._overview_at >= _CACHE_S:
-            self._overview = await self._describe(now)
-            self._overview_at = now
+        async with self._overview_lock:  # who asks meanwhile waits for the same
+            now = self._clock()
+            if now - self._overview_at >= _CACHE_S:
+                self._overview = await self._describe(now)
+                self._overview_at = now
         pool = request.query.get("pool")
         history = self._history
         points = history.points if pool is None else history.points_of(pool)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import time
+import types
 
 import msgspec
 import pytest
@@ -120,6 +122,38 @@ def test_overview_is_made_once_for_many_tabs():
             assert (await http1.ask(port, "/debug/overview")).body == first.body
 
     serving.run(test())
+
+
+def test_tabs_that_ask_at_once_share_an_overview():
+    """A large pool is described piece by piece; who asks meanwhile waits for the same."""
+    looks = []
+
+    async def test() -> None:
+        endpoints = [f"127.0.1.{number}:81" for number in range(200)]
+        async with serving.running(serving.settings(*endpoints)) as running:
+            await running.sync()
+            subject = running.picker
+
+            def views():
+                looks.append(1)
+                return subject.pool_registry.views()
+
+            pages = console.ConsolePages(
+                counters=subject.counters,
+                views=views,
+                history=subject.history,
+                decisions=subject.decisions,
+                reloads=subject.reloads,
+                readiness=subject.readiness,
+                about={},
+                clock=lambda: 1.0,
+            )
+            request = types.SimpleNamespace(query={})
+            answers = await asyncio.gather(*(pages.overview(request) for _ in range(5)))
+            assert len({answer.body for answer in answers}) == 1
+
+    serving.run(test())
+    assert len(looks) == 1
 
 
 def test_overview_has_the_traffic_of_a_pool():
