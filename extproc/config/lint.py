@@ -56,7 +56,8 @@ def _shadow(scheduling: SchedulingSection, where: str) -> Iterator[str]:
         return
     if not shadow.sample_ratio:
         yield f"{where}.sample_ratio is 0: the shadow looks at no request"
-    is_same = (shadow.strategy, shadow.profile) == (scheduling.strategy, scheduling.profile)
+    rules = (scheduling.strategy, scheduling.goal, scheduling.profile)
+    is_same = (shadow.strategy, shadow.goal, shadow.profile) == rules
     if is_same and scheduling.epp is None:
         yield f"{where} is the strategy in force: it has nothing to compare"
 

@@ -15,6 +15,7 @@ from extproc.config.pool_sections import PluginSpec, ProfileSpec
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, registry
+from extproc.scheduling.costs import EstimatedTime
 from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
@@ -166,10 +167,23 @@ def _ruled(
 ) -> SchedulerProfile:
     """Build the profile of rules: written out, of an EndpointPickerConfig, or a strategy."""
     if rules.profile is not None:
-        return _build(by_roles(rules.profile, (*path, "profile")), tables, where=where)
-    if isinstance(rules, pool_sections.SchedulingSection) and rules.epp is not None:
-        return _build(epp_config.by_reference(rules.epp, tables, where=where), tables, where=where)
-    return _named(rules.strategy, path, where=where)
+        profile = _build(by_roles(rules.profile, (*path, "profile")), tables, where=where)
+    elif isinstance(rules, pool_sections.SchedulingSection) and rules.epp is not None:
+        by_reference = epp_config.by_reference(rules.epp, tables, where=where)
+        profile = _build(by_reference, tables, where=where)
+    else:
+        profile = _named(rules.strategy, path, where=where)
+    if rules.goal == "balanced":
+        return profile
+    if not isinstance(profile.cost, EstimatedTime):
+        raise ConfigError(
+            validation.location(where, (*path, "goal")),
+            wanted="a profile with the cost estimated-time, as adaptive is",
+            got=f"{rules.goal} beside {profile.name}",
+            fix="leave out goal, or choose the strategy adaptive",
+        )
+    cost = msgspec.structs.replace(profile.cost, goal=rules.goal)
+    return msgspec.structs.replace(profile, cost=cost)
 
 
 def by_roles(entry: pool_sections.ProfileEntry, path: validation.Path) -> ProfileSpec:

@@ -12,7 +12,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -50,6 +50,9 @@ _ALPHA = 0.01
 
 #: Share of the time of an answer up to which a scrape counts as of now: so old are most.
 _FRESH = 0.1
+
+#: Factors of the weights of seconds after the first token, by goal.
+GOALS: Mapping[str, float] = {"first-token": 0.3, "balanced": 1.0, "throughput": 10.0}
 
 # Looking a member up in its enum takes as long as all the rest of a comparison.
 _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
@@ -143,6 +146,9 @@ class EstimatedTime(
     nothing, on every endpoint alike.
 
     Attributes:
+        goal: What counts more: the first token, or the whole answer and with it throughput. Seconds after the
+            first token, `own_share` and `others_share`, count 0.3 times as much, as they are, or ten
+            times as much.
         own_share: Seconds of a slower answer that weigh as much as one second of a later first
             token. Simulated, 0.2 brings first tokens of prompts that share nothing 7 % later; with
             0.05 full engines answer 5 % less, as their batches grow unlike.
@@ -183,6 +189,7 @@ class EstimatedTime(
         }
     )
 
+    goal: Literal["first-token", "balanced", "throughput"] = "balanced"
     own_share: float = 0.07
     others_share: float = 0.02
     waiting_share: float = 1.0
@@ -212,7 +219,8 @@ class EstimatedTime(
             sending_s,
             media,
         ) = terms
-        own, others, waiting = self.own_share, self.others_share, self.waiting_share
+        after = GOALS[self.goal]
+        own, others, waiting = after * self.own_share, after * self.others_share, self.waiting_share
         both, half_answer, fresh = (own + others) * answer, 0.5 * answer, _FRESH * answer
         ceiling, roomy = self.kv_ceiling, self.crowding_start
         costs: list[float] = []
@@ -324,7 +332,8 @@ class EstimatedTime(
         """Seconds an adapter costs that is not there, to this request and to those beside it."""
         load = _TO_LOAD[c.residency] * c.rates.adapter_load_s
         wait = 0.5 * answer_s if c.residency is _FULL else 0.0
-        return load + wait + (c.estimated_requests * self.others_share + others_wait) * load
+        others = GOALS[self.goal] * self.others_share
+        return load + wait + (c.estimated_requests * others + others_wait) * load
 
     def list_terms(
         self, request_terms: _RequestTerms, candidates: Sequence[Candidate]
@@ -358,8 +367,10 @@ class EstimatedTime(
         decode = answer * (rates.decode_s + rates.context_s * rates.context_tokens)
         iteration = rates.iteration_s(c.estimated_requests)
         adapter = load = _TO_LOAD[c.residency] * rates.adapter_load_s
-        slowdown = c.estimated_requests * (
-            self.own_share * decode + self.others_share * (prefill + decode + load)
+        slowdown = (
+            GOALS[self.goal]
+            * c.estimated_requests
+            * (self.own_share * decode + self.others_share * (prefill + decode + load))
         )
         if c.residency is _FULL:
             adapter += 0.5 * answer * iteration

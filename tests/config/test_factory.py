@@ -6,7 +6,7 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.request import HttpRequest
-from extproc.scheduling import registry
+from extproc.scheduling import costs, registry
 from extproc.scheduling.framework import Signal
 from extproc.server.app import EndpointPickerProcess
 
@@ -29,6 +29,35 @@ def test_every_strategy_resolves(strategy):
     """Each named strategy can be had by its name."""
     settings = scheduling(scheduling={"strategy": strategy})
     assert profile_builder.build_profile(settings, where="x").name == strategy
+
+
+@pytest.mark.parametrize("goal", costs.GOALS)
+def test_goal_is_one_of_the_default_cost(goal):
+    """A goal reaches the cost of adaptive, whether adaptive is named or not."""
+    for rules in ({"goal": goal}, {"goal": goal, "strategy": "adaptive"}):
+        profile = profile_builder.build_profile(scheduling(scheduling=rules), where="x")
+        assert (profile.name, profile.cost) == ("adaptive", costs.EstimatedTime(goal=goal))
+
+
+def test_goal_beside_a_strategy_without_one_is_refused():
+    """Only balanced, which changes nothing, stands beside strategies and profiles of another kind."""
+    profile = {"name": "mine", "picker": {"kind": "random"}}
+    for rules in ({"strategy": "lmetric"}, {"profile": profile}):
+        with pytest.raises(ConfigError) as raised:
+            profile_builder.build_profile(
+                scheduling(scheduling={"goal": "throughput", **rules}), where="pool.yaml"
+            )
+        assert raised.value.where == "pool.yaml: scheduling.goal"
+
+
+def test_goal_keeps_the_weights_of_a_written_profile():
+    """A profile of one's own with the cost of adaptive takes the goal, beside its weights."""
+    cost = {"kind": "estimated-time", "params": {"own_share": 0.5}}
+    profile = {"name": "mine", "cost": cost, "picker": {"kind": "rendezvous"}}
+    built = profile_builder.build_profile(
+        scheduling(scheduling={"goal": "throughput", "profile": profile}), where="x"
+    )
+    assert built.cost == costs.EstimatedTime(own_share=0.5, goal="throughput")
 
 
 def test_unknown_strategy_names_the_nearest():
