@@ -1,6 +1,6 @@
 """Reads configuration files and flags, checks them, and builds the parts of an endpoint picker.
 
-- `settings` and the `*_schema` modules hold the frozen sections, with units and defaults.
+- `settings` and `pool_sections` hold the frozen sections, with units and defaults.
 - `validation` has the ranges of fields, and converts plain trees to structs, with errors that name
   the path; `loader` reads files and flags; `lint` warns of settings that are probably a mistake.
 - `epp_config` reads the file of the upstream EPP, and `epp_sections` converts its sections without a

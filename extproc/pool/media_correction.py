@@ -1,6 +1,6 @@
 """Corrects estimated tokens of images, videos and audio by the usage that engines report.
 
-The estimate is by the name of a model (`parsing.media_tokens`); deployments rename models, and set other
+The estimate is by the name of a model (`parsing.media`); deployments rename models, and set other
 bounds for images. An answer says how many tokens its prompt had: what its text does not account for are
 those of its media.
 """

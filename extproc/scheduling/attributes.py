@@ -16,7 +16,12 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import framework
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 
 class Attribute(msgspec.Struct, frozen=True):
@@ -97,9 +102,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 
-class Threshold(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class Threshold(UpstreamParameters, frozen=True, kw_only=True):
     """Bound of an endpoint attribute.
 
     Attributes:
@@ -113,9 +116,7 @@ class Threshold(
     value: float
 
 
-class AttributeFilterAlgorithm(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class AttributeFilterAlgorithm(UpstreamParameters, frozen=True, kw_only=True):
     """Comparison by which candidates are kept.
 
     Attributes:
@@ -127,9 +128,7 @@ class AttributeFilterAlgorithm(
     threshold: Threshold
 
 
-class EndpointAttributeFilter(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class EndpointAttributeFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps a candidate when its number is on the right side of the threshold.
 
     Numbers there are: see the scorer `endpoint-attribute-scorer`. Upstream:
@@ -191,9 +190,7 @@ def _as_scraped(c: Candidate) -> Candidate:
     return c if c.page is None else msgspec.structs.replace(c, load=c.page)
 
 
-class FixedRange(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class FixedRange(UpstreamParameters, frozen=True, kw_only=True):
     """Values that score 0 and 1.
 
     Attributes:
@@ -214,13 +211,11 @@ class FixedRange(
             raise ValueError(f"expected min below max, got {self.min} and {self.max}")
 
 
-class AdaptiveRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AdaptiveRange(PluginParameters, frozen=True):
     """The range from the least to the greatest value among the candidates."""
 
 
-class Normalization(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class Normalization(UpstreamParameters, frozen=True, kw_only=True):
     """Range for normalization; the adaptive one when neither is set.
 
     Attributes:
@@ -241,9 +236,7 @@ class Normalization(
             raise ValueError("expected at most one of adaptiveRange and fixedRange, got both")
 
 
-class AttributeScorerAlgorithm(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class AttributeScorerAlgorithm(UpstreamParameters, frozen=True, kw_only=True):
     """Conversion of a value into a score.
 
     Attributes:
@@ -255,9 +248,7 @@ class AttributeScorerAlgorithm(
     normalization: Normalization = Normalization()
 
 
-class EndpointAttributeScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class EndpointAttributeScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = (v - min) / (max - min)` cut to 0..1, or 1 minus that where lower is better.
 
     In an adaptive range of one value all score 1. Unknown v counts as the mean of the known

@@ -17,6 +17,7 @@ from extproc.scheduling.framework import (
     ExtraMetricReader,
     Filter,
     Observer,
+    PluginParameters,
     RequestKeyProvider,
     ResponseHeaderProvider,
     SchedulingContext,
@@ -36,7 +37,7 @@ from extproc.scheduling.lora_affinity import (
 )
 
 
-class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CriticalRequest(PluginParameters, frozen=True, kw_only=True):
     """Keeps all candidates of a critical request and none of a sheddable one.
 
     A question for the root of a tree. A request that names an objective of the pool is sheddable
@@ -64,7 +65,7 @@ class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return () if value.lower() == self.sheddable.lower() else candidates
 
 
-class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DropRequest(PluginParameters, frozen=True, kw_only=True):
     """Keeps no candidate, so that the client gets 429: the end of a tree's branch.
 
     In the middle of a branch it is a failure like any other, and the walk goes on.
@@ -79,7 +80,7 @@ class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return ()
 
 
-class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FilterTreeNode(PluginParameters, frozen=True, kw_only=True):
     """A filter of a tree and what follows it.
 
     Attributes:
@@ -107,7 +108,7 @@ class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return f"{self.filter.kind} ({below})" if below else f"{self.filter.kind}"
 
 
-class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class FilterTree(PluginParameters, frozen=True, kw_only=True, dict=True):
     """Walks from `root` to an end of the tree (docs/spec/prior-systems.md#tree-semantics).
 
     A filter succeeds when it leaves at least one candidate. Then what it left goes on to the next
@@ -201,7 +202,7 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ]
 
 
-class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class FilterChain(PluginParameters, frozen=True, kw_only=True, dict=True):
     """The tree of docs/spec/prior-systems.md#filter-tree.
 
     Critical requests: candidates with `waiting < below_waiting_requests`, among these the holders

@@ -39,6 +39,14 @@ class Signal(Enum):
     EXTRA = "extra"
 
 
+class PluginParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of a plugin are its fields; a configuration names no others."""
+
+
+class UpstreamParameters(PluginParameters, frozen=True, rename="camel"):
+    """Parameters of a plugin that the upstream picker has, by the names it gives them."""
+
+
 class BypassedError(Exception):
     """A plugin is bypassed for a while, because it overran its time before."""
 

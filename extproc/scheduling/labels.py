@@ -13,7 +13,12 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 #: Before the name of an adapter that is loaded (docs/spec/prior-systems.md#adapter-names).
 PREFIX = "adapter.kubeai.org/"
@@ -88,9 +93,7 @@ def distance(peer: Mapping[str, str], other: Mapping[str, str]) -> int:
     return len(LEVELS)
 
 
-class HeaderLabelAffinityScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class HeaderLabelAffinityScorer(UpstreamParameters, frozen=True, kw_only=True):
     """1 where the label equals the header's value, 0 elsewhere; 0 everywhere without the header.
 
     A missing label counts as unequal. Upstream: `scorer/headerlabelaffinity/plugin.go`.
@@ -129,7 +132,7 @@ class HeaderLabelAffinityScorer(
 SCORES = (1.0, 0.20, 0.05, 0.02, 0.0)
 
 
-class TopologyAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TopologyAffinityScorer(PluginParameters, frozen=True, kw_only=True):
     """Same host 1, same rack 0.20, same zone 0.05, same region 0.02, otherwise 0.
 
     The other machine is named by the request header `x-peer-topology`; without it all score
@@ -149,7 +152,7 @@ class TopologyAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=
         return [SCORES[distance(peer, location_of(c.endpoint))] for c in candidates]
 
 
-class RoleFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RoleFilter(PluginParameters, frozen=True, kw_only=True):
     """Keeps candidates whose label `llm-d.ai/role` names a stage of inference; base of three kinds.
 
     Upstream: `filter/bylabel/roles.go`.
@@ -209,9 +212,7 @@ class EncodeFilter(RoleFilter, frozen=True):
     )
 
 
-class ByLabel(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class ByLabel(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps a candidate when its label has a valid value, or is missing and that is allowed.
 
     The upstream picker deprecates it for `label-selector-filter`, which cannot say "or is
@@ -247,9 +248,7 @@ class ByLabel(
         )
 
 
-class Requirement(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class Requirement(UpstreamParameters, frozen=True, kw_only=True):
     """One condition on one label, as Kubernetes reads it.
 
     Attributes:
@@ -289,9 +288,7 @@ class Requirement(
                 return self.key not in labels
 
 
-class LabelSelectorFilter(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class LabelSelectorFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps a candidate when every label and every expression matches.
 
     An empty selector matches every endpoint. Labels are those of discovery. Upstream:
@@ -320,9 +317,7 @@ class LabelSelectorFilter(
         ]
 
 
-class TopologyAffinityFilter(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class TopologyAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps candidates that share `minAffinity` or a nearer level with the peer; else all.
 
     The peer is named by a request header; without it all are kept. The location of an endpoint
@@ -403,9 +398,7 @@ def parse_context_range(text: str) -> ContextRange | None:
     return ContextRange(low, high) if low <= high else None
 
 
-class ContextLengthAware(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class ContextLengthAware(UpstreamParameters, frozen=True, kw_only=True):
     """Scores or filters endpoints by the range of prompt lengths that their label names.
 
     As a scorer, inside the range `0.3 + 0.7 * (0.7 / (1 + width/10000) + 0.3 * headroom / width)`:

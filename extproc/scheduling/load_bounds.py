@@ -9,10 +9,15 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes, framework
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 
-class QueueRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QueueRange(PluginParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `w <= low + (high - low) // n`.
 
     w is waiting requests, low and high the extremes and n the number of the candidates that came in
@@ -35,7 +40,7 @@ class QueueRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [c for c, w in zip(candidates, waiting, strict=True) if w <= limit]
 
 
-class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KvRange(PluginParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `u <= low + (high - low) / n`.
 
     u is KV usage, low and high the extremes and n the number of the candidates that came in
@@ -57,7 +62,7 @@ class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return [c for c, u in zip(candidates, usage, strict=True) if u <= limit]
 
 
-class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LowLatency(PluginParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `waiting < below_waiting_requests`; none when no queue is so short.
 
     For the nodes of a tree, where no candidate left means the failure branch. An unknown queue counts as
@@ -84,7 +89,7 @@ class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [c for c, w in zip(candidates, waiting, strict=True) if w < bound]
 
 
-class MaxWaiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MaxWaiting(PluginParameters, frozen=True, kw_only=True):
     """Keeps candidates with `waiting <= max_waiting_requests`; all if no queue is known.
 
     When every candidate is over the bound it keeps none, and the client gets 429
@@ -108,7 +113,7 @@ class MaxWaiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [c for c in candidates if c.load.waiting is None or c.load.waiting <= bound]
 
 
-class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SheddableCapacity(PluginParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `waiting <= max_waiting_requests` and `kv_usage <= max_kv_usage`.
 
     It reads nothing of the request: a tree sends it those that may be refused. An unknown value
@@ -140,7 +145,7 @@ class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         ]
 
 
-class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TopK(PluginParameters, frozen=True, kw_only=True):
     """Keeps the `k` candidates with the least value, and all equal to the last of them.
 
     Equals stay because a filter has no chance to draw by: the picker chooses
@@ -184,9 +189,7 @@ _READ: Mapping[str, attributes.Attribute] = {
 }
 
 
-class UtilizationCondition(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class UtilizationCondition(UpstreamParameters, frozen=True, kw_only=True):
     """One bound.
 
     Attributes:
@@ -210,9 +213,7 @@ class UtilizationCondition(
             )
 
 
-class UtilizationFilter(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class UtilizationFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `value <= maxValue` in every condition.
 
     An unknown value counts as the mean of the known ones, and passes where none is known. Upstream:
@@ -248,9 +249,7 @@ class UtilizationFilter(
         return candidates if not passing and self.fallback_on_empty else passing
 
 
-class UtilizationDetector(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class UtilizationDetector(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps candidates with `w < Q * (1 + h)` and `u < min(1, K * (1 + h))`; all if none passes.
 
     w is the engine's waiting requests and u the share of KV blocks held by live requests. Unknown
@@ -288,9 +287,7 @@ class UtilizationDetector(
         return load.kv_usage >= min(1.0, self.kv_cache_util_threshold * (1.0 + self.headroom))
 
 
-class ConcurrencyDetector(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class ConcurrencyDetector(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `n < maxConcurrency * (1 + headroom)`; none left refuses with 429.
 
     n is the requests this picker has open there. In tokens mode it is the uncached prompt tokens

@@ -14,10 +14,15 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import framework
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 
-class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QueueScorer(PluginParameters, frozen=True, kw_only=True):
     """`score = 1 - (w - low) / max(high - low, min_span_requests)`, w the engine's waiting requests.
 
     low and high are the least and greatest w among the candidates; all equal scores 1. Range 0 to
@@ -53,9 +58,7 @@ class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return [1.0 - (w - low) / span for w in waiting]
 
 
-class RunningRequestsSizeScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
-):
+class RunningRequestsSizeScorer(PluginParameters, frozen=True, kw_only=True):
     """`score = (high - x) / (high - low)`, x the engine's running requests; all equal scores 1.
 
     low and high are the least and greatest x among the candidates. Range 0 to 1. Unknown x counts
@@ -70,9 +73,7 @@ class RunningRequestsSizeScorer(
         return framework.min_max_inverted([c.load.running for c in candidates])
 
 
-class LoadAwareScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class LoadAwareScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = 0.5 * (1 - min(w, threshold) / threshold)`, with w the engine's waiting requests.
 
     An absolute measure: an empty queue scores 0.5, `threshold` or more 0. Unknown w counts as the
@@ -96,9 +97,7 @@ class LoadAwareScorer(
         return [0.5 * (1.0 - framework.share(w, self.threshold)) for w in waiting]
 
 
-class KvCacheUtilizationScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
-):
+class KvCacheUtilizationScorer(PluginParameters, frozen=True, kw_only=True):
     """`score = 1 - u`, with u the share of KV blocks held by live requests, cut to 0..1.
 
     Range 0 to 1. Unknown u counts as the mean of the known ones, none known scores 0.5; the
@@ -119,9 +118,7 @@ class KvCacheUtilizationScorer(
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class LatencyScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class LatencyScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = (a * (1 - u) + b * (high - w) / high + c * m / t) / (a + b + c)`, in hundredths.
 
     u is the share of KV blocks held by live requests, w the engine's waiting requests and high the
@@ -186,7 +183,7 @@ def _hundredths(score: float) -> float:
     return math.floor(score * 100.0 + 0.5) / 100.0
 
 
-class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class InFlight(PluginParameters, frozen=True, kw_only=True):
     """`score = (s + low) / (s + r)`, with s = `soft_requests`.
 
     r is the candidate's dead-reckoned requests, which are always known, and low the smallest r
@@ -224,9 +221,7 @@ class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return [best / (soft + r) for r in loads]
 
 
-class ActiveRequestScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class ActiveRequestScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = (high - c) / high * maxBusyScore`, and 1 when `c <= idleThreshold`.
 
     c is the requests this picker has open on the candidate, which are always known, and high the
@@ -254,9 +249,7 @@ class ActiveRequestScorer(
         return [1.0 if c <= idle else (high - c) / high * top for c in counts]
 
 
-class TokenLoadScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class TokenLoadScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = 1 - min(t, T) / T`, with T = `queueThresholdTokens`.
 
     t is the uncached prompt tokens sent to the candidate and not yet computed, plus the tokens of

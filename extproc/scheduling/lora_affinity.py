@@ -9,10 +9,10 @@ import msgspec
 
 from extproc.endpoint import Candidate, Load
 from extproc.scheduling import framework, labels
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
 
 
-class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AdapterActive(PluginParameters, frozen=True, kw_only=True):
     """Keeps the candidates whose batch holds the requested adapter; none when none does.
 
     The "LoRA affinity" of docs/spec/prior-systems.md#filter-tree, for the nodes of a tree, where
@@ -32,7 +32,7 @@ class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return [c for c in candidates if _is_loaded(c, context.request.target)]
 
 
-class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CanAcceptAdapter(PluginParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `active < slots`, adapters in its batch against adapters that fit.
 
     The "can accept new LoRA" of docs/spec/prior-systems.md#filter-tree. An engine that does not say
@@ -52,7 +52,7 @@ class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return [c for c, room in zip(candidates, free, strict=True) if room > 0]
 
 
-class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LowCostAdapter(PluginParameters, frozen=True, kw_only=True):
     """Keeps a candidate when its batch holds the requested adapter, or `active < slots`.
 
     The "low-cost LoRA" of docs/spec/prior-systems.md#filter-tree: weak affinity, which spreads an
@@ -74,7 +74,7 @@ class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         ]
 
 
-class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AdapterSoftAffinity(PluginParameters, frozen=True, kw_only=True):
     """Keeps the holders of the adapter, or once in a while those with room for it.
 
     Holders have the adapter in their batch; the others count as long as `active < slots`. Where
@@ -111,7 +111,7 @@ class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         return holders or with_room
 
 
-class LoraAffinityFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraAffinityFilter(PluginParameters, frozen=True, kw_only=True):
     """Keeps the candidates whose batch holds the requested adapter; all of them when none does.
 
     The hard form of the scorer of the same name, for engines where loading an adapter costs
@@ -143,7 +143,7 @@ class LoraAffinityFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return holders or candidates
 
 
-class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AdapterCapable(PluginParameters, frozen=True, kw_only=True):
     """Keeps the candidates with the label `adapter.kubeai.org/NAME` of the requested adapter.
 
     All for the base model, and where no candidate carries such a label; none when others
@@ -196,7 +196,7 @@ FULL = 0.0
 NONE: frozenset[str] = frozenset()
 
 
-class LoraAffinityTiers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraAffinityTiers(PluginParameters, frozen=True, kw_only=True):
     """Tiers: adapter active 1, room for it 0.8, adapter waiting 0.6, unknown 0.5, no room 0.
 
     There is room when the union of active and waiting adapters is smaller than the slots. An
@@ -249,7 +249,7 @@ def _tier(target: str, load: Load) -> float:
     return UNKNOWN if slots is None else FULL
 
 
-class LoraAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraAffinityScorer(PluginParameters, frozen=True, kw_only=True):
     """Tiers: adapter active 1, `active + waiting < slots` 0.8, adapter waiting 0.6, otherwise 0.
 
     Active and waiting are counted, not united as in `lora-affinity`. The base model is no adapter:

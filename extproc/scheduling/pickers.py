@@ -24,7 +24,12 @@ import xxhash
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
 from extproc.scheduling import labels
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 #: Size of the ring of `PrefixHash`.
 _RING_SIZE = 1 << 64
@@ -37,7 +42,7 @@ _MAX_PLACES = 1 << 22
 _MAX_LOAD_FACTOR = 1.25
 
 
-class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class RoundRobin(PluginParameters, frozen=True, kw_only=True, dict=True):
     """The candidate whose address follows the last one chosen for the same model.
 
     The order is that of the addresses as text and wraps around, so endpoints that come and go
@@ -87,7 +92,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             self._last.popitem(last=False)
 
 
-class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LeastRequest(PluginParameters, frozen=True, kw_only=True):
     """Draws `choices` different candidates and takes the one with the fewest requests in flight.
 
     Two choices is what Envoy's LEAST_REQUEST does with equal weights: almost as even as looking at
@@ -136,9 +141,7 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return order
 
 
-class MaxScorePicker(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class MaxScorePicker(UpstreamParameters, frozen=True, kw_only=True):
     """The highest totals in falling order; equal totals in random order.
 
     Random among ties, because a fixed order would send every request of a burst to one endpoint.
@@ -171,9 +174,7 @@ class MaxScorePicker(
         return order[:count]
 
 
-class RandomPicker(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class RandomPicker(UpstreamParameters, frozen=True, kw_only=True):
     """Every candidate with the same probability; totals are ignored.
 
     Upstream: `picker/random/picker.go`.
@@ -199,9 +200,7 @@ class RandomPicker(
         return context.rng.sample(range(len(candidates)), min(count, len(candidates)))
 
 
-class WeightedRandomPicker(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class WeightedRandomPicker(UpstreamParameters, frozen=True, kw_only=True):
     """Draws without replacement, the probability of a candidate proportional to its total.
 
     The keys are U ** (1 / total) with U uniform in (0, 1], the highest first (A-Res by Efraimidis
@@ -236,7 +235,7 @@ class WeightedRandomPicker(
         return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)[:count]
 
 
-class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PrefixHash(PluginParameters, frozen=True, kw_only=True):
     """Consistent hashing with bounded loads (docs/spec/prior-systems.md#prefixhash).
 
     Every endpoint stands on a ring `replication` times, at the xxhash64 of its name and a decimal
@@ -368,7 +367,7 @@ def _places(candidates: Sequence[Candidate]) -> dict[str, int]:
     }
 
 
-class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Rendezvous(PluginParameters, frozen=True, kw_only=True):
     """The highest totals in falling order; near ties by rendezvous hash.
 
     Totals within `tie_share` of the best count as equal to it. Among those the winner has the

@@ -17,12 +17,15 @@ from extproc.decision import Decision
 from extproc.endpoint import Candidate
 from extproc.scheduling import framework
 from extproc.scheduling.encoder_caches import EncoderCaches
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 
-class PrefixCacheScorer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class PrefixCacheScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = (1 - w) * m / t + w * min(1, m / S) ** 2`, w and S the two parameters.
 
     m is the candidate's matched tokens and t the prompt's. Range 0 to 1; nothing known of a
@@ -62,14 +65,7 @@ class PrefixCacheScorer(
         ]
 
 
-class NoHitLruScorer(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    rename="camel",
-    dict=True,
-):
+class NoHitLruScorer(UpstreamParameters, frozen=True, kw_only=True, dict=True):
     """`score = 1 - rank / (n - 1)` when no candidate has any of the prompt cached, else 0.5.
 
     Ranked first are the candidates that never got such a prompt, by address, then the others by
@@ -115,9 +111,7 @@ class NoHitLruScorer(
 ShareT = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class PrefixCacheAffinityFilter(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps sticky candidates, those with `m / t >= affinityThreshold`; all if there are none.
 
     m is the candidate's matched tokens, t the prompt's. All are kept, too, when the best sticky one
@@ -163,7 +157,7 @@ class PrefixCacheAffinityFilter(
         return candidates if penalty_ms > self.max_ttft_penalty_ms else sticky
 
 
-class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ConversationAffinity(PluginParameters, frozen=True, kw_only=True):
     """Keeps the candidates that hold at least `share` of the prompt and are within the budget.
 
     The estimate is `(Q + u) p`: queued tokens and uncached ones of this request at the learned
@@ -205,14 +199,7 @@ class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
         return quick or candidates
 
 
-class MmEmbeddingsCacheScorer(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    rename="camel",
-    dict=True,
-):
+class MmEmbeddingsCacheScorer(UpstreamParameters, frozen=True, kw_only=True, dict=True):
     """`score = e / t`, of an endpoint that was sent e of the t tokens of the request's media lately.
 
     Media are images, videos and audio; an item counts once, by its content. Range 0 to 1, 0 for a

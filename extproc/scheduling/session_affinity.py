@@ -19,7 +19,12 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import shorten_id
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
 #: against names that clients make up.
@@ -28,9 +33,7 @@ MOST_SESSIONS = 65536
 SessionStrategy = Literal["encoded_endpoint_header", "session_id"]
 
 
-class EncodedEndpointHeader(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class EncodedEndpointHeader(UpstreamParameters, frozen=True, kw_only=True):
     """Parameters of the strategy without a memory.
 
     Attributes:
@@ -40,9 +43,7 @@ class EncodedEndpointHeader(
     header: str = "x-session-token"
 
 
-class SessionSource(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class SessionSource(UpstreamParameters, frozen=True, kw_only=True):
     """One place where a session is named; exactly one field is set.
 
     Attributes:
@@ -63,9 +64,7 @@ class SessionSource(
             raise ValueError("expected one of header and attribute, got both or none")
 
 
-class SessionId(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class SessionId(UpstreamParameters, frozen=True, kw_only=True):
     """Parameters of the strategy with a memory.
 
     Attributes:
@@ -147,14 +146,7 @@ class SessionAffinity:
         return () if self._remembering else ((self._header, token(chosen)),)
 
 
-class SessionAffinityPlugin(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    rename="camel",
-    dict=True,
-):
+class SessionAffinityPlugin(UpstreamParameters, frozen=True, kw_only=True, dict=True):
     """Parameters and state of the filter and the scorer.
 
     Attributes:
@@ -269,9 +261,7 @@ def _qualified(endpoint: Endpoint) -> str:
     return f"{endpoint.labels.get('namespace', '')}/{endpoint.name}"
 
 
-class HeaderBasedTestingFilter(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
-):
+class HeaderBasedTestingFilter(PluginParameters, frozen=True, kw_only=True):
     """Keeps candidates that the header `test-epp-endpoint-selection` names; none without it.
 
     Tokens are `ip:port` or a bare `ip`, separated by commas. Any client can choose its endpoint
