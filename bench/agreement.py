@@ -395,7 +395,8 @@ async def replay_all(args: argparse.Namespace) -> bool:
         else:
             runs.append({"scenario": name, "strategy": strategy, "seed": seed, **row})
         print(f"{name:9}{strategy:13}{row}{note}", flush=True)
-    words = f"--speed {args.speed:g} --minutes {args.minutes:g} --write"
+    seeds = " ".join(map(str, args.seeds))
+    words = f"--speed {args.speed:g} --seeds {seeds} --minutes {args.minutes:g} --write"
     result = {"load_average_before": round(busy, 1), "discarded": discarded, "runs": runs}
     is_met = is_replay_met(result)
     print(

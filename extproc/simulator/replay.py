@@ -23,6 +23,7 @@ from extproc.recording import reader, rows
 from extproc.simulator import replay_traces, replay_traffic, simulation_runs
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
+from extproc.simulator.fleet.sim_request import SimSession
 from extproc.simulator.replay_agreement import AgreementMeter, AgreementSummary, merge_summaries
 from extproc.simulator.replay_traffic import Traffic, TrafficPart
 from extproc.simulator.simulation_runs import SimulationColumn
@@ -309,7 +310,7 @@ def simulate(definition: scenario.Scenario, column: SimulationColumn, *, seed: i
 
 
 def simulate_as_recorded(replay: Replay, definition: scenario.Scenario) -> ReplayRun:
-    """Simulate the recording with the decisions that it has.
+    """Simulate the recording with the arrivals and decisions that it has.
 
     What it differs by from what was measured is due to the model of the engines alone. It leaves
     nothing to chance, so that one run is enough.
@@ -317,7 +318,7 @@ def simulate_as_recorded(replay: Replay, definition: scenario.Scenario) -> Repla
     Args:
         definition: See `scenario_of`.
     """
-    pinned = _with_recorded_nodes(replay, definition, is_start_only=False)
+    pinned = _with_sessions(replay, definition, replay.traffic.sessions_as_recorded())
     column = SimulationColumn(RECORDED, replay.settings)
     return simulate(pinned, column, seed=definition.seeds[0])
 
@@ -330,13 +331,12 @@ def with_recorded_start(replay: Replay, definition: scenario.Scenario) -> scenar
     Args:
         definition: See `scenario_of`.
     """
-    return _with_recorded_nodes(replay, definition, is_start_only=True)
+    return _with_sessions(replay, definition, replay.traffic.sessions_with_recorded_start())
 
 
-def _with_recorded_nodes(
-    replay: Replay, definition: scenario.Scenario, *, is_start_only: bool
+def _with_sessions(
+    replay: Replay, definition: scenario.Scenario, sessions: Sequence[SimSession]
 ) -> scenario.Scenario:
-    sessions = replay.traffic.sessions_as_recorded(is_start_only=is_start_only)
     workload = workloads.FixedWorkload(sessions, replay.traffic.adapter_names)
     return msgspec.structs.replace(definition, workload=cast("workloads.Workload", workload))
 

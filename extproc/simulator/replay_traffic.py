@@ -28,18 +28,13 @@ from extproc.recording.reader import (
     RecordedEndpoint,
 )
 from extproc.request import BYTES_PER_TOKEN
+from extproc.simulator import replay_fleet
 from extproc.simulator.fleet.picker import engine_address
 from extproc.simulator.fleet.scenario import EngineGroup
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
 
 #: Requests that are read at most (count); a simulation takes some 0.3 ms and 5 kB for each.
 MAX_REQUESTS: Final = 1_000_000
-
-#: Machine whose limits hold where nothing else is known; times and cache are those learned.
-_BASE_PROFILE: Final = "h100-8b-bf16"
-
-#: Numbers of an engine that its metrics do not show, as vLLM sets them for servers.
-_UNKNOWN_LIMITS: Final[Mapping[str, float]] = {"token_budget": 8192, "max_num_seqs": 256}
 
 #: Seconds before the last decision after which an endpoint that was no candidate is taken to have left.
 _LEFT_AFTER_S: Final = 60.0
@@ -92,16 +87,23 @@ class Traffic(msgspec.Struct, frozen=True):
         """Seconds from the first arrival to the last."""
         return self.requests[-1].at if self.requests else 0.0
 
-    def sessions_as_recorded(self, *, is_start_only: bool = False) -> list[SimSession]:
-        """The sessions, each request of which may only go to the engine that it went to.
+    def sessions_as_recorded(self) -> list[SimSession]:
+        """Each request as a session that begins when it came, and goes to the engine it went to.
 
-        Args:
-            is_start_only: Whether this holds for the first request of each model only.
+        None waits for an answer: requests of users who wait would come in another order, which
+        decisions of a rotation do not fit.
         """
+        return [
+            SimSession([msgspec.structs.replace(request.spec, node=request.node)], at=request.at)
+            for request in self.requests
+        ]
+
+    def sessions_with_recorded_start(self) -> list[SimSession]:
+        """The sessions; the first request of each model may only go to the engine it went to."""
         nodes: dict[int, int] = {}
         started: set[str] = set()
         for place, request in zip(self.places, self.requests, strict=True):
-            if not is_start_only or request.spec.adapter not in started:
+            if request.spec.adapter not in started:
                 nodes[place] = request.node
                 started.add(request.spec.adapter)
         places = itertools.count()
@@ -237,10 +239,7 @@ class TrafficReader:
             states: Endpoints as of the end of the recording.
             limits: Numbers of an engine by field of its profile; they come before what was learned.
         """
-        present = self._present(states)
-        caches = [state.load.kv_tokens for state in present if state.load.kv_tokens]
-        usual_cache = statistics.median_low(caches) if caches else 0
-        return [_engine_of(state, usual_cache, limits) for state in present]
+        return replay_fleet.build_fleet(self._present(states), limits)
 
     def _present(self, states: Iterable[RecordedEndpoint]) -> list[RecordedEndpoint]:
         """Endpoints that had not left at the end of the recording, in the order of the fleet.
@@ -468,27 +467,6 @@ def _with_answer(spec: RequestSpec) -> RequestSpec:
     salt = spec.keys[-1] if begin else spec.prompt_tokens
     keys = [*spec.keys, *(own_key(salt, n) for n in range(begin, end))]
     return msgspec.structs.replace(spec, keys=keys)
-
-
-def _engine_of(
-    known: RecordedEndpoint, usual_cache: int, limits: Mapping[str, float]
-) -> EngineGroup:
-    rates = known.state.rates if known.state else StepTimeModel()
-    numbers: dict[str, float] = {
-        "base_s": rates.step_s,
-        "prefill_s_per_token": rates.prefill_s,
-        "decode_s_per_seq": rates.decode_s,
-        "context_s_per_token": rates.context_s,
-        "lora_load_s": rates.adapter_load_s,
-        **_UNKNOWN_LIMITS,
-    }
-    cache = known.load.kv_tokens or usual_cache
-    if cache:
-        numbers["kv_tokens"] = cache
-        numbers["max_model_len"] = cache
-    if known.load.adapter_slots:
-        numbers["max_loras"] = known.load.adapter_slots
-    return EngineGroup(count=1, profile=_BASE_PROFILE, set={**numbers, **limits})
 
 
 def measured_ttft_s(traffic: Traffic, *, since_s: float) -> float:

@@ -87,7 +87,7 @@ def test_recorded_decisions_can_be_simulated_as_they_are(tmp_path, strategy):
     )
     definition = replay.scenario_of(loaded, [1])
     as_recorded = replay.simulate_as_recorded(loaded, definition)
-    assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.08)
+    assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.1)
     nodes = [request.node for request in loaded.traffic.requests]
     sent = [endpoint.requests for endpoint in as_recorded.summary.endpoints]
     assert sent == [nodes.count(n) for n in range(len(loaded.fleet))]
