@@ -112,6 +112,9 @@ def test_a_failed_poll_keeps_the_models_and_retries_sooner(failure):
         assert engine.facts[-2].outcome == getattr(failure, "reason", "unreadable")
         engine.list = LIST
         assert await engine.at(120.0, 149.9) == 8
+        engine.list = failure
+        assert await engine.at(150.0, 151.9) == 9
+        assert await engine.at(152.0) == 10
 
     asyncio.run(scene())
 

@@ -154,6 +154,10 @@ async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
         folder.mkdir()
         recorder.recordings.add_end(3, status="", ttft_s=None, total_s=0.0, usage={})
         await until(lambda: len(caplog.records) >= 2)
+        for number in (4, 5):  # another line would come before the second of them is written
+            recorder.recordings.add_end(number, status="", ttft_s=None, total_s=0.0, usage={})
+            written = f'"n":{number}'
+            await until(lambda written=written: written in (folder / "f").read_text())
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "decisions are not recorded",
         f"decisions are recorded again in {folder / 'f'}",
