@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Final, get_args
+from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 
@@ -28,6 +28,8 @@ from extproc.scrape.kv_event_subscription import (
 )
 from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
+
+_T = TypeVar("_T")
 
 #: Labels of an endpoint whose engine publishes on other ports.
 PORT_LABEL, REPLAY_PORT_LABEL = "kv-events-port", "kv-events-replay-port"
@@ -206,9 +208,9 @@ class KvEventSubscriber:
             if running is not None and _is_same_source(running[0].endpoint, endpoint):
                 left.discard(endpoint.address)
                 for subscription in running:
-                    subscription.note_page(member)
+                    self._attempt(subscription, subscription.note_page, member)
                 if len(running) == 1:
-                    running[0].note_capacity(member.load.kv_blocks)
+                    self._attempt(running[0], running[0].note_capacity, member.load.kv_blocks)
                 continue
             self._stop(endpoint.address)
             left.discard(endpoint.address)
@@ -219,9 +221,22 @@ class KvEventSubscriber:
         for listener in self._listeners.values():
             listener.check(now)
         for subscription in self.subscriptions:
-            subscription.check(now)
+            self._attempt(subscription, subscription.check, now)
         if self.exact.index.sweep(0):
             self._schedule_turn(0.0)
+
+    def _attempt(
+        self, subscription: EngineSubscription, step: Callable[[_T], int | None], value: _T
+    ) -> int | None:
+        """Call a step of a subscription, which rests where that raises: the others go on."""
+        try:
+            return step(value)
+        except Exception as error:  # noqa: BLE001 - one engine must not end the others
+            self._supervisor.record_error(
+                "kv_events", error, instance=subscription.endpoint.address
+            )
+            subscription.rest("its messages cannot be handled")
+            return None
 
     def wake(self, subscription: EngineSubscription) -> None:
         """Let a subscription work in the next turn."""
@@ -292,14 +307,7 @@ class KvEventSubscriber:
         while ready and left > 0:
             subscription = next(iter(ready))
             del ready[subscription]
-            try:
-                used = subscription.work(min(left, _BLOCKS_PER_TURN // 4))
-            except Exception as error:  # noqa: BLE001 - one engine must not end the others
-                self._supervisor.record_error(
-                    "kv_events", error, instance=subscription.endpoint.address
-                )
-                subscription.rest("its messages cannot be handled")
-                used = 0
+            used = self._attempt(subscription, subscription.work, min(left, _BLOCKS_PER_TURN // 4))
             if used:
                 left -= used
                 ready[subscription] = None

@@ -282,6 +282,29 @@ def test_a_publisher_whose_port_is_taken_closes_its_sockets():
     run_async(test())
 
 
+@pytest.mark.parametrize("step", ["check", "note_page", "note_capacity", "work"])
+def test_a_subscription_that_raises_rests_and_stops_no_other(step, monkeypatch):
+    """Whatever a bug does with what one engine sends, the others are followed."""
+
+    async def test():
+        engine = Engine()
+        addresses = (f"{HOST}:8000", f"{HOST}:8001")
+        async with running(engine, addresses=addresses) as subscriber:
+            first, second = subscriber.events.subscriptions
+            await subscriber.until(lambda: first.state == second.state == "exact")
+
+            def wrong(_):
+                raise LookupError
+
+            monkeypatch.setattr(first, step, wrong)
+            engine.run_prompt(text(1))
+            await subscriber.until(lambda: first.is_resting and second.engine.held == 4)
+            assert list(subscriber.events.subscriptions) == [first, second]
+            assert subscriber.supervisor.failures["kv_events"]
+
+    run_async(test())
+
+
 def test_an_endpoint_that_leaves_takes_its_blocks_along():
     """Sockets are closed, and its blocks are swept."""
 
