@@ -206,7 +206,7 @@ def test_an_ablation_is_compared_with_the_default():
     text = ablation.block(about | ablation.record(rows))
     same = "1.000 (1.000 to 1.000)"
     twice = "2.000 (2.000 to 2.000)"
-    assert f"| `waste_share` | 0.4 | {twice} | {twice} | {twice} | {same} |" in text
+    assert f"| `waste_share` | 1 | {twice} | {twice} | {twice} | {same} |" in text
     assert f"| `crowding` | 2.5 | {same} | {same} | {same} | {same} |" in text
 
 

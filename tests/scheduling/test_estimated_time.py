@@ -81,7 +81,7 @@ def test_an_adapter_that_is_loaded_elsewhere_delays_all_who_wait():
     there = {"residency": AdapterResidency.RESIDENT, "estimated_requests": 4}
     missing = {"residency": AdapterResidency.EVICTABLE, "estimated_requests": 4}
     context = builders.context(adapter="x")
-    for others, delay_s in ((there, 0.4 * 4 * 0.5), (missing, 0.0)):
+    for others, delay_s in ((there, 4 * 0.5), (missing, 0.0)):
         candidates = builders.candidates({"others": others, "this": missing})
         priced = EstimatedTime().cost(context, candidates)
         assert dict(priced.terms)["waste"][1] == pytest.approx(delay_s)
