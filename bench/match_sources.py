@@ -4,7 +4,7 @@
 
 The adaptive strategy with four kinds of knowledge of prefix caches: `exact`, the engines' events;
 `corrected`, the estimate as it is; `routed`, the estimate without correction by counters and without
-the engines' cache sizes; and the clairvoyant picker, which knows caches, queues and answer lengths.
+the engines' cache sizes; and the clairvoyant picker, which knows caches, queues, answer lengths and outages.
 
 Caches are a third of the working set. A run with ample caches measures it: the tokens of blocks that
 no request is using and one will use again, at most at any time. Engines have a third of those, and what

@@ -1,4 +1,4 @@
-"""Oracle picker: knows true queues, caches and answer lengths, without delay.
+"""Oracle picker: knows true queues, caches, answer lengths and outages, without delay.
 
 It prices like the adaptive strategy, greedily, one request after another, but every term is exact.
 What it gains over the adaptive strategy is what better knowledge could gain. It is no proof of the
@@ -71,7 +71,7 @@ class OraclePicker:
         work = sim_request.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
         home = self._recurrence.last_endpoint(chain)
-        candidates = [self._look(n, work, home=home) for n in self._listed if self._nodes[n].up]
+        candidates = [self._look(n, work, home=home) for n in self._listed if self._nodes[n].is_serving]
         if not candidates:
             sim_request.failure = "rejected 503"
             return -1

@@ -42,6 +42,13 @@ def test_it_does_not_send_to_the_dead():
     assert "connection refused" not in summary(definition, "clairvoyant").failed
 
 
+def test_it_does_not_send_to_an_engine_that_refuses():
+    """It sees that as well; adaptive learns it by the answers."""
+    outage = scenario.Outage(engine=0, at_s=1.0, how="errors", noticed_s=None)
+    definition = a_scenario(conversations(30), outages=[outage], client=client.Client(users=6))
+    assert not summary(definition, "clairvoyant").failed
+
+
 def test_it_waits_for_adapters_as_little_as_it_must():
     """With more adapters than slots on one engine it keeps each adapter at home."""
     fleet = [
