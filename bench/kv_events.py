@@ -202,8 +202,8 @@ async def subscribe(ports: Sequence[int]) -> dict[str, float]:
         "cpu_share": used_s / passed_s,
         "pairs_per_s": num_pairs / passed_s,
         "applied_p50_s": min(medians),
-        "applied_p99_s": min(ends),
-        "applied_p99_median_s": statistics.median(ends),
+        "applied_p99_s": statistics.median(ends),
+        "applied_p99_least_s": min(ends),
         "applied_p99_most_s": max(ends),
     }
 
@@ -223,8 +223,8 @@ def measure_sockets(args: argparse.Namespace) -> dict[str, float]:
     print(
         f"{args.engines} engines over sockets, {figures['pairs_per_s']:.0f} blocks/s stored and removed: "
         f"{figures['cpu_share']:.3f} of a core; applied after {figures['applied_p50_s'] * 1e3:.1f} ms "
-        f"(median), {figures['applied_p99_s'] * 1e3:.1f} ms (p99) in the quietest of {WINDOWS} windows; "
-        f"p99 {figures['applied_p99_median_s'] * 1e3:.1f} ms in half of them, "
+        f"(median) and {figures['applied_p99_least_s'] * 1e3:.1f} ms (p99) in the quietest of {WINDOWS} "
+        f"windows; p99 {figures['applied_p99_s'] * 1e3:.1f} ms in half of them, "
         f"{figures['applied_p99_most_s'] * 1e3:.1f} ms in all"
     )
     return figures
@@ -299,7 +299,7 @@ def block(result: Mapping[str, Any]) -> str:
     known = result["figures"]
     rows = (
         ("CPU of the process, events of 100 engines", "cpu_share", "{:.2f} of a core", 1.0),
-        ("applied after, p99 of the quietest window", "applied_p99_s", "{:.0f} ms", 1e3),
+        ("applied after, p99 of the median window", "applied_p99_s", "{:.0f} ms", 1e3),
         ("memory of a block that one endpoint holds", "block_bytes", "{:.0f} bytes", 1.0),
         ("time of a decision, to one without events", "route_ratio", "{:.3f}", 1.0),
     )
@@ -313,9 +313,10 @@ def block(result: Mapping[str, Any]) -> str:
     caption = (
         f"`{result['command']}`, {result['date']}, {machine['cores']} cores of {machine['cpu']}, "
         f"Python {machine['python']}; {known['pairs_per_s']:.0f} blocks a second were stored, and as "
-        f"many removed. The p99 of half of the {WINDOWS} windows of {WINDOW_S:.0f} s is at most "
-        f"{known['applied_p99_median_s'] * 1e3:.0f} ms, of all {known['applied_p99_most_s'] * 1e3:.0f} "
-        f"ms: other work only adds. A decision without events takes {known['route_s'] * 1e6:.0f} µs."
+        f"many removed. The p99 of the quietest of {WINDOWS} windows of {WINDOW_S:.0f} s is "
+        f"{known['applied_p99_least_s'] * 1e3:.0f} ms, of the longest "
+        f"{known['applied_p99_most_s'] * 1e3:.0f} ms. A decision without events takes "
+        f"{known['route_s'] * 1e6:.0f} µs."
     )
     return "\n".join([*lines, "", caption])
 

@@ -71,7 +71,9 @@ class OraclePicker:
         work = sim_request.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
         home = self._recurrence.last_endpoint(chain)
-        candidates = [self._look(n, work, home=home) for n in self._listed if self._nodes[n].is_serving]
+        candidates = [
+            self._look(n, work, home=home) for n in self._listed if self._nodes[n].is_serving
+        ]
         if not candidates:
             sim_request.failure = "rejected 503"
             return -1
