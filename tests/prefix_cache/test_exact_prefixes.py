@@ -80,6 +80,15 @@ def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
     assert found.prompts.find(chain(prompt + b"c" * 64))[2] == 10
 
 
+def test_events_of_any_engine_make_prompts_worth_mapping():
+    """One whose events arrive is enough."""
+    found, engine = exact()
+    found.open(("b", 0), 0)
+    assert found.is_any_live
+    found.index.set_live(engine, is_live=False)
+    assert not found.is_any_live
+
+
 def test_a_prompt_of_too_many_blocks_is_not_mapped():
     """Engines choose how many tokens a block has, and how many a prompt."""
     found, _ = exact()

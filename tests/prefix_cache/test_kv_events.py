@@ -202,6 +202,12 @@ def test_blocks_have_the_images_that_they_overlap():
     ]
 
 
+def test_an_image_may_begin_where_another_one_ends():
+    """It does not begin in it."""
+    extras = kv_events.media_extras([(0, 4, "a"), (4, 4, "b")], 4, 2)
+    assert extras == [_encode("a"), _encode("b")]
+
+
 def test_blocks_of_sliding_windows_are_no_prefixes():
     """A block of such a group says nothing about the tokens before it."""
     (event,) = decode([0.0, [_MAP | {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}]])

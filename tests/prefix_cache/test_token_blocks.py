@@ -112,6 +112,32 @@ def test_index_needs_a_block_in_every_group_of_full_attention():
     assert (depth(index, engine, keys(1, 2)), engine.num_copies) == (1, 0)
 
 
+def test_each_copy_is_removed_by_an_event_of_its_own():
+    """A block that was stored four times is gone with the fourth removal."""
+    index = TokenBlockIndex(100)
+    engine = index.open()
+    index.apply(engine, stored([1], [1]))
+    for _ in range(4):
+        index.apply(engine, stored([2], [2], parent=1))
+    for _ in range(3):
+        index.apply(engine, BlockRemoved([2]))
+        assert depth(index, engine, keys(1, 2)) == 2
+    index.apply(engine, BlockRemoved([2]))
+    assert (depth(index, engine, keys(1, 2)), engine.num_copies) == (1, 0)
+
+
+def test_blocks_are_forgotten_with_the_last_lower_tier_that_has_them():
+    """A removal from one tier leaves what another one has."""
+    index = TokenBlockIndex(100)
+    engine = index.open()
+    for medium in ("CPU", "FS"):
+        index.apply(engine, stored([1, 2], [1, 2], medium=medium))
+    index.apply(engine, BlockRemoved([1, 2], medium="CPU"))
+    assert len(engine.lower_keys) == 2
+    index.apply(engine, BlockRemoved([2], medium="FS"))
+    assert len(engine.lower_keys) == 1
+
+
 def test_copies_end_with_the_cache():
     """A cleared engine has none."""
     index = TokenBlockIndex(10)

@@ -51,6 +51,12 @@ def test_failures_back_off_to_a_cap():
     assert wait(failures=10**9) == 10.0
 
 
+def test_a_failing_endpoint_waits_as_long_as_a_busy_one_at_least():
+    """In a large fleet that is longer than the first waits of a back-off."""
+    assert wait(failures=1, busy_endpoints=400, idle_endpoints=0) == pytest.approx(4.0)
+    assert wait(failures=5, busy_endpoints=400, idle_endpoints=0) == pytest.approx(4.0)
+
+
 def test_many_failing_endpoints_share_a_budget():
     """500 that fail at once wait 5 s at first, and as long as any other after some failures."""
     waits = [wait(failures=count, failing_endpoints=500) for count in range(1, 4)]
