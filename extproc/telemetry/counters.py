@@ -118,13 +118,15 @@ class PoolCounters:
         if rejection.code == MODEL_NOT_FOUND:
             self.unknown_models += 1
 
-    def record_finished(self, address: str, status: str) -> None:
+    def record_finished(self, address: str, status: str, *, is_reported: bool = False) -> None:
         """Counts the end of the stream of a routed request.
 
         Args:
             address: The endpoint it was routed to; `REMOVED_ENDPOINT` where it is no longer in the pool.
             status: HTTP status of the response; empty without response headers.
+            is_reported: Whether the response reported token usage.
         """
+        self.reported_total += is_reported
         if status:
             self.responses[address, status] += 1
             self.answered_total += 1

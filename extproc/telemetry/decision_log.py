@@ -11,7 +11,7 @@ import heapq
 import itertools
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
@@ -77,6 +77,14 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
         if not self.status:
             return "ok" if self.decision.request.api in surfaces.UNOBSERVED else "failed"
         return "ok" if "200" <= self.status < "400" else "failed"
+
+    def set_trace(self, trace_id: str) -> None:
+        """Note the sampled trace that it belongs to."""
+        self.trace_id = trace_id
+
+    def add_answer_ids(self, ids: Sequence[str]) -> None:
+        """Add ids that the headers or the body of the answer have."""
+        self.answer_ids = (*self.answer_ids, *ids)
 
 
 class RejectionRecord(msgspec.Struct, frozen=True, eq=False):

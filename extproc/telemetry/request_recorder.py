@@ -156,7 +156,8 @@ class RequestRecorder:
         streams, counters = self._streams, self._pool_counters
         record = streams.decisions.add(request_id, decision, now, pool=counters.name)
         if trace_id:
-            self._trace_id = record.trace_id = trace_id
+            self._trace_id = trace_id
+            record.set_trace(trace_id)
         self._record, self._labels, self._routing_s = record, labels, duration_s
         if streams.recordings is not None:
             self._number = streams.recordings.add_routed(
@@ -180,7 +181,7 @@ class RequestRecorder:
         if record is not None and due & _ROUTED:
             self._streams.counters.routing_duration_s.add(self._routing_s)
             self._pool_counters.record_routed(record.decision)
-            self._find_series(record).running += 1
+            self._find_series(record).change_running(1)
         if due & _ANSWERED:
             self._pool_counters.response_headers_s.add(self._response_s)
             if self._is_served and not self._is_chunked:
@@ -267,12 +268,15 @@ class RequestRecorder:
         """Count the end of a routed request, and its tokens."""
         counters, record = self._pool_counters, self._record
         endpoint, status, duration_s = self._end
-        counters.record_finished(REMOVED_ENDPOINT if endpoint is None else endpoint, status)
+        counters.record_finished(
+            REMOVED_ENDPOINT if endpoint is None else endpoint,
+            status,
+            is_reported=record is not None and "completion" in record.usage,
+        )
         if record is None:
             return
         series = self._find_series(record)
         if usage := record.usage:
-            counters.reported_total += "completion" in usage
             series.record_tokens(usage)
             gaps = usage.get("completion", 0) - 1
             span_s = self._last_chunk_s - self._first_chunk_s
@@ -280,7 +284,7 @@ class RequestRecorder:
                 series.record("tpot", span_s / gaps)
         if self._is_ttft_due:
             self._count_ttft(self._headers_s)
-        series.running -= 1
+        series.change_running(-1)
         if self._is_served:
             if endpoint is not None:
                 counters.record_headers(endpoint, self._headers_s - self._routed_s)
@@ -315,7 +319,7 @@ class RequestRecorder:
     def on_answer_ids(self, ids: Sequence[str]) -> None:
         """Note ids of the answer."""
         if (record := self._record) is not None:
-            record.answer_ids = (*record.answer_ids, *ids)
+            record.add_answer_ids(ids)
 
 
 def model_of(labels: RequestLabels | None) -> str:

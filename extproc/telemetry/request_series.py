@@ -201,6 +201,10 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
                 self._exemplars = {}
             self._exemplars.setdefault(name, {})[at - 1] = (trace_id, value)
 
+    def change_running(self, change: int) -> None:
+        """Counts a request that was routed (1), or whose stream ended (-1)."""
+        self.running += change
+
     def record_tokens(self, usage: Mapping[str, int]) -> None:
         """Counts the tokens of a response, by kind."""
         by_name = self._values
