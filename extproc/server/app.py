@@ -62,11 +62,8 @@ Loop = Callable[[], Awaitable[None]]
 #: Seconds between two looks for refused requests to log.
 _REJECTION_LOG_S = 1.0
 
-#: Seconds that streams have to end in a drain.
-_STREAM_END_S = 2.0
-
-#: Seconds that spans have to leave at the end.
-_SPAN_END_S = 2.0
+#: Seconds that streams have to end in a drain, and that spans have to leave behind it.
+_STREAM_END_S, _SPAN_END_S = 2.0, 2.0
 
 
 class EndpointPickerProcess:
