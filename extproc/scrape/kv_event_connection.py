@@ -14,6 +14,7 @@ from typing import Final, Protocol, cast
 
 from extproc.prefix_cache import kv_events
 from extproc.scrape.zmtp import SocketType, ZmtpError, ZmtpParser
+from extproc.supervision import Supervisor
 
 #: Bytes that a connection may have read and not worked off; more than the longest message.
 _MAX_BUFFERED: Final = kv_events.MAX_BATCH_BYTES + 65_536
@@ -184,7 +185,7 @@ class EngineConnector:
     """Connects to an engine, and again where that fails or the connection is lost, with back-off.
 
     Args:
-        host: IP address, or a name.
+        address: IP address or name, and TCP port.
         on_open: Called with each connection behind its handshake.
         on_readable: Called when there may be messages.
         on_lost: Called with the reason when a connection is lost that was open.
@@ -192,18 +193,17 @@ class EngineConnector:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        address: tuple[str, int],
         socket_type: SocketType,
         *,
         clock: Callable[[], float],
         rng: random.Random,
+        supervisor: Supervisor,
         on_open: Callable[[EngineConnection], None],
         on_readable: Callable[[], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        self._host = host
-        self._port = port
+        self._address = address
         self._socket_type: SocketType = socket_type
         self._clock = clock
         self._rng = rng
@@ -213,7 +213,10 @@ class EngineConnector:
         self._connection: EngineConnection | None = None
         self._is_open = False
         self._closed = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="KV event connection")
+        self._task = asyncio.get_running_loop().create_task(
+            supervisor.keep("kv_events", self._run, instance=str(address)),
+            name="KV event connection",
+        )
 
     def receive(self) -> list[bytes] | None:
         """Frames of the next message; None where there is none."""
@@ -258,8 +261,7 @@ class EngineConnector:
                 async with asyncio.timeout(_CONNECT_S):
                     await loop.create_connection(
                         lambda: EngineConnection(self, self._socket_type, self._clock),
-                        self._host,
-                        self._port,
+                        *self._address,
                     )
             except (OSError, ValueError, OverflowError):  # or no such name, or no such port
                 pass

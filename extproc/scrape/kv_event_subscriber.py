@@ -148,7 +148,7 @@ class KvEventSubscriber:
         self.on_change = on_change
         self.batches: Counter[BatchResult] = Counter(dict.fromkeys(get_args(BatchResult), 0))
         self._store = store
-        self._supervisor = supervisor
+        self.supervisor = supervisor
         self._subscriptions: dict[str, list[EngineSubscription]] = {}
         #: Subscriptions by IP address and rank, and listeners by rank, where engines connect.
         self._at: dict[tuple[str, int], list[EngineSubscription]] = {}
@@ -232,9 +232,7 @@ class KvEventSubscriber:
         try:
             return step(value)
         except Exception as error:  # noqa: BLE001 - one engine must not end the others
-            self._supervisor.record_error(
-                "kv_events", error, instance=subscription.endpoint.address
-            )
+            self.supervisor.record_error("kv_events", error, instance=subscription.endpoint.address)
             subscription.rest("its messages cannot be handled")
             return None
 

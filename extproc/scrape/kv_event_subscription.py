@@ -297,11 +297,11 @@ class EngineSubscription:
     ) -> EngineConnector:
         owner = self._owner
         return EngineConnector(
-            self.endpoint.ip,
-            port,
+            (self.endpoint.ip, port),
             socket_type,
             clock=owner.clock,
             rng=owner.rng,
+            supervisor=owner.supervisor,
             on_open=on_open,
             on_readable=self.wake,
             on_lost=on_lost,

@@ -8,6 +8,7 @@ import pytest
 
 from extproc.scrape import kv_event_connection
 from extproc.scrape.kv_event_connection import EngineConnector
+from extproc.supervision import Supervisor
 from tests.scrape.kv_event_engines import HOST, run_async
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -44,11 +45,11 @@ class Peer:
         self.now = now
         server = await asyncio.start_server(self.serve, HOST, 0)
         self.connector = EngineConnector(
-            HOST,
-            server.sockets[0].getsockname()[1],
+            server.sockets[0].getsockname(),
             b"SUB",
             clock=lambda: self.now,
             rng=random.Random(1),
+            supervisor=Supervisor(),
             on_open=self.on_open,
             on_readable=self.read,
             on_lost=self.lost.append,
@@ -171,11 +172,11 @@ def test_an_address_that_cannot_be_connected_to_is_tried_again(host, port, monke
         before = rng.getstate()
         nothing = lambda *_: None  # noqa: E731
         connector = EngineConnector(
-            host,
-            port,
+            (host, port),
             b"SUB",
             clock=lambda: 0.0,
             rng=rng,
+            supervisor=Supervisor(),
             on_open=nothing,
             on_readable=nothing,
             on_lost=nothing,
