@@ -51,6 +51,9 @@ _ALPHA = 0.01
 #: Share of the time of an answer up to which a scrape counts as of now: so old are most.
 _FRESH = 0.1
 
+#: Shortest time of an answer (s): while step times are unknown, none may seem to take no time.
+_SHORTEST_S = 1e-3
+
 #: Factors of the weights of seconds after the first token, by goal.
 GOALS: Mapping[str, float] = {"first-token": 0.3, "balanced": 1.0, "throughput": 10.0}
 
@@ -479,6 +482,7 @@ def _share_unseen(age_s: float, sending_s: float, alone_s: float) -> float:
         alone_s: What a request takes that is alone on the endpoint.
     """
     age_s = min(age_s, sending_s)
+    alone_s = max(alone_s, _SHORTEST_S)
     if age_s <= _FRESH * alone_s:
         return 0.0
     came_since = 1.0 - alone_s / (alone_s + age_s)
