@@ -353,7 +353,9 @@ class EndpointPickerProcess:
         if kubernetes_plan.is_pod(os.environ):
             return True
         num_connections = self._transport.num_connections
-        return bool(self.counters.streams if num_connections is None else num_connections)
+        if num_connections is None:
+            return bool(self.counters.streams_open or self.counters.streams)
+        return num_connections > 0
 
     async def drain(self, skip_drain: asyncio.Event) -> None:
         """Turn unready, serve while it can be reached or for the drain time, then end every stream."""
