@@ -38,6 +38,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "scheduling": (
         "strategy",
+        "goal",
         "profile",
         "epp",
         "models",

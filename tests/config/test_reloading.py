@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from extproc.config import loader, reloading
+from extproc.config import loader, pool_sections, reloading
 from extproc.config import settings as sections
 from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import Settings
@@ -78,6 +78,12 @@ def every_field():
 
 
 FIELDS = list(every_field())
+
+
+def test_rules_of_scheduling_are_live():
+    """Where a strategy may change, all that belongs to it may."""
+    rules = {field.name for field in msgspec.structs.fields(pool_sections.SchedulingRules)}
+    assert rules <= {*reloading.LIVE["scheduling"]}
 
 
 def test_live_fields_exist():
