@@ -228,8 +228,10 @@ def columns_of(
     for name in strategies:
         if name == RECORDED:
             continue
+        # Only adaptive has a goal, and the recorded one cannot be left out of a recording.
+        goal = settings.scheduling.goal if name == "adaptive" else "balanced"
         other = msgspec.structs.replace(
-            settings.scheduling, strategy=name, profile=None, epp=None, models={}
+            settings.scheduling, strategy=name, goal=goal, profile=None, epp=None, models={}
         )
         changed = msgspec.structs.replace(settings, scheduling=other)
         profile_builder.resolve_all(changed, where="--strategy")

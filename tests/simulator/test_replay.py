@@ -223,6 +223,18 @@ def test_a_pool_is_replayed_with_its_own_strategy(tmp_path):
     assert loaded.agreements[0].ratio == 1.0
 
 
+def test_strategies_without_a_goal_are_compared_with_one_that_has_it(tmp_path):
+    """The recorded goal is that of adaptive, and of no other strategy."""
+    path, _ = write(tmp_path, "adaptive", talks(4), client=client.Client(users=2))
+    header, _, rest = path.read_bytes().partition(b"\n")
+    recorded = json.loads(header)
+    recorded["settings"]["scheduling"]["goal"] = "throughput"
+    path.write_bytes(json.dumps(recorded).encode() + b"\n" + rest)
+    loaded = replay.load(path, strategies=["adaptive", "least-load"], configs=())
+    goals = [c.settings.scheduling.goal for c in loaded.columns if c.settings is not None]
+    assert goals == ["throughput", "throughput", "balanced"]
+
+
 def test_settings_may_change_while_it_is_recorded(tmp_path, capsys):
     """Each part agrees with the strategy that was in force; estimates are of the last one."""
     parts = []
