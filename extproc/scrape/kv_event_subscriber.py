@@ -126,6 +126,7 @@ class KvEventSubscriber:
 
     Attributes:
         batches: Batches by result (count), all results from the start.
+        num_subscriptions: Subscriptions of all endpoints and ranks (count).
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class KvEventSubscriber:
         self._store = store
         self.supervisor = supervisor
         self._subscriptions: dict[str, list[EngineSubscription]] = {}
+        self.num_subscriptions = 0
         #: Subscriptions by IP address and rank, and listeners by rank, where engines connect.
         self._at: dict[tuple[str, int], list[EngineSubscription]] = {}
         self._listeners: dict[int, KvEventListener] = {}
@@ -258,6 +260,7 @@ class KvEventSubscriber:
                 replay_port=replay_port and replay_port + rank,
             )
             started.append(subscription)
+            self.num_subscriptions += 1
             if self.settings.bind:
                 self._at.setdefault((plain_ip(endpoint.ip), rank), []).append(subscription)
                 self._listen(rank)
@@ -265,6 +268,7 @@ class KvEventSubscriber:
 
     def _stop(self, address: str) -> None:
         stopped = self._subscriptions.pop(address, ())
+        self.num_subscriptions -= len(stopped)
         for subscription in stopped:
             subscription.close()
             place = plain_ip(subscription.endpoint.ip), subscription.rank

@@ -35,9 +35,12 @@ _REPLAY_TIMEOUT_S = 2.0
 #: vLLM keeps.
 _MAX_REPLAY_BATCHES, _MAX_REPLAY_BYTES = 100_000, 1 << 30
 
-#: Seconds after a connection, and after the last batch, at which the replay socket is asked once whether
-#: there are more: no later batch would show that the last one was lost.
+#: Seconds at most without a batch until the replay socket is asked whether there are more, time and
+#: again: no later batch would show that the last one was lost.
 _CONFIRM_S: Final = 1.0
+
+#: Such questions per second over all subscriptions (count): each takes a connection.
+_CONFIRMS_PER_S: Final = 100.0
 
 #: Seconds at most until an engine is asked for everything again, behind a malformed message. It is
 #: doubled each time, because what is malformed may be sent again.
@@ -132,7 +135,7 @@ class EngineSubscription:
         self._has_replay = False
         self._replay_until = 0.0
         self._num_replayed = self._replayed_bytes = 0
-        self._confirm_at: float | None = None
+        self._confirm_at = 0.0
         #: When all batches are asked for again, and seconds until then next time.
         self._learn_at: float | None = None
         self._learn_wait_s = _CONFIRM_S
@@ -223,10 +226,10 @@ class EngineSubscription:
             self._learn_at = None
             if self._sub is not None and self._has_replay:
                 self._learn_again()
-        elif self._confirm_at is not None and now >= self._confirm_at:
-            self._confirm_at = None
+        elif now >= self._confirm_at:
+            self._confirm_later()
             if self._sub is not None and self._has_replay and self.engine.is_live:
-                self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
+                self._ask_for_more()
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
@@ -311,9 +314,9 @@ class EngineSubscription:
         self._has_replay = bool(self._replay_port)
         self._num_replayed = self._replayed_bytes = 0
         # What is published before the engine knows of the subscription is not sent to us.
-        self._confirm_at = self._owner.clock() + _CONFIRM_S
+        self._confirm_later()
         if self._has_replay:
-            self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
+            self._ask_for_more()
         # Else the number of its next batch says what was missed.
 
     def _on_lost(self, why: str) -> None:
@@ -353,7 +356,7 @@ class EngineSubscription:
         if seq >= _MAX_SEQ:
             self._on_malformed()
             return
-        self._confirm_at = self._owner.clock() + _CONFIRM_S
+        self._confirm_later()
         payload = frames[2]
         restarted = seq <= self._last_live
         self._last_live = seq
@@ -365,8 +368,7 @@ class EngineSubscription:
         if seq != self._expected:
             if self._has_replay:
                 self._held = (seq, payload)
-                verify = self._expected > 0
-                self._request_replay(max(0, self._expected - 1), verify=verify)
+                self._ask_for_more()
                 return
             self._note_lost(seq)
         if self._take(seq, payload):
@@ -446,6 +448,16 @@ class EngineSubscription:
         owner.on_cleared(self.endpoint)
 
     # Replay.
+
+    def _confirm_later(self) -> None:
+        """Ask for more once nothing has come for a while, not all subscriptions at once."""
+        owner = self._owner
+        wait_s = max(_CONFIRM_S, owner.num_subscriptions / _CONFIRMS_PER_S)
+        self._confirm_at = owner.clock() + wait_s * owner.rng.uniform(0.8, 1.0)
+
+    def _ask_for_more(self) -> None:
+        """Ask for the batches behind the last one that is known, and for that one to compare it."""
+        self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
 
     def _request_replay(self, start: int, *, verify: bool) -> None:
         """Ask for the batches from a number on.
