@@ -26,7 +26,7 @@ from extproc.config.settings import Settings
 from extproc.endpoint import ServedModels
 from extproc.request import MediaSpan
 from extproc.scheduling import registry
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.prefix_affinity import MmEmbeddingsCacheScorer
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.simulator import profiles

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from bench import bars, limits, proof, rig
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import run_metrics, scenario
 from extproc.simulator.fleet.workloads import TraceWorkload

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.arena import score
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator.fleet import scenario
 
 #: Weights of terms; without one, its term is gone.

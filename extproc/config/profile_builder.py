@@ -15,7 +15,7 @@ from extproc.config.pool_sections import PluginSpec, ProfileSpec
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, registry
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
 from extproc.scheduling.profile import SchedulerProfile
 

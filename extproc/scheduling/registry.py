@@ -20,7 +20,6 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.scheduling import (
     attributes,
-    costs,
     filter_tree,
     labels,
     load_bounds,
@@ -31,9 +30,10 @@ from extproc.scheduling import (
     prefix_affinity,
     session_affinity,
 )
-from extproc.scheduling.costs import EstimatedTime, LMetric
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.filter_tree import FilterChain
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
+from extproc.scheduling.lmetric import LMetric
 from extproc.scheduling.load_bounds import KvRange, QueueRange, TopK
 from extproc.scheduling.load_scorers import InFlight, KvCacheUtilizationScorer, QueueScorer
 from extproc.scheduling.lora_affinity import AdapterCapable, LoraAffinityFilter, LoraAffinityTiers
@@ -132,8 +132,8 @@ SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
 )
 
 COSTS: Mapping[str, type[CostModel]] = {
-    "estimated-time": costs.EstimatedTime,
-    "lmetric": costs.LMetric,
+    "estimated-time": EstimatedTime,
+    "lmetric": LMetric,
 }
 
 PICKERS: Mapping[str, type[Picker]] = _with_aliases(

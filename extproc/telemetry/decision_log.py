@@ -21,7 +21,7 @@ from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
 from extproc.request import shorten_id
 from extproc.scheduling import registry
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import SchedulingContext
 from extproc.scheduling.profile import SchedulerProfile
 

@@ -18,7 +18,7 @@ from bench.arena import (
     tournament,
     traffic,
 )
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import scenario
 

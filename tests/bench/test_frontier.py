@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bench import frontier, limits
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator import profiles, simulation_runs
 from extproc.simulator.fleet.sim_request import RequestSpec
 

@@ -6,7 +6,8 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.request import HttpRequest
-from extproc.scheduling import costs, registry
+from extproc.scheduling import registry
+from extproc.scheduling.estimated_time import GOALS, EstimatedTime
 from extproc.scheduling.framework import Signal
 from extproc.server.app import EndpointPickerProcess
 
@@ -31,12 +32,12 @@ def test_every_strategy_resolves(strategy):
     assert profile_builder.build_profile(settings, where="x").name == strategy
 
 
-@pytest.mark.parametrize("goal", costs.GOALS)
+@pytest.mark.parametrize("goal", GOALS)
 def test_goal_is_one_of_the_default_cost(goal):
     """A goal reaches the cost of adaptive, whether adaptive is named or not."""
     for rules in ({"goal": goal}, {"goal": goal, "strategy": "adaptive"}):
         profile = profile_builder.build_profile(scheduling(scheduling=rules), where="x")
-        assert (profile.name, profile.cost) == ("adaptive", costs.EstimatedTime(goal=goal))
+        assert (profile.name, profile.cost) == ("adaptive", EstimatedTime(goal=goal))
 
 
 def test_goal_beside_a_strategy_without_one_is_refused():
@@ -57,7 +58,7 @@ def test_goal_keeps_the_weights_of_a_written_profile():
     built = profile_builder.build_profile(
         scheduling(scheduling={"goal": "throughput", "profile": profile}), where="x"
     )
-    assert built.cost == costs.EstimatedTime(own_share=0.5, goal="throughput")
+    assert built.cost == EstimatedTime(own_share=0.5, goal="throughput")
 
 
 def test_unknown_strategy_names_the_nearest():

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.request import MediaSpan
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.testing import builders
 
 IMAGE = MediaSpan("image", 0, 4000, 1000, is_sized=True, digest=7)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from extproc.decision import Decision
 from extproc.endpoint import AdapterResidency
 from extproc.request import InferenceRequest
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.testing import builders
 from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
 

@@ -3,7 +3,7 @@
 import sys
 
 from extproc.decision import LazySequence
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.testing import builders
 
 

@@ -14,7 +14,7 @@ import msgspec
 from extproc.endpoint import Endpoint
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.inflight import InflightLoad, Reservation
-from extproc.scheduling.costs import EstimatedTime
+from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator import engine_request, lora
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue

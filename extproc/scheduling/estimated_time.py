@@ -1,15 +1,11 @@
-"""Cost models: what a request costs on each candidate, in one unit.
+"""Estimated time, the cost of `adaptive`: seconds a request waits, and makes others wait.
 
 A cost model takes the place of the scorers: it has no weights, because its terms are of one unit.
-Costs know neither filters nor scorers nor pickers nor each other; a profile drives them. Estimated time is
-the seconds a request waits on an endpoint, and delays other requests. LMetric (OSDI '26) is new work times
-batch size, with a detector of hot prefixes.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
@@ -48,13 +44,16 @@ _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 #: few hundred requests.
 _ALPHA = 0.01
 
-#: Share of the time of an answer up to which a scrape counts as of now: so old are most.
+#: Share of the time of an answer up to which a scrape counts as of now. Busy endpoints are scraped
+#: every 0.2 s, and most answers take longer than ten times that, so most costs have no such part.
 _FRESH = 0.1
 
-#: Shortest time of an answer (s): while step times are unknown, none may seem to take no time.
+#: Shortest time of an answer (s). With one of 0, a scrape of age 0 would count as of now, and one a
+#: nanosecond older as never taken.
 _SHORTEST_S = 1e-3
 
-#: Factors of the weights of seconds after the first token, by goal.
+#: Factors of the weights of seconds after the first token, by goal. What they come to:
+#: docs/concepts/adaptive.md#goals.
 GOALS: Mapping[str, float] = {"first-token": 0.3, "balanced": 1.0, "throughput": 10.0}
 
 # Looking a member up in its enum takes as long as all the rest of a comparison.
@@ -509,106 +508,3 @@ def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -
     if matched.count(most) > 1:
         return 0
     return min(most, context.request.prompt_tokens)
-
-
-class _HotPrefixes:
-    """State of the hot-prefix detector: recent traffic, and endpoints shut out, by class."""
-
-    def __init__(self) -> None:
-        self.recent: deque[int] = deque()
-        self.counts: Counter[int] = Counter()
-        self.streaks: OrderedDict[int, int] = OrderedDict()
-        self.shut: dict[int, frozenset[str]] = {}
-
-
-class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True):
-    """`cost = (Q + u) (n + 1)`: queued and own uncached tokens times the batch it joins.
-
-    Q are queued tokens, u = max(L - m, 1) uncached ones of this request, n requests on the engine.
-    The product stands for TTFT times TPOT and has no unit and no weight.
-
-    The detector: the requests that share a beginning of `class_blocks` blocks are a class x, its
-    holders are the set M, the other endpoints M'. When its share of recent traffic x / x' exceeds
-    |M| / |M'| and then 2 |M| requests in a row still go to M, M is shut out of the class until one
-    goes elsewhere and so makes a new copy.
-
-    Attributes:
-        class_blocks: Blocks that make a class. 8 are 512 tokens with the default schedule: a
-            shared system prompt, not a whole conversation.
-        window_requests: Requests that count as recent traffic.
-    """
-
-    kind: ClassVar[str] = "lmetric"
-    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.QUEUED, Signal.PREFIX, Signal.IN_FLIGHT})
-
-    class_blocks: int = 8
-    window_requests: int = 1000
-
-    def __post_init__(self) -> None:
-        """Refuse a class or a window of nothing.
-
-        Raises:
-            ValueError: A field is below one.
-        """
-        for name in ("class_blocks", "window_requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
-
-    @cached_property
-    def _heat(self) -> _HotPrefixes:
-        return _HotPrefixes()
-
-    def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
-        tokens = context.request.prompt_tokens
-        # A call to `max` for every candidate would double the time this takes.
-        work = [
-            c.queued_tokens + (tokens - c.matched_tokens if c.matched_tokens < tokens else 1)
-            for c in candidates
-        ]
-        batch = [c.estimated_requests + 1.0 for c in candidates]
-        costs = [w * b for w, b in zip(work, batch, strict=True)]
-        shut = self._heat.shut.get(self._class_of(context.blocks))
-        if shut and not shut.issuperset(c.endpoint.address for c in candidates):
-            worst = max(costs)
-            costs = [
-                cost + worst if c.endpoint.address in shut else cost
-                for c, cost in zip(candidates, costs, strict=True)
-            ]
-        return CostResult(self.kind, "", costs, (("work tokens", work), ("batch", batch)))
-
-    def on_committed(self, decision: Decision, now: float) -> None:
-        """Watch the traffic of the class."""
-        del now
-        group = self._class_of(decision.block_hashes)
-        if not group:
-            return
-        heat = self._heat
-        self._count(heat, group)
-        holders = {c.endpoint.address for c in decision.scored_candidates if c.matched_tokens}
-        others = len(decision.scored_candidates) - len(holders)
-        rest = len(heat.recent) - heat.counts[group]
-        hot = others and heat.counts[group] * others > len(holders) * rest
-        if not hot or decision.endpoints[0].address not in holders:
-            heat.streaks.pop(group, None)
-            heat.shut.pop(group, None)
-            return
-        streak = heat.streaks.pop(group, 0) + 1
-        heat.streaks[group] = streak
-        if streak >= 2 * len(holders):
-            heat.shut[group] = frozenset(holders)
-        if len(heat.streaks) > self.window_requests:
-            gone, _ = heat.streaks.popitem(last=False)
-            heat.shut.pop(gone, None)
-
-    def _class_of(self, blocks: Sequence[int]) -> int:
-        """The class of a prompt; 0 for one too short to have a class."""
-        return blocks[self.class_blocks - 1] if len(blocks) >= self.class_blocks else 0
-
-    def _count(self, heat: _HotPrefixes, group: int) -> None:
-        heat.recent.append(group)
-        heat.counts[group] += 1
-        if len(heat.recent) > self.window_requests:
-            old = heat.recent.popleft()
-            heat.counts[old] -= 1
-            if not heat.counts[old]:
-                del heat.counts[old]
