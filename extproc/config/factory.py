@@ -304,9 +304,14 @@ def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
 _KEPT_ALIVE_S = 4.0
 
 
+def _known_interval_s(scrape: ScrapeSection) -> float:
+    """Return the longest interval, with its jitter and a time-out, at which loads stay known."""
+    return (scrape.stale_after_s - scrape.timeout_s) / 1.1
+
+
 def _rest_interval_s(scrape: ScrapeSection) -> float:
     """Return twice the idle interval, as far as loads do not turn unknown and connections stay."""
-    longest = min((scrape.stale_after_s - scrape.timeout_s) / 1.1, _KEPT_ALIVE_S)
+    longest = min(_known_interval_s(scrape), _KEPT_ALIVE_S)
     return max(scrape.idle_interval_s, min(2.0 * scrape.idle_interval_s, longest))
 
 
@@ -319,6 +324,7 @@ def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
             fast_s=scrape.busy_interval_s,
             slow_s=scrape.idle_interval_s,
             rest_s=_rest_interval_s(scrape),
+            known_s=max(scrape.idle_interval_s, _known_interval_s(scrape)),
             scrapes_per_s=scrape.max_scrapes_per_s,
             backoff_cap_s=scrape.backoff_cap_s,
         ),

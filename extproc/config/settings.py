@@ -109,7 +109,8 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         backoff_cap_s: Longest pause after repeated failures (seconds). After refused connections,
             which cost the engine nothing, it is 2 or `idle_interval_s`, the shorter one. 10 limits
             how late a recovery is noticed.
-        max_scrapes_per_s: Scrapes per second of all endpoints; above it, intervals are stretched.
+        max_scrapes_per_s: Scrapes per second of all endpoints; above it, intervals are stretched,
+            those of busy endpoints further, up to threefold, where loads of idle ones would turn unknown.
             Endpoints that fail share as many of their own, model lists 0.4 times as many.
             100 cost about 4 % of a core.
         max_page_bytes: Largest metrics page that is read (bytes). 4 MiB is 80 times a page of vLLM.

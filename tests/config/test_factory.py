@@ -177,19 +177,19 @@ def test_settings_reach_the_parts():
 
 
 @pytest.mark.parametrize(
-    ("scrape", "rest_s"),
+    ("scrape", "rest_s", "known_s"),
     [
-        ({}, 4.0),
-        ({"idle_interval_s": 1}, 2.0),
-        ({"idle_interval_s": 10, "stale_after_s": 60}, 10.0),
-        ({"timeout_s": 2.7}, 3.0),
-        ({"idle_interval_s": 4, "timeout_s": 3}, 4.0),
+        ({}, 4.0, 5.0 / 1.1),
+        ({"idle_interval_s": 1}, 2.0, 5.0 / 1.1),
+        ({"idle_interval_s": 10, "stale_after_s": 60}, 10.0, 59.0 / 1.1),
+        ({"timeout_s": 2.7}, 3.0, 3.0),
+        ({"idle_interval_s": 4, "timeout_s": 3}, 4.0, 4.0),
     ],
 )
-def test_a_resting_interval_keeps_loads_known(scrape, rest_s):
+def test_resting_and_stretched_intervals_keep_loads_known(scrape, rest_s, known_s):
     """At rest scrapes are half as frequent, unless loads turned unknown or connections closed."""
-    scraping = factory.build(scheduling(scrape=scrape)).scraping
-    assert scraping.schedule.rest_s == pytest.approx(rest_s)
+    intervals = factory.build(scheduling(scrape=scrape)).scraping.schedule
+    assert (intervals.rest_s, intervals.known_s) == pytest.approx((rest_s, known_s))
 
 
 def test_built_parts_route():

@@ -44,6 +44,26 @@ def test_many_endpoints_stretch_every_interval():
     assert wait(idle_endpoints=1000) == pytest.approx(10.0)
 
 
+@hypothesis.given(busy_endpoints=st.integers(1, 499), idle_endpoints=st.integers(1, 499))
+@hypothesis.example(busy_endpoints=400, idle_endpoints=100)
+@hypothesis.example(busy_endpoints=499, idle_endpoints=1)
+@hypothesis.example(busy_endpoints=10, idle_endpoints=490)
+def test_loads_of_500_endpoints_stay_known_within_the_budget(busy_endpoints, idle_endpoints):
+    """With jitter no load turns 6 s old; scrapes keep to the budget, and busy ones come first."""
+    hypothesis.assume(busy_endpoints + idle_endpoints <= 500)
+    counts = {"busy_endpoints": busy_endpoints, "idle_endpoints": idle_endpoints}
+    busy_s, idle_s = wait(busy=True, **counts), wait(**counts)
+    assert busy_s <= idle_s + 1e-9
+    assert 1.1 * idle_s < 6.0
+    assert busy_endpoints / busy_s + idle_endpoints / idle_s <= 100.0 + 1e-6
+
+
+def test_busy_endpoints_leave_idle_ones_two_thirds_of_their_scrapes_at_most():
+    """10 of 500 are scraped every 1.8 s, where 0.6 s was their share, and 10 of 100 as ever."""
+    assert wait(busy=True, busy_endpoints=10, idle_endpoints=490) == pytest.approx(1.77)
+    assert wait(busy=True, busy_endpoints=10, idle_endpoints=90) == 0.2
+
+
 def test_failures_back_off_to_a_cap():
     """The wait doubles with each failure in a row and stops at the cap."""
     waits = [wait(failures=count) for count in range(1, 9)]
