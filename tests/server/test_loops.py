@@ -22,7 +22,7 @@ from extproc.errors import ConfigError
 from extproc.server import app, lifecycle, redis_peer_channel, reload
 from extproc.server.listeners import ListenAddresses
 from extproc.supervision import Supervisor
-from tests.support import serving
+from tests.support import ext_proc_script, serving
 from tests.support.canary import CANARY
 
 
@@ -230,6 +230,29 @@ async def test_a_drain_ends_once_no_data_plane_is_connected():
             for _ in range(100):
                 await asyncio.sleep(0)
             assert not draining.done()
+        await draining
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+async def test_a_drain_waits_for_further_streams_of_a_data_plane(transport, is_over):
+    """A first stream that is open keeps a drain going, and one that ended before it as well."""
+    settings = serving.settings("127.0.0.11:9", drain_timeout_s=300.0, transport=transport)
+    async with serving.running(settings) as running, running.channel() as channel:
+        await running.sync()
+        picker, stream, skip_drain = running.picker, serving.Stream(channel), asyncio.Event()
+        headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+        await stream.say(ext_proc_script.request_headers(headers, ends=True))
+        await stream.hear()
+        if is_over:
+            await stream.call.done_writing()
+            await stream.rest()
+            assert (picker.counters.streams_open, picker.counters.streams.total()) == (0, 1)
+        draining = asyncio.ensure_future(picker.drain(skip_drain))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        skip_drain.set()
         await draining
 
 
