@@ -275,7 +275,9 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     fixture = AutoscalerFixture()
     fixture.subject._state_store = StateStoreFixture()
     fixture.subject._save_s = 0.001
-    real, looked = ControlLoop.step, asyncio.Event()
+    real, looked, failures = ControlLoop.step, asyncio.Event(), asyncio.Queue()
+    supervisor = fixture.supervisor
+    record_error = supervisor.record_error
 
     async def step(loop, *, immediate=False):
         if loop.name == "a/x":
@@ -283,15 +285,19 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
         looked.set()
         return await real(loop, immediate=immediate)
 
+    def count(loop, error, *, instance=""):
+        record_error(loop, error, instance=instance)
+        failures.put_nowait(loop)
+
     monkeypatch.setattr(ControlLoop, "step", step)
+    monkeypatch.setattr(supervisor, "record_error", count)
     fixture.bring("a/x", "b/y")
     task = asyncio.ensure_future(fixture.subject.run())
-    supervisor = fixture.supervisor
     async with asyncio.timeout(300):
         await looked.wait()
-        while supervisor.failures["autoscaling"] < 2:
-            await asyncio.sleep(0.001)
+        assert [await failures.get() for _ in range(2)] == ["autoscaling"] * 2
     assert not task.done()
+    assert supervisor.failures["autoscaling"] >= 2
     assert supervisor.degraded == ["autoscaling"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

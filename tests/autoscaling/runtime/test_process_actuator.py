@@ -28,6 +28,25 @@ server.serve_forever()
 REQUEST = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
 
 
+@pytest.fixture
+def published(monkeypatch):
+    """Waits for a fact that the actuator changes, as it publishes its endpoints after each change."""
+    publish, happened = process_actuator.ProcessActuator._publish, asyncio.Event()
+
+    def publish_and_notify(engines):
+        publish(engines)
+        happened.set()
+
+    async def until(holds):
+        async with asyncio.timeout(serving.LIMIT_S):
+            while not holds():
+                happened.clear()
+                await happened.wait()
+
+    monkeypatch.setattr(process_actuator.ProcessActuator, "_publish", publish_and_notify)
+    return until
+
+
 @contextlib.asynccontextmanager
 async def picker(command, **scaling):
     settings = configured(
@@ -123,29 +142,27 @@ async def test_launch_replaces_an_engine_whose_health_check_raises(monkeypatch, 
     assert not any("a port that is none" in text for text in caplog.messages)
 
 
-async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
+async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog, published):
     """Its last words are in the log, and another one is tried after a while."""
     monkeypatch.setattr(process_actuator, "_RESTART_PAUSE_S", 0.1)
     caplog.set_level("INFO", "extproc.server")
     command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
     async with picker(command, min=1):
-        async with asyncio.timeout(serving.LIMIT_S):
-            while sum("ended: no GPU" in message for message in caplog.messages) < 2:
-                await asyncio.sleep(0.02)
+        await published(lambda: sum("ended: no GPU" in message for message in caplog.messages) >= 2)
 
 
-async def test_a_missing_program_is_reported(caplog):
+async def test_a_missing_program_is_reported(caplog, published):
     """The picker goes on."""
     async with picker(["/no/such/engine"], min=1) as running:
-        async with asyncio.timeout(serving.LIMIT_S):
-            while not any(
+        await published(
+            lambda: any(
                 "there is no program /no/such/engine" in message for message in caplog.messages
-            ):
-                await asyncio.sleep(0.02)
+            )
+        )
         assert not running.picker.pool_registry.pools()[""].members
 
 
-async def test_a_stopped_engine_finishes_its_requests(caplog):
+async def test_a_stopped_engine_finishes_its_requests(caplog, published):
     """It gets nothing new, and ends when what it does is done."""
     caplog.set_level("INFO", "extproc.server")
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
@@ -156,21 +173,17 @@ async def test_a_stopped_engine_finishes_its_requests(caplog):
             (response,) = await stream.hear()
             address = dict(response.sets)[peer.DESTINATION]
             await engines.scale(ScalingDecision(0, ScalingReason.IDLE), 1)
-            async with asyncio.timeout(serving.LIMIT_S):
-                while running.picker.pool_registry.pools()[""].members:
-                    await asyncio.sleep(0.01)
+            await published(lambda: not running.picker.pool_registry.pools()[""].members)
             # It still answers: a request of ours is open there.
             _, writer = await asyncio.open_connection(*address.split(":"))
             writer.close()
             assert len(engines._engines) == 1
             stream.call.cancel()
-            async with asyncio.timeout(serving.LIMIT_S):
-                while engines._engines:
-                    await asyncio.sleep(0.01)
+            await published(lambda: not engines._engines)
     assert not any("ended:" in message for message in caplog.messages)
 
 
-async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch):
+async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch, published):
     """What looking after one of them raises is counted; the others serve, and another follows."""
     real, wrong = process_actuator.ProcessActuator._serve, [1]
 
@@ -187,9 +200,7 @@ async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch):
         supervisor = running.picker.counters.supervisor
         engines = running.picker.autoscaler.loops[""].actuator
         await engines.scale(ScalingDecision(2, ScalingReason.UP), 1)
-        async with asyncio.timeout(300):
-            while len(running.picker.pool_registry.pools()[""].members) < 2:
-                await asyncio.sleep(0.02)
+        await published(lambda: len(running.picker.pool_registry.pools()[""].members) == 2)
         assert supervisor.failures["autoscaling"] >= 1
         members = running.picker.pool_registry.pools()[""].members
         assert first in [member.endpoint.address for member in members]
