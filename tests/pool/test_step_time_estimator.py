@@ -172,11 +172,13 @@ POOL = StepTimeModel(step_s=0.02, context_tokens=0.0, evidence=3.0)
 
 
 def test_engines_that_seem_alike_have_the_pool_rates():
-    """What a few windows show by chance does not count; what many show does."""
+    """What a few windows show by chance does not count, nor less than 40 %; what many show does."""
     few = learn(1.1, windows=4, prior=POOL).pooled_rates
+    small = learn(1.35, windows=50, prior=POOL).pooled_rates
     many = learn(2.0, windows=50, prior=POOL).pooled_rates
     unlike = learn(3.0, windows=4, prior=POOL).pooled_rates
     assert few.step_s == pytest.approx(POOL.step_s, rel=0.01)
+    assert small.step_s == pytest.approx(POOL.step_s, rel=0.01)
     assert many.step_s == pytest.approx(2.0 * POOL.step_s, rel=0.1)
     assert unlike.step_s == pytest.approx(3.0 * POOL.step_s, rel=0.1)
 
