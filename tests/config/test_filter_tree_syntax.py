@@ -12,8 +12,6 @@ from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginC
 
 OWN = """
 from __future__ import annotations
-
-from extproc.config import pool_sections
 from typing import ClassVar
 import msgspec
 from extproc.scheduling.framework import Signal

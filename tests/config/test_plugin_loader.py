@@ -17,8 +17,6 @@ CHAT = HttpRequest(
 )
 HEAD = """\
 from __future__ import annotations
-
-from extproc.config import pool_sections
 from functools import cached_property
 from typing import ClassVar
 import msgspec
