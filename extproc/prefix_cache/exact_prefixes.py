@@ -231,6 +231,12 @@ class PromptMap:
                 high = middle - 1
         self._at[block] = prompt, low
 
+    def clear(self) -> None:
+        """Give up all prompts."""
+        self._prompts.clear()
+        self._at.clear()
+        self._num_blocks = 0
+
     def _give_up_oldest(self) -> None:
         _, prompt = self._prompts.popitem(last=False)
         self._num_blocks -= prompt.num_blocks
@@ -275,8 +281,8 @@ class ExactPrefixes:
         max_blocks: int,
         lower_weights: Sequence[float] = (0.0, 0.0),
     ) -> None:
-        self.index = TokenBlockIndex(max_blocks, lower_weights)
         self.prompts = PromptMap(schedule.cuts)
+        self.index = TokenBlockIndex(max_blocks, lower_weights, on_resized=self.prompts.clear)
         self.usage_tokens: Counter[tuple[MatchSource, str]] = Counter()
         self._engines: dict[tuple[str, int], list[EngineBlocks]] = {}
         #: Prompts that are not mapped yet, by the last byte block: where they were sent.
@@ -312,8 +318,8 @@ class ExactPrefixes:
         adapter: str,
         prompt_bytes: int,
         placeholders: Sequence[tuple[int, int, str]] = (),
-    ) -> None:
-        """Remember the tokens of a prompt, unless it has too many blocks.
+    ) -> bool:
+        """Remember the tokens of a prompt; returns False where it has too many blocks.
 
         Args:
             chain: Hashes of its byte blocks, at least one.
@@ -324,7 +330,7 @@ class ExactPrefixes:
         """
         size = self.index.block_tokens
         if not size or len(tokens) // size > _MAX_PROMPT_BLOCKS:
-            return
+            return False
         extras = kv_events.media_extras(placeholders, size, len(tokens) // size)
         keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size, extras)
         prompt = self.prompts.add(
@@ -336,9 +342,11 @@ class ExactPrefixes:
             first_media=next((at for at, extra in enumerate(extras) if extra), -1),
         )
         unmapped = self._unmapped.pop(chain[-1], None)
-        if prompt is not None and unmapped is not None:
-            for address, sent in unmapped.items():
-                prompt.note_sent(address, sent)
+        if prompt is None:
+            return False
+        for address, sent in (unmapped or {}).items():
+            prompt.note_sent(address, sent)
+        return True
 
     def record_sent(self, chain: Sequence[int], request: SentRequest, now: float) -> None:
         """Note that a prompt is on its way to the engine of its request."""

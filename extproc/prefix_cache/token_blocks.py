@@ -11,7 +11,7 @@ Forgetting an engine takes no time: it gets another bit, and its old one is swep
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from extproc.prefix_cache import kv_events
@@ -110,18 +110,24 @@ class TokenBlockIndex:
         max_blocks: Blocks of one engine at most, whatever it publishes; as many again in lower tiers
             (count).
         lower_weights: Weights of lower tiers until an engine shows them.
+        on_resized: Called when `block_tokens` changes: keys of chains are others then.
 
     Attributes:
         block_tokens: Tokens of a block, of the engine that first stored one; 0 before. Engines with
-            another size are not followed.
+            another size are not followed, while any block of this size is known.
         version: Changes when an engine gets another bit, or another state.
         continuations: What went on from a block last.
     """
 
     def __init__(
-        self, max_blocks: int, lower_weights: Sequence[float] = (0.0,) * len(LOWER_TIERS)
+        self,
+        max_blocks: int,
+        lower_weights: Sequence[float] = (0.0,) * len(LOWER_TIERS),
+        *,
+        on_resized: Callable[[], None] = lambda: None,
     ) -> None:
         self._max_blocks = max_blocks
+        self._on_resized = on_resized
         self._lower_weights = lower_weights
         #: Engines with lower tiers by their bit on the device, and bits of all lower tiers.
         self._tiered: dict[int, EngineBlocks] = {}
@@ -279,6 +285,10 @@ class TokenBlockIndex:
                 engine.dropped += len(event.hashes)
                 return ()
             parent = known
+        if event.block_tokens != self.block_tokens and not self._holders:
+            self.block_tokens = event.block_tokens
+            self.version += 1
+            self._on_resized()
         if event.block_tokens != self.block_tokens or room < len(event.hashes):
             engine.dropped += len(event.hashes)
             return ()

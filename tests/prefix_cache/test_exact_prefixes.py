@@ -89,13 +89,29 @@ def test_events_of_any_engine_make_prompts_worth_mapping():
     assert not found.is_any_live
 
 
+def test_prompts_are_given_up_where_blocks_get_another_size():
+    """Keys of their blocks are others then."""
+    found, engine = exact()
+    add(found, SYSTEM)
+    found.index.wipe(engine, is_complete=True)
+    while found.index.sweep(10):
+        pass
+    found.index.apply(engine, BlockStored([1], None, tokens(b"x" * 32).tobytes(), 2 * SIZE))
+    assert found.index.block_tokens == 2 * SIZE
+    assert found.match(chain(SYSTEM)) is None
+    assert not len(found.prompts)
+    add(found, SYSTEM)
+    assert found.prompts.find(chain(SYSTEM + b"y" * 200))[2] == 5
+
+
 def test_a_prompt_of_too_many_blocks_is_not_mapped():
     """Engines choose how many tokens a block has, and how many a prompt."""
     found, _ = exact()
     for count in (131_073, 131_072):
         assert not found.prompts.covers(chain(SYSTEM))
         many = array("I", [1]) * (count * SIZE)
-        found.map_prompt(chain(SYSTEM), many, adapter="", prompt_bytes=160)
+        is_mapped = found.map_prompt(chain(SYSTEM), many, adapter="", prompt_bytes=160)
+        assert is_mapped == (count == 131_072)
     assert found.prompts.covers(chain(SYSTEM))
 
 

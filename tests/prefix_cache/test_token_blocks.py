@@ -62,12 +62,31 @@ def test_index_leaves_out_what_it_cannot_place():
     """Blocks behind an unknown parent, of another size, or beyond the bound."""
     index = TokenBlockIndex(2)
     engine = index.open()
+    index.apply(engine, stored([8], [8]))
     index.apply(engine, stored([1], [1], parent=99))
     index.apply(engine, BlockStored([2], None, array("I", [1, 2]).tobytes(), 2))
     index.apply(engine, BlockStored([3, 3], None, b"", 0, medium="CPU"))
     index.apply(engine, stored([4, 5, 6], [1, 2, 3]))
     index.apply(engine, BlockStored([7], None, b"", 0))
-    assert (engine.held, engine.dropped, len(engine.lower_keys)) == (0, 7, 0)
+    assert (engine.held, engine.dropped, len(engine.lower_keys)) == (1, 7, 0)
+
+
+def test_the_size_of_blocks_is_taken_anew_once_no_block_of_the_old_size_is_known():
+    """An engine that is unlike the others leaves, or all are replaced by others."""
+    resized = []
+    index = TokenBlockIndex(10, on_resized=lambda: resized.append(index.block_tokens))
+    odd, usual = index.open(), index.open()
+    event = BlockStored([1], None, array("I", [1] * 8).tobytes(), 8)
+    index.apply(odd, event)
+    index.apply(usual, stored([1], [1]))
+    index.close(odd)
+    index.apply(usual, stored([1], [1]))
+    assert (index.block_tokens, usual.held, resized) == (8, 0, [])
+    while index.sweep(10):
+        pass
+    index.apply(usual, stored([1], [1]))
+    assert (index.block_tokens, resized) == (SIZE, [SIZE])
+    assert depth(index, usual, keys(1)) == 1
 
 
 def test_index_leaves_out_groups_of_sliding_windows():
