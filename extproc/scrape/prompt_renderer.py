@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -55,6 +55,10 @@ _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 
 #: Bytes of a body at most, and of an answer.
 _MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
+
+#: Prompts of too many blocks that are remembered (count), so that they, and what goes on from them, are
+#: not rendered again.
+_MAX_TOO_LONG = 256
 
 #: Characters of the identifier of an image at most, which is in the key of every block of it; a client
 #: may choose it.
@@ -155,6 +159,8 @@ class PromptRenderer:
         self._queued_bytes = 0
         #: Prompts that wait or are being rendered, by their last byte block.
         self._unmapped: dict[int, _UnmappedPrompt] = {}
+        #: Last byte blocks of prompts of too many blocks, the oldest first.
+        self._too_long: OrderedDict[int, None] = OrderedDict()
         self.num_waiting_bytes = 0
         self._engines: dict[str, _Engine] = {}
         self.results: Counter[PromptResult] = Counter(dict.fromkeys(get_args(PromptResult), 0))
@@ -216,7 +222,7 @@ class PromptRenderer:
             return None
         if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
             return None
-        if b'"cache_salt"' in raw.body:
+        if b'"cache_salt"' in raw.body or not self._too_long.keys().isdisjoint(chain):
             self.results["unsupported"] += 1
             return None
         edit = decision.body_edit
@@ -402,14 +408,18 @@ class PromptRenderer:
             len(identifier) > _MAX_IDENTIFIER for *_, identifier in placeholders
         ):
             return "unsupported"
-        self._exact.map_prompt(
+        is_mapped = self._exact.map_prompt(
             prompt.chain,
             tokens,
             adapter=prompt.adapter,
             prompt_bytes=prompt.prompt_bytes,
             placeholders=placeholders,
         )
-        return "mapped"
+        if not is_mapped:
+            self._too_long[prompt.chain[-1]] = None
+            if len(self._too_long) > _MAX_TOO_LONG:
+                self._too_long.popitem(last=False)
+        return "mapped" if is_mapped else "unsupported"
 
     def _engine(self, address: str) -> _Engine:
         if len(self._engines) >= _MAX_ENGINES:

@@ -240,6 +240,35 @@ def test_a_prompt_is_rendered_once_with_the_bytes_of_the_client():
     asyncio.run(test())
 
 
+def test_a_prompt_of_too_many_blocks_is_rendered_once(monkeypatch):
+    """Nor is what goes on from it; it counts as unsupported each time."""
+    monkeypatch.setattr("extproc.prefix_cache.exact_prefixes._MAX_PROMPT_BLOCKS", 2)
+
+    async def test():
+        async with running(reply(RENDERED)) as (server, prefixes, renderer):
+            for chain in (CHAIN, CHAIN, [*CHAIN, 13]):
+                assert await mapped(server, renderer, chain=chain) == ["unsupported"]
+            assert renderer.results["unsupported"] == 3
+            assert len(server.requests) == 1
+            assert not prefixes.prompts.covers(CHAIN)
+
+    asyncio.run(test())
+
+
+def test_a_prompt_of_too_many_blocks_is_forgotten_in_time(monkeypatch):
+    """As many are remembered as have a place."""
+    monkeypatch.setattr("extproc.prefix_cache.exact_prefixes._MAX_PROMPT_BLOCKS", 2)
+    monkeypatch.setattr("extproc.scrape.prompt_renderer._MAX_TOO_LONG", 1)
+
+    async def test():
+        async with running(reply(RENDERED)) as (server, _, renderer):
+            for number in (1, 2, 1):
+                await mapped(server, renderer, chain=[number])
+            assert len(server.requests) == 3
+
+    asyncio.run(test())
+
+
 def test_an_engine_that_fails_is_left_alone_for_a_while():
     """Prompts for it are not mapped meanwhile."""
 
