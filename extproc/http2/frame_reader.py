@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Final
 
 from extproc.http2 import frames
@@ -28,7 +29,7 @@ _MESSAGE_WORK: Final = 8
 _SHORT_READ_BYTES: Final = 4096
 
 
-class FrameReader:
+class FrameReader(ABC):
     """Reads frames, for a connection to inherit and handle.
 
     It checks what holds between frames: the preface, SETTINGS as the first frame, and that no
@@ -49,28 +50,28 @@ class FrameReader:
         self._block: PartialHeaderBlock | None = None
 
     @property
+    @abstractmethod
     def num_streams(self) -> int:
         """Open streams."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> int:
         """Handle a DATA frame, whose head is not checked; returns the number of its messages.
 
         Its payload is `data[start:end]`, which is not copied until it is known where it belongs.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_block(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
         """Handle a complete header block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         """Handle a frame that is neither DATA nor part of a header block; its type may be unknown."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_stream_error(self, error: Http2Error) -> None:
         """Handle an error that ends one stream."""
-        raise NotImplementedError
 
     def _read(self, data: bytes) -> None:
         """Handle the frames that bytes complete, within the bound on work.

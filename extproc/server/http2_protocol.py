@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
@@ -42,7 +43,7 @@ _LARGE_READ_BYTES: Final = 64 * 1024
 _GATHER_TURNS: Final = 3
 
 
-class ServerCall:
+class ServerCall(ABC):
     """Call of a client, for handlers to inherit: what a server may do with it.
 
     Attributes:
@@ -61,17 +62,17 @@ class ServerCall:
         self.deadline: asyncio.TimerHandle | None = None
         self.traceparent = ""
 
+    @abstractmethod
     def on_message(self, message: GrpcMessage) -> None:
         """Take a message of the client."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_half_close(self) -> None:
         """Learn that the client sends no further message."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_terminated(self) -> None:
         """Learn that the call is over: canceled, late, or its connection is lost."""
-        raise NotImplementedError
 
     def send(self, messages: Sequence[bytes]) -> None:
         """Send messages to the client."""
