@@ -238,21 +238,23 @@ async def test_a_drain_ends_once_no_data_plane_is_connected():
 async def test_a_drain_waits_for_further_streams_of_a_data_plane(transport, is_over, caplog):
     """A first stream that is open keeps a drain going, and one that ended before it as well."""
     settings = serving.settings("127.0.0.11:9", drain_timeout_s=300.0, transport=transport)
-    async with serving.running(settings) as running, running.channel() as channel:
+    async with serving.running(settings) as running:
         await running.sync()
-        picker, stream, skip_drain = running.picker, serving.Stream(channel), asyncio.Event()
-        headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
-        await stream.say(ext_proc_script.request_headers(headers, ends=True))
-        await stream.hear()
-        if is_over:
-            await stream.call.done_writing()
-            await stream.rest()
-            assert (picker.counters.streams_open, picker.counters.streams.total()) == (0, 1)
-        draining = asyncio.ensure_future(picker.drain(skip_drain))
-        for _ in range(100):
-            await asyncio.sleep(0)
-        # Its end alone says little: the drain ends after an open stream, also where it waits for none.
-        assert "drain is over" not in caplog.text
+        picker, skip_drain = running.picker, asyncio.Event()
+        async with running.channel() as channel:
+            stream = serving.Stream(channel)
+            headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+            await stream.say(ext_proc_script.request_headers(headers, ends=True))
+            await stream.hear()
+            if is_over:
+                await stream.call.done_writing()
+                await stream.rest()
+                assert (picker.counters.streams_open, picker.counters.streams.total()) == (0, 1)
+            draining = asyncio.ensure_future(picker.drain(skip_drain))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            # Its end alone says little: the drain ends after an open stream, also where it waits for none.
+            assert "drain is over" not in caplog.text
         skip_drain.set()
         await draining
 
