@@ -78,7 +78,7 @@ class HpackDecoder:
         max_list_bytes: Largest list of fields, as RFC 9113 counts it.
 
     Attributes:
-        max_table_bytes: Its bound, which the peer chose.
+        max_table_bytes: Bound of the dynamic table, which the peer chose.
     """
 
     def __init__(self, max_list_bytes: int) -> None:

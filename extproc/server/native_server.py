@@ -42,7 +42,7 @@ class Http2Server:
         counts: Calls and connections that ended by a limit or a violation; updated here.
 
     Attributes:
-        send_budget: Limit on the answers that wait on all of them.
+        send_budget: Limit on the answers that wait on all connections.
     """
 
     def __init__(

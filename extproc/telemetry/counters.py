@@ -53,8 +53,9 @@ class PoolCounters:
         degraded: Decisions by fallback, by reason.
         responses: Responses by (endpoint address, HTTP status text).
         without_response: Routed requests whose stream ended before response headers, by address.
+        prompt_tokens: Estimated prompt tokens of routed requests.
         matched_tokens: Of these, tokens predicted to be cached on the chosen endpoint.
-        prefix_hit_ratio: Ratio of the two by request.
+        prefix_hit_ratio: Ratio of matched to prompt tokens, by request.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
         series: Requests by model, tenant and priority.
@@ -198,7 +199,7 @@ class ProcessCounters:
         plugins: Overruns, bypasses and exceptions of external plugins, by (role, kind).
         large_bodies: Bodies for the parser worker, by result: `read`, `failed`, `refused`.
         large_body_duration_s: Time that these waited and were parsed.
-        event_loop_lag_cpu_s: Part of these delays in which the thread of the loop computed.
+        event_loop_lag_cpu_s: Part of the delays of the event loop in which the thread of the loop computed.
         deferred: Counts facts of requests later, with others of their kind: code and data that were
             just used are in the caches.
         open_pools: Counters by name of the pool, without what was deferred; created on first use.

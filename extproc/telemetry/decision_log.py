@@ -13,7 +13,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 import msgspec
 
@@ -24,9 +24,6 @@ from extproc.scheduling import registry
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import SchedulingContext
 from extproc.scheduling.profile import SchedulerProfile
-
-if TYPE_CHECKING:
-    pass
 
 #: What engines put in front of the request id, by API, to make the id of an answer.
 _ENGINE_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|classify)[-_]")
