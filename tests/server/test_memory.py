@@ -8,6 +8,7 @@ import types
 import pytest
 
 from extproc.server import grpc_workarounds
+from tests.support import serving
 
 
 async def test_memory_is_trimmed_once_after_a_peak(monkeypatch):
@@ -21,7 +22,11 @@ async def test_memory_is_trimmed_once_after_a_peak(monkeypatch):
     assert not trims
     for streams in (*range(1, 2001), *range(1999, -1, -1), *range(1, 50), *range(49, -1, -1)):
         crowds.count(streams)
-    await asyncio.sleep(0.01)
+    async with asyncio.timeout(300.0):
+        while not trims:
+            await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
     assert trims == [1]
 
 
@@ -39,6 +44,23 @@ async def test_memory_is_trimmed_again_when_the_last_streams_end(monkeypatch):
         crowds.count(streams)
     for _ in range(2):
         await asyncio.wait_for(trims.get(), 300.0)
+
+
+async def test_a_picker_trims_memory_after_a_peak(monkeypatch):
+    """Open streams are counted with each look at the event loop, on either transport."""
+    monkeypatch.setattr(grpc_workarounds, "_PAUSES_S", (0.0,))
+    trims = asyncio.Queue()
+    monkeypatch.setattr(grpc_workarounds, "trimmer", lambda: lambda: trims.put_nowait(1))
+    async with serving.running(serving.settings("127.0.0.11:9")) as running, asyncio.timeout(300.0):
+        await running.sync()
+        counters = running.picker.counters
+        lags = counters.event_loop_lag_s
+        for streams in (1000, 100):
+            counters.streams_open, looks = streams, sum(lags.counts)
+            while sum(lags.counts) == looks:
+                await asyncio.sleep(0.005)
+        await trims.get()
+        counters.streams_open = 0
 
 
 def test_malloc_keeps_memory_between_requests(monkeypatch):
