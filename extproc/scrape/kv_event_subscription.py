@@ -15,6 +15,7 @@ from extproc.prefix_cache import kv_events
 from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
 from extproc.scrape.kv_event_connection import EngineConnection, EngineConnector
+from extproc.scrape.kv_event_replay import END, BatchReplay
 from extproc.scrape.zmtp import SocketType
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ _MESSAGE_COST: Final = 4
 #: block has, and what else they send. A block of 16 tokens has some 90 bytes.
 _MESSAGE_BYTES_PER_BLOCK: Final = 4096
 _EVENT_BYTES_PER_BLOCK: Final = 256
-
-#: Seconds without any answer of a replay socket after which it counts as silent.
-_REPLAY_TIMEOUT_S = 2.0
-
-#: Batches and bytes of a replay behind which its socket counts as silent: ten times the batches that
-#: vLLM keeps.
-_MAX_REPLAY_BATCHES, _MAX_REPLAY_BYTES = 100_000, 1 << 30
 
 #: Seconds at most without a batch until the replay socket is asked whether there are more, time and
 #: again: no later batch would show that the last one was lost.
@@ -55,9 +49,6 @@ _MAX_MALFORMED, _REST_S = 16, 30.0
 #: Share of the blocks of a cache that are known when it counts as known: the others are the last ones
 #: of running requests, which are not full.
 _FULL_RATIO: Final = 0.95
-
-#: Number that ends a replay.
-_END: Final = (1 << 64) - 1
 
 SubscriptionState = Literal["exact", "partial", "catching_up", "lost"]
 
@@ -118,7 +109,12 @@ class EngineSubscription:
         self._connector: EngineConnector | None = None
         #: Connection on which the engine publishes; None while there is none.
         self._sub: MessageSource | None = None
-        self._replay: EngineConnector | None = None
+        self._replay = BatchReplay(
+            lambda on_open: self._connect(
+                replay_port, b"DEALER", on_open=on_open, on_lost=lambda _: None
+            ),
+            owner.clock,
+        )
         self._is_reported_lost = False
         self._was_live = False
         #: Number of the batch that comes next, and digest of the one before it.
@@ -133,15 +129,10 @@ class EngineSubscription:
         #: Batch that showed a gap, until that is filled.
         self._held: tuple[int, bytes] | None = None
         self._has_replay = False
-        self._replay_until = 0.0
-        self._num_replayed = self._replayed_bytes = 0
         self._confirm_at = 0.0
         #: When all batches are asked for again, and seconds until then next time.
         self._learn_at: float | None = None
         self._learn_wait_s = _CONFIRM_S
-        self._is_verifying = False
-        self._has_progress = False
-        self._has_hole = False
         self._num_malformed = 0
         self._rests_until: float | None = None
         self._reload_time = ReloadTimeEstimator()
@@ -175,7 +166,7 @@ class EngineSubscription:
     @property
     def is_replaying(self) -> bool:
         """True while the engine is asked for earlier batches."""
-        return self._replay is not None
+        return self._replay.is_running
 
     def attach(self, source: MessageSource) -> None:
         """Listen to a connection of the engine, instead of an earlier one."""
@@ -192,7 +183,7 @@ class EngineSubscription:
 
     def close(self) -> None:
         """Close all connections."""
-        self._end_replay_socket()
+        self._replay.close()
         if self._connector is not None:
             self._connector.close()
         elif self._sub is not None:
@@ -215,12 +206,12 @@ class EngineSubscription:
 
     def check(self, now: float) -> None:
         """End a replay that is silent and a rest that is over, and confirm the last batch."""
-        for connector in (self._connector, self._replay):
-            if connector is not None:
-                connector.check(now)
-        if self._replay is not None:
+        if self._connector is not None:
+            self._connector.check(now)
+        self._replay.check(now)
+        if self._replay.is_running:
             # An answer that waits to be read shows a late event loop, not a silent socket.
-            if now >= self._replay_until and not self.work(1):
+            if self._replay.is_silent and not self.work(1):
                 self._end_replay()
         elif self._learn_at is not None and now >= self._learn_at:
             self._learn_at = None
@@ -271,9 +262,8 @@ class EngineSubscription:
     def _work_once(self) -> int:
         if self._pending:
             return self._apply_next()
-        reader, handle = (
-            (self._sub, self._on_live) if self._replay is None else (self._replay, self._on_replay)
-        )
+        replay, source = self._replay, self._sub
+        reader, handle = (replay, self._on_replay) if replay.is_running else (source, self._on_live)
         frames = None if reader is None else reader.receive()
         if frames is None:
             return 0
@@ -312,7 +302,7 @@ class EngineSubscription:
 
     def _on_connected(self) -> None:
         self._has_replay = bool(self._replay_port)
-        self._num_replayed = self._replayed_bytes = 0
+        self._replay.forget_size()
         # What is published before the engine knows of the subscription is not sent to us.
         self._confirm_later()
         if self._has_replay:
@@ -321,7 +311,7 @@ class EngineSubscription:
 
     def _on_lost(self, why: str) -> None:
         self._sub = self._held = None
-        self._end_replay_socket()
+        self._replay.close()
         self._lose(why)
 
     def _lose(self, why: str) -> None:
@@ -427,7 +417,7 @@ class EngineSubscription:
         self._is_from_start = True
         self._pending.clear()
         self._owner.exact.index.wipe(self.engine, is_complete=False)
-        self._request_replay(0, verify=False)
+        self._replay.request(0, verify=False)
 
     def _note_lost(self, seq: int) -> None:
         """Batches up to this one are lost: what the engine holds is unknown."""
@@ -457,85 +447,49 @@ class EngineSubscription:
 
     def _ask_for_more(self) -> None:
         """Ask for the batches behind the last one that is known, and for that one to compare it."""
-        self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
-
-    def _request_replay(self, start: int, *, verify: bool) -> None:
-        """Ask for the batches from a number on.
-
-        Args:
-            start: First number.
-            verify: Whether the first one was taken in already: if it differs, the engine is another.
-        """
-        self._end_replay_socket()
-        self._is_verifying = verify
-        self._has_progress = self._has_hole = False
-        self._replay_until = self._owner.clock() + _REPLAY_TIMEOUT_S
-        self._replay = self._connect(
-            self._replay_port,
-            b"DEALER",
-            # As from a socket of type REQ, behind an empty frame.
-            on_open=lambda connection: connection.send(b"", start.to_bytes(8)),
-            on_lost=lambda _: None,
-        )
+        self._replay.request(max(0, self._expected - 1), verify=self._expected > 0)
 
     def _on_replay(self, frames: list[bytes]) -> None:
-        """A batch that was sent again, behind an empty frame, and a topic from newer engines."""
-        self._replay_until = self._owner.clock() + _REPLAY_TIMEOUT_S
-        self._num_replayed += 1
-        self._replayed_bytes += sum(map(len, frames))
-        if self._num_replayed > _MAX_REPLAY_BATCHES or self._replayed_bytes > _MAX_REPLAY_BYTES:
-            self._replay_until, self._has_hole = 0.0, False
-            self._end_replay()
-            return
-        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
+        """A batch that was sent again."""
+        batch = self._replay.read(frames)
+        if batch is None:
             self._on_malformed()
             return
-        seq, payload = int.from_bytes(frames[-2]), frames[-1]
-        if seq == _END:
+        seq, payload = batch
+        if seq == END:
             self._end_replay()
             return
-        if self._is_verifying:
-            self._is_verifying = False
-            if seq < self._expected:
+        match self._replay.sort(seq, self._expected):
+            case "compare":
                 if xxhash.xxh3_64_intdigest(payload) != self._digest:
                     self._reset()
-                    self._request_replay(0, verify=False)
-                return
-        if self._has_hole or seq < self._expected:
-            pass
-        elif seq > self._expected and self._has_progress:
-            # The engine dropped some while we did not read: they are asked for again.
-            self._has_hole = True
-        else:
-            if seq > self._expected:
-                self._note_lost(seq)
-            self._has_progress = True
-            self._owner.batches["replayed"] += 1
-            self._take(seq, payload)
+                    self._replay.request(0, verify=False)
+            case "take":
+                if seq > self._expected:
+                    self._note_lost(seq)
+                self._owner.batches["replayed"] += 1
+                self._take(seq, payload)
 
     def _end_replay(self) -> None:
         """A replay is over, or its socket is silent, or sends without end."""
-        if (
-            self._is_verifying
-            and self._sub is not None
-            and self._owner.clock() < self._replay_until
-        ):
+        replay = self._replay
+        if replay.is_verifying and self._sub is not None and not replay.is_silent:
             # Not even the batch before: the engine has published fewer, so it is another.
             self._reset()
-            self._request_replay(0, verify=False)
+            replay.request(0, verify=False)
             return
-        if self._has_hole and self._has_progress:
-            self._request_replay(self._expected, verify=False)
+        if replay.has_hole:
+            replay.request(self._expected, verify=False)
             return
-        if self._owner.clock() >= self._replay_until:
+        if replay.is_silent:
             # It is not asked again on this connection: each gap would wait for it.
             self._has_replay = False
             if self._held is not None or not self.engine.is_live:
                 # Else nothing is known to be missing: the last batch was to be confirmed.
                 self._is_from_start = False
                 self._owner.exact.index.wipe(self.engine, is_complete=False)
-        self._end_replay_socket()
-        self._num_replayed = self._replayed_bytes = 0
+        replay.close()
+        replay.forget_size()
         held, self._held = self._held, None
         if held is not None and held[0] >= self._expected:
             if held[0] > self._expected:
@@ -543,8 +497,3 @@ class EngineSubscription:
             self._take(*held)
         self._go_live()
         self.wake()
-
-    def _end_replay_socket(self) -> None:
-        if self._replay is not None:
-            self._replay.close()
-            self._replay = None

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
-from extproc.scrape import kv_event_subscription
+from extproc.scrape import kv_event_replay
 from tests.scrape.kv_event_engines import (
     HOST,
     Engine,
@@ -227,7 +227,7 @@ def test_garbage_is_counted_and_ends_the_subscription_for_a_while():
 
 def test_a_replay_socket_that_is_silent_does_not_stop_the_subscription(monkeypatch):
     """After a time-out what was before is unknown."""
-    monkeypatch.setattr("extproc.scrape.kv_event_subscription._REPLAY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("extproc.scrape.kv_event_replay._TIMEOUT_S", 0.05)
 
     async def test():
         engine = Engine()
@@ -385,7 +385,7 @@ def test_a_message_without_end_ends_the_connection():
 
 def test_a_replay_without_end_is_given_up(monkeypatch):
     """Its batches are counted, also those that bring nothing new; live ones are taken in then."""
-    monkeypatch.setattr(kv_event_subscription, "_MAX_REPLAY_BATCHES", 200)
+    monkeypatch.setattr(kv_event_replay, "_MAX_BATCHES", 200)
 
     async def test():
         engine = Engine()

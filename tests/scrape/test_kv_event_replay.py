@@ -1,0 +1,110 @@
+"""Order and bounds of the batches that an engine sends again, without a socket."""
+
+import pytest
+
+from extproc.scrape import kv_event_replay
+from extproc.scrape.kv_event_replay import END, BatchReplay
+
+
+class Socket:
+    """Connection to a replay socket, once it is open."""
+
+    def __init__(self, on_open):
+        self.requests = []
+        self.is_closed = False
+        on_open(self)
+
+    def send(self, empty, start):
+        self.requests.append((empty, int.from_bytes(start)))
+
+    def close(self):
+        self.is_closed = True
+
+
+class Site:
+    """A replay, its connections, and a clock."""
+
+    def __init__(self):
+        self.time = 100.0
+        self.sockets = []
+        self.replay = BatchReplay(self.connect, lambda: self.time)
+
+    def connect(self, on_open):
+        self.sockets.append(Socket(on_open))
+        return self.sockets[-1]
+
+
+def test_each_request_has_a_connection_of_its_own():
+    """Answers to an earlier one do not come with it."""
+    site = Site()
+    assert not site.replay.is_running
+    site.replay.request(7, verify=False)
+    site.replay.request(3, verify=True)
+    assert [socket.requests for socket in site.sockets] == [[(b"", 7)], [(b"", 3)]]
+    assert [socket.is_closed for socket in site.sockets] == [True, False]
+    assert site.replay.is_running
+    site.replay.close()
+    assert site.sockets[1].is_closed
+    assert not site.replay.is_running
+
+
+@pytest.mark.parametrize(
+    ("verify", "seqs", "expected"),
+    [
+        (False, [4, 5], ["take", "take"]),
+        (True, [3, 4], ["compare", "take"]),
+        (True, [9, 10], ["take", "take"]),
+        (False, [2, 3, 4], ["skip", "skip", "take"]),
+        (False, [9, 11, 12], ["take", "skip", "skip"]),
+    ],
+)
+def test_batches_are_taken_in_order(verify, seqs, expected):
+    """What is missing at the beginning is lost; behind one that was taken it is asked for again."""
+    site = Site()
+    site.replay.request(3, verify=verify)
+    following, results = 4, []
+    for seq in seqs:
+        results.append(site.replay.sort(seq, following))
+        if results[-1] == "take":
+            following = seq + 1
+    assert results == expected
+    assert site.replay.has_hole == (seqs[-1] == 12)
+    assert not site.replay.is_verifying
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([b"", (5).to_bytes(8), b"x"], (5, b"x")),
+        ([b"", b"topic", (5).to_bytes(8), b"x"], (5, b"x")),
+        ([b"", END.to_bytes(8), b""], (END, b"")),
+        ([b"x", (5).to_bytes(8), b"x"], None),
+        ([b"", b"short", b"x"], None),
+        ([b""], None),
+        ([], None),
+    ],
+)
+def test_messages_are_read_in_both_forms(frames, expected):
+    """Any other is malformed."""
+    assert Site().replay.read(frames) == expected
+
+
+@pytest.mark.parametrize("bound", ["_MAX_BATCHES", "_MAX_BYTES"])
+def test_answers_without_end_count_as_silence(bound, monkeypatch):
+    """As does a time without any."""
+    monkeypatch.setattr(kv_event_replay, bound, 20)
+    site = Site()
+    site.replay.request(0, verify=False)
+    frames = [b"", (0).to_bytes(8), b""]
+    for _ in range(2):
+        assert site.replay.read(frames) == (0, b"")
+    assert not site.replay.is_silent
+    for _ in range(19):
+        last = site.replay.read(frames)
+    assert last == (END, b"")
+    assert site.replay.is_silent
+    site.replay.forget_size()
+    site.replay.request(0, verify=False)
+    assert not site.replay.is_silent
+    site.time += 2.0
+    assert site.replay.is_silent
