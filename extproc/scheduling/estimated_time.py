@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
-import msgspec
-
 from extproc.decision import CostResult, Decision, LazySequence
 from extproc.endpoint import AdapterResidency, Candidate
 from extproc.scheduling.encoder_caches import EncoderCaches
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
 
 #: What costs are made of, in the order they are added up.
 _TERMS = (
@@ -92,9 +90,7 @@ class _MeanUncachedTokens:
         self.per_request = 1.0 / self._mean
 
 
-class EstimatedTime(
-    msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True
-):
+class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     """Sum in s: queue, prefill, iteration, adapter, memory, slowdown, waiting, waste, crowding.
 
     For a request of L prompt tokens, m of them cached on the candidate, with p = `prefill_s`,

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
-import msgspec
-
 from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
 
 
 class _HotPrefixes:
@@ -24,7 +22,7 @@ class _HotPrefixes:
         self.shut: dict[int, frozenset[str]] = {}
 
 
-class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True):
+class LMetric(PluginParameters, frozen=True, dict=True, kw_only=True):
     """`cost = (Q + u) (n + 1)`: queued and own uncached tokens times the batch it joins.
 
     Q are queued tokens, u = max(L - m, 1) uncached ones of this request, n requests on the engine.
