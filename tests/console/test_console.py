@@ -112,8 +112,9 @@ async def picker(**server):
         }
         async with serving.running(settings, **changes) as running:
             await running.sync()
-            while not running.picker.readiness.ready:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(300):
+                while not running.picker.readiness.ready:
+                    await asyncio.sleep(0.01)
             yield running
 
 

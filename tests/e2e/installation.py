@@ -108,6 +108,13 @@ class Installation:
         split = [line.partition(": ") for line in page.splitlines()]
         return {name: int(value) for name, _, value in split if value.isdigit() and int(value)}
 
+    async def until_stats(self, holds: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+        """Read Envoy's counters and gauges until a fact shows; there is no event for it."""
+        async with asyncio.timeout(_VISIBLE_S):
+            while not holds(result := await self.stats()):
+                await asyncio.sleep(0.1)
+        return result
+
     async def total(self, name: str) -> float:
         """The sum of a metric over its labels."""
         result = await self.metrics()

@@ -54,11 +54,9 @@ async def installed(*endpoints, template):
     async with installation.installed(
         *endpoints, template=template, plaintext=False, arguments=arguments, change=name_xds_server
     ) as fixture:
-        while not (await fixture.stats()).get("cluster.extproc.membership_healthy"):
-            await asyncio.sleep(0.1)
+        await fixture.until_stats(lambda stats: "cluster.extproc.membership_healthy" in stats)
         if stack.asks_for_xds(installation.SHIPPED / template):
-            while not (await fixture.stats()).get("cluster.engines.membership_total"):
-                await asyncio.sleep(0.1)
+            await fixture.until_stats(lambda stats: "cluster.engines.membership_total" in stats)
         yield fixture
 
 
@@ -80,8 +78,7 @@ async def test_a_picker_that_is_gone_is_an_error():
     """Envoy says that no replica is healthy, and the picker does not answer itself."""
     async with installed("127.0.0.1:1", template="original-dst-buffered.yaml") as fixture:
         await fixture.extproc.stop(signal.SIGKILL)
-        while (await fixture.stats()).get("cluster.extproc.membership_healthy"):
-            await asyncio.sleep(0.1)
+        await fixture.until_stats(lambda stats: "cluster.extproc.membership_healthy" not in stats)
         findings, status = await examine(fixture)
         errors = [result["check"] for result in findings if result["severity"] == "error"]
         assert sorted(errors) == ["picker_hosts", "picker_reachable"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 
@@ -69,8 +68,9 @@ async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
     async with installation.installed(
         *dead, template=template, plaintext=False, arguments=arguments, change=name_xds_server
     ) as fixture:
-        while (await fixture.stats()).get("cluster.engines.membership_total") != len(dead):
-            await asyncio.sleep(0.1)
+        await fixture.until_stats(
+            lambda stats: stats.get("cluster.engines.membership_total") == len(dead)
+        )
         answers = [await refused(fixture)]
         await fixture.settled()
         await fixture.extproc.stop(signal.SIGKILL)

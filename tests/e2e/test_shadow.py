@@ -31,10 +31,11 @@ async def test_a_shadow_compares_and_routes_nothing():
             for address in addresses:
                 name = f'extproc_routed_requests_total{{endpoint="{address}"}}'
                 assert (await fixture.metrics())[name] == COUNT / 2
-            while True:
-                page = (await http1.ask(fixture.pages, "/debug/shadow")).json()["pools"][""]
-                if sum(page["results"].values()) == COUNT:
-                    break
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(300):
+                while True:
+                    page = (await http1.ask(fixture.pages, "/debug/shadow")).json()["pools"][""]
+                    if sum(page["results"].values()) == COUNT:
+                        break
+                    await asyncio.sleep(0.05)
             assert set(page["results"]) <= {"agreed", "differed"}
             assert page["seconds"] > 0.0

@@ -66,6 +66,7 @@ class Scene:
 
     def __init__(self, keepalive):
         self.calls = []
+        self._is_called = asyncio.Event()
         self.writers = []
         self.counts = Counter()
         self.server = native_server.build_server(
@@ -81,7 +82,15 @@ class Scene:
 
     def open(self, connection, stream_id):
         self.calls.append(Call(connection, stream_id))
+        self._is_called.set()
         return self.calls[-1]
+
+    async def called(self, count=1):
+        """Wait for so many calls."""
+        async with asyncio.timeout(serving.LIMIT_S):
+            while len(self.calls) < count:
+                self._is_called.clear()
+                await self._is_called.wait()
 
     async def connect(self):
         """A connection that sent its preface and settings."""
@@ -147,8 +156,7 @@ async def test_peer_that_reads_nothing_is_not_read_and_loses_its_connection():
         Call.answer = LARGE
         _, writer = await scene.connect()
         writer.write(scene.head(1) + frame(DATA, 0, 1, http2_frames.message(b"x")))
-        while not scene.calls:
-            await asyncio.sleep(0.01)
+        await scene.called()
         await scene.calls[0].over.wait()
         # A busy machine may not have filled what the kernel holds by then.
         assert scene.counts["slow_reader"] + scene.counts["keepalive"] == 1
@@ -241,8 +249,7 @@ async def test_lost_connection_ends_its_calls():
     async with serving_calls() as scene:
         _, writer = await scene.connect()
         writer.write(scene.head(1) + scene.head(3))
-        while len(scene.calls) < 2:
-            await asyncio.sleep(0.01)
+        await scene.called(2)
         writer.transport.abort()
         for call in scene.calls:
             await call.over.wait()
@@ -254,8 +261,7 @@ async def test_stop_announces_the_end_and_serves_what_is_open():
     async with serving_calls() as scene:
         reader, writer = await scene.connect()
         writer.write(scene.head(1))
-        while not scene.calls:
-            await asyncio.sleep(0.01)
+        await scene.called()
         stopping = asyncio.ensure_future(scene.server.stop(300.0))
         _, goaway = await scene.read(reader, GOAWAY)
         assert goaway[:4] == b"\x7f\xff\xff\xff"

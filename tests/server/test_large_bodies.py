@@ -405,9 +405,10 @@ async def test_stream_that_drains_waits_for_its_large_body():
 async def start_taking(scene, house):
     """A stream whose body is routed, and of whose answers the client took none."""
     stream = await send_large(scene, json.dumps({"model": "m", "prompt": "x" * 6_000_000}).encode())
-    while not house.in_flight:
-        # Looked at now and then: the threads of the transport and of the parser need the core.
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(LIMIT_S):
+        while not house.in_flight:
+            # Looked at now and then: the threads of the transport and of the parser need the core.
+            await asyncio.sleep(0.005)
     return stream
 
 

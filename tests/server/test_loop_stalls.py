@@ -86,11 +86,12 @@ async def test_a_blocked_loop_shows_on_the_page():
             pass
 
     asyncio.get_running_loop().call_soon(hold)
-    while not looks:
-        await asyncio.sleep(0.01)
-        looks = sum(
-            counters.event_loop_lag_s.counts[counters.event_loop_lag_s.bounds.index(0.05) + 1 :]
-        )
+    async with asyncio.timeout(300):
+        while not looks:
+            await asyncio.sleep(0.01)
+            looks = sum(
+                counters.event_loop_lag_s.counts[counters.event_loop_lag_s.bounds.index(0.05) + 1 :]
+            )
     subject.stop()
     page = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
     assert 'extproc_event_loop_lag_seconds_bucket{le="0.05"}' in page
