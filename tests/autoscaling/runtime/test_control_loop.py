@@ -19,6 +19,8 @@ from extproc.scrape import client, schedule
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_series import UNPARSED
 from tests.support.scaling import configured
 
@@ -93,6 +95,7 @@ class ControlLoopFixture:
         self.runtime = self.registry.by_name[""]
         self.actuator, self.others = FakeActuator(spec), FakePeerCounters()
         self.changes = []
+        self.recorder = StreamRecorder(counters, DecisionLog(1), lambda: self.now)
         self.pool_counters = counters.for_pool("")
         self.counters = DemandCounters(self.runtime, self.pool_counters)
         params = POLICY if policy == "queue-depth" else {}
@@ -265,6 +268,28 @@ async def test_counters_report_arrivals_and_queued_requests():
     # A streamed answer says nothing of its length: the engines' mean stands for it.
     process_counters.record_finished("127.0.0.1:1", "200")
     assert counters.read().answer_tokens > 40.0
+
+
+async def test_a_single_request_counts_before_others_follow():
+    """Requests are counted together, and at low rates none may come for long."""
+    fixture = ControlLoopFixture(spec=1)
+    fixture.come("127.0.0.1:1")
+    headers = {":method": "POST", ":path": "/v1/completions"}
+    raw = HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
+    recorder = fixture.recorder.observe_request("")
+    recorder.on_routed(
+        fixture.runtime.parts.director.route(raw, 0.0),
+        request_id="r",
+        labels=UNPARSED,
+        trace_id="",
+        now=0.0,
+        duration_s=0.0,
+    )
+    read = fixture.counters.read()
+    assert (read.arrived, read.answered) == (1.0, 0.0)
+    assert read.prompt_tokens >= 1.0
+    recorder.on_finished(endpoint="127.0.0.1:1", status="200", duration_s=1.0)
+    assert fixture.counters.read().answered == 1.0
 
 
 def test_a_loop_without_a_step_has_no_gauges():
