@@ -35,6 +35,9 @@ _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 #: Requests whose facts are counted together (count): some 0.3 ms of work.
 MAX_DEFERRED = 64
 
+#: Those that wait at most while requests come and none ends (count): some 1 ms of work.
+_MAX_WAITING = 512
+
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
 
@@ -241,6 +244,12 @@ class ProcessCounters:
         """Returns the counters of one pool with everything that was deferred, created on first use."""
         self.settle()
         return self.open_pools[pool]
+
+    def defer(self, count: Callable[[], None]) -> None:
+        """Count later, with what waits; at once where that is much."""
+        self.deferred.append(count)
+        if len(self.deferred) >= _MAX_WAITING:
+            self.settle()
 
     def settle(self) -> None:
         """Count what was deferred."""

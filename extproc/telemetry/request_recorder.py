@@ -168,7 +168,7 @@ class RequestRecorder:
                 pool=counters.name,
             )
         self._due = _ROUTED
-        streams.counters.deferred.append(self._count)
+        streams.counters.defer(self._count)
 
     @property
     def decision(self) -> Decision | None:
@@ -215,9 +215,9 @@ class RequestRecorder:
             record.headers_s = duration_s
             if self._is_served and not is_stream:
                 record.first_token_s = duration_s
-        if not self._due:
-            self._streams.counters.deferred.append(self._count)
-        self._due |= _ANSWERED
+        due, self._due = self._due, self._due | _ANSWERED
+        if not due:
+            self._streams.counters.defer(self._count)
 
     def on_response_chunk(self, elapsed_s: float) -> None:
         """Count the gap between two chunks of a stream; the first one has the first token."""
@@ -258,9 +258,9 @@ class RequestRecorder:
             if self._number:
                 self._record_end(record, status, duration_s)
         counters = self._streams.counters
-        if not self._due:
-            counters.deferred.append(self._count)
-        self._due |= _ENDED
+        due, self._due = self._due, self._due | _ENDED
+        if not due:
+            counters.defer(self._count)
         if len(counters.deferred) >= MAX_DEFERRED:
             counters.settle()
 

@@ -82,6 +82,26 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     assert not scene.counters.for_pool("default").routed_total
 
 
+def test_facts_of_many_open_requests_are_counted_in_small_parts():
+    """Ten thousand that come before any ends would hold the event loop if counted at a time."""
+    scene = RecorderFixture()
+    waiting = []
+    requests = []
+    for _ in range(2000):
+        requests.append(scene.route())
+        waiting.append(len(scene.counters.deferred))
+    for request in requests:
+        respond(request, 0.1)
+        waiting.append(len(scene.counters.deferred))
+    assert max(waiting) < 512
+    counters = scene.counters.for_pool("default")
+    assert (counters.routed_total, counters.answered_total) == (2000, 0)
+    assert sum(counters.response_headers_s.counts) == 2000
+    for request in requests:
+        request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=1.0)
+    assert scene.counters.for_pool("default").answered_total == 2000
+
+
 def test_histograms_of_requests_have_the_pool_as_label():
     """Histograms and causes of rejections are counted for each pool."""
     scene = RecorderFixture()
