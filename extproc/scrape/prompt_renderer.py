@@ -351,7 +351,10 @@ class PromptRenderer:
                     if not _is_refused(response.status):
                         self._pause(prompt.address, _FAILED_PAUSE_S)
                     return "failed"
-                return self._map_answer(prompt, await _read(response))
+                result = self._map_answer(prompt, await _read(response))
+                if result is None:
+                    self._pause(prompt.address, _FAILED_PAUSE_S)
+                return result or "failed"
         engine.path = 0
         self._pause(prompt.address, _ABSENT_PAUSE_S)
         return "unsupported"
@@ -379,7 +382,9 @@ class PromptRenderer:
         try:
             async with _post(session, url, body) as response:
                 if response.status == 200:
-                    return self._map_answer(prompt, await _read(response))
+                    result = self._map_answer(prompt, await _read(response))
+                    if result is not None:
+                        return result
                 if _is_refused(response.status):
                     return "failed"
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -387,12 +392,12 @@ class PromptRenderer:
         self._pause(settings.url, _FAILED_PAUSE_S)
         return None
 
-    def _map_answer(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
+    def _map_answer(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult | None:
+        """Map a prompt by an answer; None for one that is malformed."""
         try:
             rendered = local_tokenizer.read_rendered(answer)
         except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
-            self._pause(prompt.address, _FAILED_PAUSE_S)
-            return "failed"
+            return None
         return "unsupported" if rendered is None else self._map(prompt, *rendered)
 
     def _map(

@@ -332,12 +332,20 @@ def test_a_server_for_rendering_is_asked_before_the_engine():
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("status", ["404 Not Found", "500 Internal Server Error"])
-def test_the_engine_is_asked_where_the_server_fails(status):
+@pytest.mark.parametrize(
+    "failure",
+    [
+        reply({}, status="404 Not Found"),
+        reply({}, status="500 Internal Server Error"),
+        answer(b"no json"),
+    ],
+    ids=["404", "500", "malformed"],
+)
+def test_the_engine_is_asked_where_the_server_fails(failure):
     """The server rests meanwhile."""
 
     async def test():
-        async with serving(Server(reply({}, status=status))) as renders:
+        async with serving(Server(failure)) as renders:
             settings = RenderSettings(f"http://127.0.0.1:{renders.port}")
             script = (reply(RENDERED), reply(RENDERED))
             async with running(*script, settings=settings) as (server, _, renderer):
