@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import xxhash
@@ -43,7 +43,8 @@ _MAX_LEARN_WAIT_S: Final = 64.0
 #: Numbers of batches end here: a thousand per second for thousands of years.
 _MAX_SEQ: Final = 1 << 48
 
-#: Malformed messages in a row after which a subscription rests (count), and for how long (seconds).
+#: Malformed messages in a row after which a subscription rests (count), and for how long (seconds), as
+#: does a replay socket that was silent.
 _MAX_MALFORMED, _REST_S = 16, 30.0
 
 #: Share of the blocks of a cache that are known when it counts as known: the others are the last ones
@@ -69,16 +70,6 @@ class SubscriptionChange(msgspec.Struct, frozen=True, gc=False):
     rank: int
     state: SubscriptionState
     detail: str
-
-
-class MessageSource(Protocol):
-    """Connection on which an engine publishes."""
-
-    def receive(self) -> list[bytes] | None:
-        """Frames of the next message; None where there is none."""
-
-    def close(self) -> None:
-        """Close it, without a word to its subscription."""
 
 
 class EngineSubscription:
@@ -108,7 +99,7 @@ class EngineSubscription:
         self._replay_port = replay_port
         self._connector: EngineConnector | None = None
         #: Connection on which the engine publishes; None while there is none.
-        self._sub: MessageSource | None = None
+        self._sub: EngineConnection | None = None
         self._replay = BatchReplay(
             lambda on_open: self._connect(
                 replay_port, b"DEALER", on_open=on_open, on_lost=lambda _: None
@@ -129,7 +120,8 @@ class EngineSubscription:
         #: Batch that showed a gap, until that is filled.
         self._held: tuple[int, bytes] | None = None
         self._has_replay = False
-        self._confirm_at = 0.0
+        #: When the replay socket is asked whether there are more, and until when it is left alone.
+        self._confirm_at = self._confirm_rests_until = 0.0
         #: When all batches are asked for again, and seconds until then next time.
         self._learn_at: float | None = None
         self._learn_wait_s = _CONFIRM_S
@@ -168,7 +160,7 @@ class EngineSubscription:
         """True while the engine is asked for earlier batches."""
         return self._replay.is_running
 
-    def attach(self, source: MessageSource) -> None:
+    def attach(self, source: EngineConnection) -> None:
         """Listen to a connection of the engine, instead of an earlier one."""
         if self._sub is not None:
             self._sub.close()
@@ -176,7 +168,7 @@ class EngineSubscription:
         self._sub = source
         self._on_connected()
 
-    def detach(self, source: MessageSource, why: str) -> None:
+    def detach(self, source: EngineConnection, why: str) -> None:
         """Note that a connection is lost."""
         if self._sub is source:
             self._on_lost(why)
@@ -303,6 +295,7 @@ class EngineSubscription:
     def _on_connected(self) -> None:
         self._has_replay = bool(self._replay_port)
         self._replay.forget_size()
+        self._confirm_rests_until = 0.0
         # What is published before the engine knows of the subscription is not sent to us.
         self._confirm_later()
         if self._has_replay:
@@ -443,7 +436,10 @@ class EngineSubscription:
         """Ask for more once nothing has come for a while, not all subscriptions at once."""
         owner = self._owner
         wait_s = max(_CONFIRM_S, owner.num_subscriptions / _CONFIRMS_PER_S)
-        self._confirm_at = owner.clock() + wait_s * owner.rng.uniform(0.8, 1.0)
+        now = owner.clock()
+        self._confirm_at = max(
+            self._confirm_rests_until, now + wait_s * owner.rng.uniform(0.8, 1.0)
+        )
 
     def _ask_for_more(self) -> None:
         """Ask for the batches behind the last one that is known, and for that one to compare it."""
@@ -481,13 +477,15 @@ class EngineSubscription:
         if replay.has_hole:
             replay.request(self._expected, verify=False)
             return
-        if replay.is_silent:
+        if replay.is_silent and self._held is None and self.engine.is_live:
+            # Nothing is known to be missing. It is asked again, but seldom, as batches wait for it.
+            self._confirm_rests_until = self._owner.clock() + _REST_S
+            self._confirm_later()
+        elif replay.is_silent:
             # It is not asked again on this connection: each gap would wait for it.
             self._has_replay = False
-            if self._held is not None or not self.engine.is_live:
-                # Else nothing is known to be missing: the last batch was to be confirmed.
-                self._is_from_start = False
-                self._owner.exact.index.wipe(self.engine, is_complete=False)
+            self._is_from_start = False
+            self._owner.exact.index.wipe(self.engine, is_complete=False)
         replay.close()
         replay.forget_size()
         held, self._held = self._held, None

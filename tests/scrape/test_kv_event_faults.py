@@ -195,6 +195,30 @@ def test_a_hundredth_of_the_messages_is_lost():
     run_async(test())
 
 
+def test_a_replay_socket_that_was_silent_is_asked_again():
+    """Nothing was known to be missing, so what is known counts on."""
+
+    async def test():
+        async with Site().running() as site:
+            subscription = site.subscriber.subscription
+            site.tasks.pop().cancel()  # it answers replays
+            site.time += 1.0
+            await site.subscriber.until(lambda: subscription.is_replaying)
+            site.time += 2.0
+            await site.subscriber.until(lambda: not subscription.is_replaying)
+            assert site.state == "exact"
+            site.tasks.append(asyncio.ensure_future(site.engine.publisher.run()))
+            site.engine.arm("kv-drop,count=1")
+            site.engine.run_prompt(text(9_999))
+            assert not site.is_right()
+            site.time += 31.0
+            await site.subscriber.until(site.is_right)
+            assert site.state == "exact"
+            assert not site.subscriber.events.batches["lost"]
+
+    run_async(test())
+
+
 def test_the_connection_is_cut_every_ten_seconds():
     """What was published meanwhile is asked for."""
 
