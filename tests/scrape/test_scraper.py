@@ -408,7 +408,7 @@ def test_many_endpoints_that_fail_at_once_stay_near_the_budget(reason):
         scene.subject.client = fetcher
         counts.busy = counts.all = 500
         watches = [scene.watch(at) for at in range(500)]
-        due = [(clock.now + at / 1000, at) for at in range(500)]
+        due = [(clock.now + at / 100, at) for at in range(500)]
         while due[0][0] < 240.0:
             clock.now, at = due[0]
             if clock.now >= 200.0:
@@ -419,7 +419,7 @@ def test_many_endpoints_that_fail_at_once_stay_near_the_budget(reason):
 
     per_second = asyncio.run(scene())
     assert max(per_second["/metrics", at] for at in range(170, 200)) <= 120
-    assert max(per_second["/metrics", at] for at in range(200, 240)) <= 250
+    assert max(per_second["/metrics", at] for at in range(200, 240)) <= 260
     assert max(per_second["/v1/models", at] for at in range(170, 240)) <= 120
 
 

@@ -69,6 +69,12 @@ def picker_of(scene):
     return decision.profile, decision.picker
 
 
+def costs(scene):
+    """Of engines with requests: the goal weighs what a request delays."""
+    scene.observe(7.0)
+    return scene.decision().totals
+
+
 def health(name):
     """The value itself: `Health` reads it at every use."""
     return lambda scene: getattr(scene.store.outlier_detector.settings, name)
@@ -161,6 +167,11 @@ LIVE = {
         "scheduling: {strategy: random}",
         "scheduling: {strategy: round-robin}",
         picker_of,
+    ),
+    "scheduling.goal": (
+        "scheduling: {strategy: adaptive}",
+        "scheduling: {strategy: adaptive, goal: throughput}",
+        costs,
     ),
     "scheduling.profile": (
         "scheduling: {strategy: random}",
