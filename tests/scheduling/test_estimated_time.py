@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from extproc.decision import Decision
 from extproc.endpoint import AdapterResidency
 from extproc.request import InferenceRequest
-from extproc.scheduling.estimated_time import EstimatedTime
+from extproc.scheduling.estimated_time import GOALS, EstimatedTime
 from extproc.testing import builders
 from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
 
@@ -31,14 +31,27 @@ NAMES = [
     kinds=st.lists(kinds_of_candidate, min_size=1, max_size=6),
     facts=turns,
     max_tokens=st.none() | st.integers(0, 2000),
+    goal=st.sampled_from(sorted(GOALS)),
 )
-def test_terms_add_up_to_costs(kinds, facts, max_tokens):
-    """The sum of the terms is the cost, whatever the candidates."""
+def test_terms_add_up_to_costs(kinds, facts, max_tokens, goal):
+    """The sum of the terms is the cost, whatever the candidates and the goal."""
     candidates, context = crowd(kinds, len(kinds)), builders.context(**facts, max_tokens=max_tokens)
-    priced = EstimatedTime().cost(context, candidates)
+    priced = EstimatedTime(goal=goal).cost(context, candidates)
     assert [name for name, _ in priced.terms] == NAMES
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs), rel=1e-9)
+
+
+def test_a_goal_weighs_what_comes_after_the_first_token():
+    """With another goal the slowdown of answers counts differently, and nothing else does."""
+    candidates = builders.candidates({"a": {"estimated_requests": 8, "queued_tokens": 500}})
+    context = builders.context(1000)
+    terms = {goal: dict(EstimatedTime(goal=goal).cost(context, candidates).terms) for goal in GOALS}
+    (balanced,) = terms["balanced"].pop("slowdown")
+    assert terms["first-token"].pop("slowdown") == pytest.approx([0.3 * balanced])
+    assert terms["throughput"].pop("slowdown") == pytest.approx([10.0 * balanced])
+    assert balanced > 0.0
+    assert terms["first-token"] == terms["throughput"] == terms["balanced"]
 
 
 LOADS = ("estimated_requests", "queued_tokens", "unscraped_tokens", "waiting", "kv_usage")
