@@ -37,7 +37,11 @@ from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
-from extproc.scrape.kv_event_subscriber import KvEventsSection, KvEventSubscriber
+from extproc.scrape.kv_event_subscriber import (
+    KvEventsSection,
+    KvEventSubscriber,
+    SubscriberCallbacks,
+)
 from extproc.supervision import Supervisor
 
 #: Tokens of a block, blocks of a stored event, and blocks per engine and second that are stored, and
@@ -180,8 +184,7 @@ async def subscribe(ports: Sequence[int]) -> dict[str, float]:
         exact,
         clock=asyncio.get_running_loop().time,
         rng=random.Random(1),
-        on_cleared=lambda _: None,
-        on_change=lambda _: None,
+        callbacks=SubscriberCallbacks(on_cleared=lambda _: None, on_change=lambda _: None),
         supervisor=Supervisor(),
     )
     running = asyncio.ensure_future(events.run())

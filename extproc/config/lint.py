@@ -16,6 +16,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _xds(settings)
     yield from _scaling(settings)
     yield from _shadows(settings)
+    yield from _bound_events(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
@@ -41,6 +42,22 @@ def find_warnings(settings: Settings) -> Iterator[str]:
         yield "seed is set: replicas with the same seed draw the same endpoints"
     if not settings.scheduling.respect_subset:
         yield "scheduling.respect_subset is false: endpoints a gateway excludes are used all the same"
+
+
+def _bound_events(settings: Settings) -> Iterator[str]:
+    events = settings.kv_events
+    if not (events.enabled and events.bind) or settings.cluster.leader_election:
+        return
+    others = {
+        "peer_sync.url": settings.peer_sync.url,
+        "autoscaling.peers": settings.autoscaling.peers,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            yield (
+                f"kv_events.bind and {name} are set: an engine connects to one replica, and the others "
+                "estimate its cache; remove bind, or let cluster.leader_election choose the replica"
+            )
 
 
 def _shadows(settings: Settings) -> Iterator[str]:

@@ -75,8 +75,8 @@ class KvEventListener:
         for connection in list(self.connections):
             connection.check(now)
 
-    def close(self) -> None:
-        """Stop listening, and close all connections."""
+    def close(self, why: str) -> None:
+        """Stop listening, close all connections, and give the reason to subscriptions that go on."""
         self._loop.remove_reader(self._socket)
         if self._timer is not None:
             self._timer.cancel()
@@ -84,7 +84,10 @@ class KvEventListener:
         for task in self._tasks:
             task.cancel()
         for connection in list(self.connections):
+            subscription = self._subscriptions.get(connection)
             connection.close()
+            if subscription is not None:
+                subscription.detach(connection, why)
 
     def on_made(self, connection: EngineConnection) -> None:
         """There is a connection, before its handshake."""

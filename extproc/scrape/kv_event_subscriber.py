@@ -12,6 +12,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
@@ -66,7 +68,8 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         bind: Address on which engines that connect are waited for, written as that of an engine that
             listens: `tcp://*:5557`, or `tcp://[::]:5557` for IPv6 as well. Rank r connects to the port plus r. Only endpoints of the pool
             may, from their own addresses; of several endpoints at an address each names its own
-            `ip:port` in its topic, as in `kv@10.0.0.1:8000@model`. Needs a single pool. Empty:
+            `ip:port` in its topic, as in `kv@10.0.0.1:8000@model`. Needs a single pool, and a single
+            replica or `cluster.leader_election`, with which the leader alone listens. Empty:
             engines are connected to, so that replicas of extproc hear all of them.
         replay_port: TCP port on which engines send earlier events again. 0: they do not, as engines
             have none unless configured; what is cached when extproc starts is then not known, and
@@ -117,12 +120,22 @@ def require(settings: KvEventsSection) -> None:
         LocalTokenizer(settings.tokenizer_path)
 
 
-class KvEventSubscriber:
-    """Subscribes to every endpoint of a pool.
+class SubscriberCallbacks(msgspec.Struct, frozen=True, kw_only=True):
+    """Callbacks of a subscriber.
 
-    Args:
+    Attributes:
         on_cleared: Called with an endpoint whose cache is empty now.
         on_change: Called when a subscription is lost or regained.
+        may_listen: Returns False while engines must not connect, because another replica leads.
+    """
+
+    on_cleared: Callable[[Endpoint], None]
+    on_change: Callable[[SubscriptionChange], None]
+    may_listen: Callable[[], bool] = lambda: True
+
+
+class KvEventSubscriber:
+    """Subscribes to every endpoint of a pool.
 
     Attributes:
         batches: Batches by result (count), all results from the start.
@@ -137,16 +150,14 @@ class KvEventSubscriber:
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        on_cleared: Callable[[Endpoint], None],
-        on_change: Callable[[SubscriptionChange], None],
+        callbacks: SubscriberCallbacks,
         supervisor: Supervisor,
     ) -> None:
         self.settings = settings
         self.exact = exact
         self.clock = clock
         self.rng = rng
-        self.on_cleared = on_cleared
-        self.on_change = on_change
+        self.callbacks = callbacks
         self.batches: Counter[BatchResult] = Counter(dict.fromkeys(get_args(BatchResult), 0))
         self._store = store
         self.supervisor = supervisor
@@ -191,9 +202,7 @@ class KvEventSubscriber:
         finally:
             for address in list(self._subscriptions):
                 self._stop(address)
-            for listener in self._listeners.values():
-                listener.close()
-            self._listeners.clear()
+            self._listen(frozenset())
             if self._turn is not None:
                 self._turn.cancel()
                 self._turn = None
@@ -219,6 +228,7 @@ class KvEventSubscriber:
             self._start(endpoint)
         for address in left:
             self._stop(address)
+        self._listen({rank for _, rank in self._at} if self.callbacks.may_listen() else frozenset())
         now = self.clock()
         for listener in self._listeners.values():
             listener.check(now)
@@ -263,7 +273,6 @@ class KvEventSubscriber:
             self.num_subscriptions += 1
             if self.settings.bind:
                 self._at.setdefault((plain_ip(endpoint.ip), rank), []).append(subscription)
-                self._listen(rank)
             subscription.open()
 
     def _stop(self, address: str) -> None:
@@ -278,18 +287,23 @@ class KvEventSubscriber:
         if stopped:
             self.exact.forget(index_key(stopped[0].endpoint))
 
-    def _listen(self, rank: int) -> None:
-        """Listen for the engines of a rank, on the port plus the rank."""
-        if rank not in self._listeners:
+    def _listen(self, ranks: AbstractSet[int]) -> None:
+        """Listen for the engines of these ranks, on the port plus the rank, and for no others."""
+        for rank in self._listeners.keys() - ranks:
+            self._listeners.pop(rank).close("this replica does not listen")
+        for rank in ranks - self._listeners.keys():
             host, _, port = self.settings.bind.removeprefix("tcp://").rpartition(":")
             # Port 0 picks a free one for each rank.
             number = int(port) and int(port) + rank
             self._listeners[rank] = KvEventListener(
                 "" if host == "*" else host.strip("[]"),
                 number,
-                find=lambda ip: self._at.get((ip, rank), ()),
+                find=partial(self._find_at, rank),
                 clock=self.clock,
             )
+
+    def _find_at(self, rank: int, ip: str) -> Sequence[EngineSubscription]:
+        return self._at.get((ip, rank), ())
 
     def _schedule_turn(self, wait_s: float) -> None:
         if self._turn is None:

@@ -312,7 +312,9 @@ class EngineSubscription:
         owner.exact.index.set_live(self.engine, is_live=False)
         if self._was_live and not self._is_reported_lost:
             self._is_reported_lost = True
-            owner.on_change(SubscriptionChange(self.endpoint.address, self.rank, "lost", why))
+            owner.callbacks.on_change(
+                SubscriptionChange(self.endpoint.address, self.rank, "lost", why)
+            )
 
     def _go_live(self) -> None:
         owner = self._owner
@@ -327,7 +329,7 @@ class EngineSubscription:
             detail = (
                 "every batch is known" if self._is_from_start else "earlier batches are not known"
             )
-            owner.on_change(
+            owner.callbacks.on_change(
                 SubscriptionChange(self.endpoint.address, self.rank, self.state, detail)
             )
 
@@ -386,7 +388,7 @@ class EngineSubscription:
         owner = self._owner
         cost = max(size_cost, owner.exact.index.apply(self.engine, event))
         if isinstance(event, kv_events.AllBlocksCleared):
-            owner.on_cleared(self.endpoint)
+            owner.callbacks.on_cleared(self.endpoint)
         return cost
 
     def _on_malformed(self) -> None:
@@ -428,7 +430,7 @@ class EngineSubscription:
         self._pending.clear()
         owner = self._owner
         owner.exact.index.wipe(self.engine, is_complete=False)
-        owner.on_cleared(self.endpoint)
+        owner.callbacks.on_cleared(self.endpoint)
 
     # Replay.
 

@@ -135,6 +135,7 @@ class EndpointPickerProcess:
             endpoint_counts=schedule.EndpointCounts(),
             clock=self._clock,
             prefix_budget=IndexBudget(self._settings.prefix.max_bytes),
+            is_standby=lambda: self._settings.cluster.leader_election and not self._is_leader,
         )
 
     def _build_kubernetes_discovery(

@@ -9,7 +9,7 @@ from extproc.config import factory
 from extproc.endpoint import Endpoint
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
-from extproc.scrape.kv_event_subscriber import KvEventSubscriber
+from extproc.scrape.kv_event_subscriber import KvEventSubscriber, SubscriberCallbacks
 from extproc.scrape.kv_event_subscription import SubscriptionChange
 from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings
 from extproc.supervision import Supervisor
@@ -27,6 +27,7 @@ class KvEventLoops:
     Args:
         parts: Parts of the pool, whose director shows routed requests from now on.
         exact: What engines publish, and prompts by their tokens.
+        may_listen: As of `SubscriberCallbacks`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class KvEventLoops:
         *,
         clock: Callable[[], float],
         supervisor: Supervisor,
+        may_listen: Callable[[], bool],
     ) -> None:
         self._pool = pool
         self._exact = exact
@@ -51,8 +53,9 @@ class KvEventLoops:
             exact,
             clock=clock,
             rng=parts.rng,
-            on_cleared=self._on_cleared,
-            on_change=self._on_change,
+            callbacks=SubscriberCallbacks(
+                on_cleared=self._on_cleared, on_change=self._on_change, may_listen=may_listen
+            ),
             supervisor=supervisor,
         )
         self._renderer = PromptRenderer(

@@ -39,6 +39,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
 
     Attributes:
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
+        is_standby: Returns True while another replica leads; False without an election.
     """
 
     counters: ProcessCounters
@@ -47,6 +48,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     endpoint_counts: schedule.EndpointCounts
     clock: Callable[[], float]
     prefix_budget: IndexBudget | None = None
+    is_standby: Callable[[], bool] = lambda: False
 
     @property
     def supervisor(self) -> Supervisor:
@@ -282,6 +284,7 @@ class PoolRuntime:
             parts.exact,
             clock=shared.clock,
             supervisor=shared.supervisor,
+            may_listen=lambda: not shared.is_standby(),
         )
 
     def _prefix_cache_stats(self, endpoint: Endpoint) -> PrefixCacheStats:

@@ -6,6 +6,7 @@ import pytest
 
 from extproc.config import lint, pool_sections
 from extproc.config import settings as sections
+from extproc.scrape.kv_event_subscriber import KvEventsSection
 
 
 def structs():
@@ -87,6 +88,14 @@ ADVISED = {
             responses=sections.ResponsesSection(feedback=False, stream_sample_ratio=0.5),
         ),
         "stream_sample_ratio",
+    ),
+    "bound events of several replicas": (
+        sections.Settings(
+            pool=ENDPOINTS,
+            kv_events=KvEventsSection(enabled=True, bind="tcp://*:5557"),
+            peer_sync=sections.PeerSyncSection(url="redis://redis"),
+        ),
+        "kv_events.bind and peer_sync.url",
     ),
     "conformance": (sections.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
     "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),

@@ -193,6 +193,31 @@ def test_chart_policy_lets_kv_events_in():
     assert ports("enabled=true", "replay_port=5600", "ranks=8") == [(5557, 5564), (5600, 5607)]
 
 
+def test_chart_lets_engines_connect_to_the_one_replica_that_listens():
+    """Service and policy have a port for each rank, and several replicas without a leader are refused."""
+    flags = [
+        *("--set", "config.kv_events.enabled=true", "--set", "config.kv_events.ranks=2"),
+        *(
+            "--set",
+            "config.kv_events.bind=tcp://*:5600",
+            "--set",
+            "config.kv_events.replay_port=5558",
+        ),
+    ]
+    assert "an engine connects to one replica" in refusal(*flags)
+    for chosen in ("leaderElection.enabled=true", "replicaCount=1"):
+        documents = tools.charted(*flags, "--set", chosen)
+        service = parts.only(documents, "Service", "release-extproc")["spec"]
+        bound = {port["port"]: port["targetPort"] for port in service["ports"]}
+        assert (bound[5600], bound[5601]) == (5600, 5601)
+        policy = parts.only(documents, "NetworkPolicy")["spec"]
+        (rule,) = (rule for rule in policy["ingress"] if rule["ports"][0]["port"] == 5600)
+        assert rule["from"] == [{"podSelector": {}}]
+        assert [port["port"] for port in rule["ports"]] == [5600, 5601]
+        out = [port for rule in policy["egress"] for port in rule["ports"] if "endPort" in port]
+        assert [port["port"] for port in out] == [5558]
+
+
 def test_chart_mounts_extra_volumes():
     """Volumes and mounts of the values reach pod and container."""
     pod, container = picker(*SETS["all on"])

@@ -10,7 +10,11 @@ from extproc.endpoint import Endpoint
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
-from extproc.scrape.kv_event_subscriber import KvEventsSection, KvEventSubscriber
+from extproc.scrape.kv_event_subscriber import (
+    KvEventsSection,
+    KvEventSubscriber,
+    SubscriberCallbacks,
+)
 from extproc.simulator import faults, kv, prompt
 from extproc.simulator.http.kv_publisher import KvPublisher, KvPublisherSettings
 from extproc.supervision import Supervisor
@@ -56,7 +60,15 @@ class Engine:
 class Subscriber:
     """A subscriber to one endpoint, and what it reported."""
 
-    def __init__(self, labels, *, addresses=(f"{HOST}:8000",), clock=None, **settings):
+    def __init__(
+        self,
+        labels,
+        *,
+        addresses=(f"{HOST}:8000",),
+        clock=None,
+        may_listen=lambda: True,
+        **settings,
+    ):
         self.changes, self.cleared = [], []
         self.store = PoolStore(on_gone=lambda _: None)
         endpoints = [Endpoint(address, labels=labels) for address in addresses]
@@ -70,8 +82,9 @@ class Subscriber:
             self.exact,
             clock=self.now,
             rng=random.Random(1),
-            on_cleared=self.cleared.append,
-            on_change=self.changes.append,
+            callbacks=SubscriberCallbacks(
+                on_cleared=self.cleared.append, on_change=self.changes.append, may_listen=may_listen
+            ),
             supervisor=self.supervisor,
         )
 

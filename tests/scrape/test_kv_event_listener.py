@@ -15,14 +15,12 @@ zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
 
 @contextlib.asynccontextmanager
-async def listening(*addresses, **settings):
-    """A subscriber that listens for the engines of some endpoints."""
-    subscriber = Subscriber(
-        {}, addresses=addresses or (f"{HOST}:8000",), bind=f"tcp://{HOST}:0", **settings
-    )
+async def listening(*addresses, bind=f"tcp://{HOST}:0", is_bound=True, **settings):
+    """A subscriber that listens for the engines of some endpoints, or will."""
+    subscriber = Subscriber({}, addresses=addresses or (f"{HOST}:8000",), bind=bind, **settings)
     task = asyncio.ensure_future(subscriber.events.run())
     try:
-        await subscriber.until(lambda: not addresses or subscriber.events.listeners)
+        await subscriber.until(lambda: subscriber.events.listeners or not is_bound)
         await subscriber.until(lambda: subscriber.subscription is not None)
         yield subscriber
     finally:
@@ -98,6 +96,47 @@ def test_an_engine_that_connects_again_is_asked_for_what_was_missed():
             assert subscriber.events.batches["lost"] == 0
             assert subscriber.events.batches["replayed"] >= 2
             assert subscriber.holds(engine)
+
+    run_async(test())
+
+
+def test_an_engine_goes_over_to_the_replica_that_leads_now():
+    """As behind a Service: the one that led listens no longer, and the other is sent everything again."""
+
+    async def test():
+        leads = [True, False]
+        async with listening(may_listen=lambda: leads[0]) as first:
+            port = first.events.listeners[0].port
+            bind = f"tcp://{HOST}:{port}"
+            async with (
+                connected(first) as engine,
+                listening(bind=bind, is_bound=False, may_listen=lambda: leads[1]) as second,
+            ):
+                labels = {"kv-events-replay-port": str(engine.publisher.replay_port)}
+                for replica in (first, second):
+                    replica.store.set_endpoints([Endpoint(f"{HOST}:8000", labels=labels)], 1.0)
+                    await replica.until(lambda: replica.subscription.endpoint.labels)  # noqa: B023
+                engine.run_prompt(text(1))
+                await first.until(lambda: first.state == "exact" and first.holds(engine))
+                assert (second.state, second.events.listeners) == ("lost", [])
+                leads[:] = False, True
+                await first.until(lambda: first.state == "lost" and not first.events.listeners)
+                await second.until(lambda: second.state == "exact" and second.holds(engine))
+                assert [change.state for change in first.changes][-1] == "lost"
+                assert depth(second, text(1)) == 4
+
+    run_async(test())
+
+
+def test_of_two_replicas_the_one_that_an_engine_connects_to_follows_it():
+    """The other one estimates its cache, and waits for it."""
+
+    async def test():
+        async with listening() as first, listening() as second, connected(first) as engine:
+            engine.run_prompt(text(1))
+            await first.until(lambda: depth(first, text(1)) == 4)
+            assert (second.state, second.subscription.engine.held) == ("lost", 0)
+            assert not second.exact.is_any_live
 
     run_async(test())
 

@@ -40,7 +40,12 @@ class Pool:
         )
         self.parts.store.set_endpoints([self.endpoint], 0.0)
         self.loops = KvEventLoops(
-            "p", self.parts, self.parts.exact, clock=time.monotonic, supervisor=Supervisor()
+            "p",
+            self.parts,
+            self.parts.exact,
+            clock=time.monotonic,
+            supervisor=Supervisor(),
+            may_listen=lambda: True,
         )
 
     async def ask(self, path, body, *, settle=True):

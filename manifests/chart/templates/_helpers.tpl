@@ -85,3 +85,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $own := dig "autoscaling" "state" "" .Values.config -}}
 {{- default (printf "%s-autoscaling" (include "extproc.fullname" .)) $own -}}
 {{- end -}}
+
+{{- /* Ports of config.kv_events.bind, of every rank: 5557,5558; empty where engines are connected to. */ -}}
+{{- define "extproc.kvEventPorts" -}}
+{{- $events := default dict .Values.config.kv_events -}}
+{{- if and $events.enabled $events.bind -}}
+{{- $several := or .Values.autoscaling.enabled (gt (int .Values.replicaCount) 1) -}}
+{{- if and $several (not .Values.leaderElection.enabled) -}}
+{{- fail "config.kv_events.bind: an engine connects to one replica: enable leaderElection, or set replicaCount to 1 without autoscaling, or remove bind" -}}
+{{- end -}}
+{{- $first := regexFind "[0-9]+$" $events.bind | int -}}
+{{- $ports := list -}}
+{{- range until (int (default 1 $events.ranks)) -}}
+{{- $ports = append $ports (add $first .) -}}
+{{- end -}}
+{{- join "," $ports -}}
+{{- end -}}
+{{- end -}}
