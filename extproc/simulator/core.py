@@ -8,7 +8,8 @@ Each iteration, in this order: running decodes get one token each; unfinished pr
 waiting jobs enter first come first served while token budget, `max_num_seqs`, KV blocks and
 adapter slots allow (a job whose adapter finds no slot is passed over). A prompt's KV blocks are
 taken on entry, so that an unfinished prefill never lacks one. A decode that finds no block preempts
-the newest sequence, which is recomputed later.
+the newest sequence, which is recomputed later. Blocks whose copies are in the memory of the host are
+loaded on entry, behind those on the device, which lengthens the iteration for the whole batch.
 
 While nothing can enter the batch, many iterations are planned as one, and no work is done per
 generated token (`batch.Decoding`): a plan costs what happens in it, not the size of the batch.
@@ -33,11 +34,13 @@ class SimulatedEngine:
     def __init__(self, profile: profiles.EngineProfile) -> None:
         profiles.check(profile)
         self.profile = profile
-        self.pool = kv.BlockPool(profile.blocks)
+        self.pool = kv.BlockPool(profile.blocks, profile.host_blocks)
         self.slots = lora.LoraSlots(profile.max_loras)
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.reloaded_tokens = 0
+        self.reload_s = 0.0
         self.deferred = 0
         self._sequences: dict[str, batch.Sequence] = {}
         self._waiting: deque[batch.Sequence] = deque()
@@ -269,7 +272,7 @@ class SimulatedEngine:
         return chunk
 
     def _admit(self, plan: batch.StepPlan, budget: int) -> float:
-        """Admit waiting requests to the batch; returns the seconds of loading adapters."""
+        """Admit waiting requests to the batch; returns the seconds of loading adapters and blocks."""
         seconds = 0.0
         passed: list[batch.Sequence] = []
         waiting = self._waiting
@@ -286,6 +289,11 @@ class SimulatedEngine:
                 self._barred = True
                 break
             waiting.popleft()
+            if seq.reloaded:
+                reload_s = seq.reloaded * self.profile.reload_s_per_token
+                self.reloaded_tokens += seq.reloaded
+                self.reload_s += reload_s
+                seconds += reload_s
             if seq.job.adapter:
                 seconds += 0.0 if fit is lora.SlotFit.RESIDENT else self.profile.lora_load_s
                 self.slots.enter(seq.job.adapter)
@@ -311,10 +319,17 @@ class SimulatedEngine:
         room = pool.available - fresh
         if room < depth and room < pool.idle_among(seq.hashes, depth):
             return False
+        end = depth
+        if pool.host is not None:
+            end += pool.host.match(seq.hashes, depth, (seq.target - 1) // size)
+            pool.host.use(seq.hashes[depth:end])
         seq.held = list(seq.hashes[:depth])
         pool.pin(seq.held)
         pool.allocate(fresh)
-        seq.computed = depth * size
+        if end > depth:
+            pool.register(seq.held, seq.hashes, end)
+        seq.computed = end * size
+        seq.reloaded = (end - depth) * size
         return True
 
     def _enter(self, seq: batch.Sequence, plan: batch.StepPlan) -> None:
@@ -328,7 +343,7 @@ class SimulatedEngine:
         seq.started_at = plan.start
         prompt = seq.job.prompt_tokens
         self.prefix_queries += prompt
-        self.prefix_hits += seq.cached
+        self.prefix_hits += seq.cached - seq.reloaded
         waited = plan.start - seq.submitted_at
         plan.started.append(engine_request.RequestAdmitted(seq.job.id, waited, prompt, seq.cached))
 

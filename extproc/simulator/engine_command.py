@@ -26,6 +26,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of request ids and fault rates (%(default)s)")
     add("--kv-tokens", type=int, help="KV cache in tokens (of the profile)")
     add("--block-tokens", type=int, help="tokens per KV block (of the profile)")
+    add("--host-kv-tokens", type=int, help="evicted tokens that its host holds (of the profile)")
+    add("--reload-us", type=float, help="to load a token from there (of the profile)")
     add("--max-num-seqs", type=int, help="sequences in the batch (of the profile)")
     add("--token-budget", type=int, help="tokens per step (of the profile)")
     add("--max-model-len", type=int, help="prompt plus output tokens (of the profile)")
@@ -83,6 +85,8 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
         "max_loras": args.max_loras,
         "kv_tokens": args.kv_tokens,
         "block_tokens": args.block_tokens,
+        "host_kv_tokens": args.host_kv_tokens,
+        "reload_s_per_token": None if args.reload_us is None else args.reload_us / 1e6,
         "max_num_seqs": args.max_num_seqs,
         "token_budget": args.token_budget,
         "max_model_len": args.max_model_len,

@@ -41,7 +41,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         queued_s: Seconds it waited.
-        cached_tokens: How many of them the prefix cache had.
+        cached_tokens: How many of them the prefix cache had, on the device or in the memory of the host.
     """
 
     id: str
@@ -71,7 +71,7 @@ class RequestFinished(msgspec.Struct, frozen=True, gc=False):
         started_at: When it first entered the batch.
         first_token_at: When its prefill first ended.
         finished_at: When its last token was there.
-        cached_tokens: Prompt tokens the prefix cache had when it first entered the batch.
+        cached_tokens: As of `RequestAdmitted`.
         preemptions: How often it lost its blocks and was recomputed.
     """
 

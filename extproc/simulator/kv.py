@@ -6,6 +6,8 @@ content are touched one by one.
 
 Differences from vLLM, all small: a block without reusable content is reused before any cached one;
 two copies of the same content are one key plus one nameless cached block.
+
+What is evicted may be copied to the memory of the host, as vLLM's CPU offloading does when it is lazy.
 """
 
 from __future__ import annotations
@@ -15,12 +17,66 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Final, TypeAlias
 
-#: Key of content, key of the content before it (None for the first block, and where it is removed),
-#: and whether it was stored; else it was removed.
-BlockChange: TypeAlias = tuple[int, int | None, bool]
+#: Where a block is, as KV events name it: on the device, or in the memory of the host.
+DEVICE: Final = "GPU"
+HOST: Final = "CPU"
+
+#: Key of content, key of the content before it (None for the first block, and where it is unknown),
+#: whether it was stored, else it was removed, and where.
+BlockChange: TypeAlias = tuple[int, int | None, bool, str]
 
 #: Key of a removal of all content.
 ALL_BLOCKS: Final = -1
+
+
+class HostCache:
+    """Copies of evicted blocks in the memory of the host, least recently used first.
+
+    Args:
+        size: Blocks that it holds (count), at least 1.
+    """
+
+    __slots__ = ("_copies", "log", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.log: list[BlockChange] | None = None
+        self._copies: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def keys(self) -> Iterator[int]:
+        """Content of which there is a copy."""
+        return iter(self._copies)
+
+    def store(self, key: int) -> None:
+        """Copy a block that is on the device; the least recently used copy makes room."""
+        copies, log = self._copies, self.log
+        if key in copies:
+            copies.move_to_end(key)
+            return
+        copies[key] = None
+        removed = copies.popitem(last=False)[0] if len(copies) > self.size else None
+        if log is not None:
+            log.append((key, None, True, HOST))
+            if removed is not None:
+                log.append((removed, None, False, HOST))
+
+    def match(self, keys: Sequence[int], start: int, limit: int) -> int:
+        """Length of the unbroken run of copies from a position of the first `limit` keys."""
+        copies = self._copies
+        return len(list(takewhile(copies.__contains__, islice(keys, start, limit))))
+
+    def use(self, keys: Sequence[int]) -> None:
+        """Note that copies are loaded, deepest first, so that a prefix's tail is evicted first."""
+        for key in reversed(keys):
+            self._copies.move_to_end(key)
+
+    def clear(self) -> None:
+        """Remove every copy, without events."""
+        self._copies.clear()
 
 
 class BlockPool:
@@ -28,12 +84,17 @@ class BlockPool:
 
     Args:
         size: Blocks in the device's cache.
+        host_size: Evicted blocks that the memory of the host holds (count); 0 for none.
+
+    Attributes:
+        host: Copies of evicted blocks; None where there are none.
     """
 
-    __slots__ = ("_holders", "_idle", "_log", "_serial", "blank", "size")
+    __slots__ = ("_holders", "_idle", "_log", "_serial", "blank", "host", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host_size: int = 0) -> None:
         self._log: list[BlockChange] | None = None
+        self.host = HostCache(host_size) if host_size else None
         self.size = size
         self.blank = size
         # Sequences that hold a block by its key; 0 for those that are in `_idle` as well, the
@@ -85,12 +146,14 @@ class BlockPool:
         if short <= 0:
             self.blank -= count
             return
-        evict, holders, log = self._idle.popitem, self._holders, self._log
+        evict, holders, log, host = self._idle.popitem, self._holders, self._log, self.host
         for _ in range(short):
             key = evict(last=False)[0]
             del holders[key]
+            if host is not None and key >= 0:
+                host.store(key)
             if log is not None and key >= 0:
-                log.append((key, None, False))
+                log.append((key, None, False, DEVICE))
         self.blank = 0
 
     def register(self, held: list[int], hashes: Sequence[int], full: int) -> None:
@@ -111,7 +174,7 @@ class BlockPool:
                 parent = hashes[position - 1] if position else None
                 # Keys of a preempted sequence may be negative: those have no content to be found by.
                 if key >= 0 and (parent is None or parent >= 0):
-                    log.append((key, parent, True))
+                    log.append((key, parent, True, DEVICE))
             if count == 0:  # an older copy that no request holds: its block is free to take again
                 del self._idle[key]
                 self.blank += 1
@@ -151,19 +214,25 @@ class BlockPool:
             self.size -= lost
 
     def clear(self) -> None:
-        """Evict every unreferenced cached block."""
+        """Remove every unreferenced cached block, and all copies on the host."""
         self.blank += len(self._idle)
         for key in self._idle:
             del self._holders[key]
         if self._log is not None:
             removed = [key for key in self._idle if key >= 0] if self._holders else [ALL_BLOCKS]
-            self._log += [(key, None, False) for key in removed]
+            self._log += [(key, None, False, DEVICE) for key in removed]
+            if self.host is not None and self._holders:
+                self._log += [(key, None, False, HOST) for key in self.host.keys]
         self._idle.clear()
+        if self.host is not None:
+            self.host.clear()
 
     def log_changes(self) -> list[BlockChange]:
         """Log changes from now on; returns the log, which the caller empties."""
         if self._log is None:
             self._log = []
+            if self.host is not None:
+                self.host.log = self._log
         return self._log
 
     @property

@@ -34,6 +34,9 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
         max_loras: Adapter slots on the device; 0 means LoRA is off.
         lora_load_s: Seconds a step grows by when it brings an adapter onto the device.
         lora_kv_tokens: KV tokens each resident adapter takes away.
+        host_kv_tokens: Tokens of evicted blocks that the memory of the host holds; 0: none are copied
+            there.
+        reload_s_per_token: Seconds a step grows by for each token that is loaded from there.
     """
 
     name: str
@@ -50,11 +53,18 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int = 4
     lora_load_s: float = 0.0
     lora_kv_tokens: int = 0
+    host_kv_tokens: int = 0
+    reload_s_per_token: float = 0.0
 
     @property
     def blocks(self) -> int:
         """KV blocks of the engine."""
         return self.kv_tokens // self.block_tokens
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks that the memory of the host holds."""
+        return self.host_kv_tokens // self.block_tokens
 
     @property
     def lora_blocks(self) -> int:
@@ -76,6 +86,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
             decode_s_per_seq=self.decode_s_per_seq / speed,
             context_s_per_token=self.context_s_per_token / speed,
             lora_load_s=self.lora_load_s / speed,
+            reload_s_per_token=self.reload_s_per_token / speed,
         )
 
 
@@ -177,4 +188,11 @@ def check(profile: EngineProfile) -> None:
             wanted=f"at least two KV blocks of {profile.block_tokens} tokens beside the adapters",
             got=f"room for {profile.longest} tokens",
             fix="raise kv_tokens, or lower max_loras or lora_kv_tokens",
+        )
+    if profile.host_kv_tokens < 0 or profile.reload_s_per_token < 0:
+        raise errors.ConfigError(
+            f"profile {profile.name}",
+            wanted="host_kv_tokens and reload_s_per_token of at least 0",
+            got=f"{profile.host_kv_tokens} and {profile.reload_s_per_token}",
+            fix="0 for an engine that copies no blocks to the memory of its host",
         )

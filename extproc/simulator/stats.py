@@ -111,6 +111,7 @@ class Stats:
     def values(self) -> Mapping[str, float]:
         """Present counters and gauges by family name, or `family/variant`; absent means 0."""
         engine, hits = self._engine, self._engine.prefix_hits
+        reloaded = engine.reloaded_tokens
         return {
             **self.totals,
             "num_requests_running": engine.running,
@@ -123,8 +124,12 @@ class Stats:
             "prefix_cache_hits": hits,
             "num_preemptions": engine.preemptions,
             "prompt_tokens": engine.prefix_queries,
-            "prompt_tokens_by_source/local_compute": engine.prefix_queries - hits,
+            "external_prefix_cache_hits": reloaded,
+            "prompt_tokens_by_source/local_compute": engine.prefix_queries - hits - reloaded,
             "prompt_tokens_by_source/local_cache_hit": hits,
-            "prompt_tokens_cached": hits,
+            "prompt_tokens_by_source/external_kv_transfer": reloaded,
+            "prompt_tokens_cached": hits + reloaded,
             "prompt_tokens_cached_by_source/device": hits,
+            "prompt_tokens_cached_by_source/host": reloaded,
+            "kv_offload_load_time": engine.reload_s,
         }

@@ -204,3 +204,6 @@ FAMILIES: tuple[Family, ...] = (
         _TOKENS,
     ),
 )
+
+#: Seconds of loading blocks from the memory of the host; only engines that offload have it.
+RELOAD_TIME = _counter("kv_offload_load_time", "Total time of KV offload loads, in seconds.")

@@ -26,9 +26,9 @@ HOST = "127.0.0.1"
 class Engine:
     """Blocks of an engine, and their publisher."""
 
-    def __init__(self, *, blocks=1000, **settings):
+    def __init__(self, *, blocks=1000, host_blocks=0, **settings):
         self.blocks = blocks
-        self.pool = kv.BlockPool(blocks)
+        self.pool = kv.BlockPool(blocks, host_blocks)
         self.faults = faults.Faults(random.Random(1))
         settings = KvPublisherSettings(**settings)
         self.publisher = KvPublisher(settings, self.pool, block_tokens=SIZE, trouble=self.faults)

@@ -25,6 +25,25 @@ zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
+def test_copies_in_the_memory_of_the_host_are_followed(form):
+    """An engine names them by their hashes alone, in both forms, and removes them again."""
+
+    async def test():
+        engine = Engine(form=form, blocks=8, host_blocks=6)
+        async with running(engine) as subscriber:
+            for number in range(5):
+                engine.run_prompt(text(number))
+            await subscriber.until(lambda: subscriber.events.batches["applied"] == 5)
+            await subscriber.until(lambda: subscriber.holds(engine))
+            held = subscriber.subscription.engine
+            await subscriber.until(lambda: sorted(held.lower_keys) == sorted(engine.pool.host.keys))
+            assert len(held.lower_keys) == len(engine.pool.host) == 6
+            assert (held.dropped, held.is_exact) == (0, True)
+
+    run_async(test())
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
 def test_subscription_learns_what_was_published_before_it_and_since(form):
     """A replay has the beginning, in both forms; what is evicted is gone."""
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from extproc import errors
-from extproc.simulator import core, engine_request, profiles
+from extproc.simulator import core, engine_request, kv, profiles
 from tests.simulator import builders
 from tests.simulator.builders import A, B, C, D, a_job, drain, engine
 
@@ -302,3 +302,81 @@ def test_an_unknown_profile_is_named_with_the_known_ones():
     """The error lists what there is."""
     with pytest.raises(errors.ConfigError, match="demo"):
         profiles.find("nope")
+
+
+def a_host(**facts):
+    """An engine of 12 blocks, whose host holds some of those that it evicts."""
+    return engine(kv_tokens=48, reload_s_per_token=2**-16, **({"host_kv_tokens": 64} | facts))
+
+
+def served(it, name, *, base, prompt=24):
+    """Serve a prompt of six blocks alone; returns what came of it."""
+    it.submit(a_job(name, prompt=prompt, base=base), 0.0)
+    (result,) = drain(it)
+    return result
+
+
+def test_evicted_blocks_are_loaded_from_the_host_in_less_time_than_they_are_computed():
+    """They count as cached, but for the last block, of which a token is computed, and as no hits of the device."""
+    it = a_host()
+    first = served(it, "first", base=0)
+    served(it, "second", base=100)
+    served(it, "third", base=200)
+    assert it.pool.match(range(6), 6) == 0
+    again = served(it, "again", base=0)
+    assert again.finished[0].cached_tokens == 20
+    assert again.prefill_tokens == 4
+    assert again.duration_s == first.duration_s - 20 * B + 20 * 2**-16
+    assert (it.reloaded_tokens, it.reload_s, it.prefix_hits) == (20, 20 * 2**-16, 0)
+    # They are on the device again.
+    assert served(it, "once more", base=0).finished[0].cached_tokens == 20
+    assert (it.reloaded_tokens, it.prefix_hits) == (20, 20)
+
+
+def test_host_goes_on_where_the_device_ends():
+    """A beginning that is still there is not loaded."""
+    it = a_host()
+    served(it, "first", base=0)
+    served(it, "second", base=100, prompt=28)
+    assert it.pool.match(range(6), 6) == 5
+    served(it, "more", base=100, prompt=36)
+    left = it.pool.match(range(6), 6)
+    assert 0 < left < 5
+    served(it, "again", base=0)
+    assert (it.prefix_hits - 28, it.reloaded_tokens) == (4 * left, 20 - 4 * left)
+
+
+def test_host_holds_what_was_used_last():
+    """Beyond its size the copies that were not used for longest are removed."""
+    it = a_host(host_kv_tokens=24)
+    log = it.pool.log_changes()
+    for n in range(5):
+        served(it, str(n), base=100 * n)
+        assert len(it.pool.host) <= 6
+    device, host = set(), set()
+    for key, _, is_stored, medium in log:
+        held = device if medium == "GPU" else host
+        (held.add if is_stored else held.remove)(key)
+        assert is_stored or medium != "CPU" or len(host) <= 6
+        # Named by its hash alone, a copy is known by what is on the device.
+        assert not is_stored or medium != "CPU" or key in device
+    assert (device, host) == (set(it.pool.keys), set(it.pool.host.keys))
+
+
+def test_a_cleared_cache_has_no_copies_either():
+    """Behind `reset_prefix_cache`, nothing is found."""
+    it = a_host()
+    for n in range(3):
+        served(it, str(n), base=100 * n)
+    assert len(it.pool.host)
+    log = it.pool.log_changes()
+    it.pool.clear()
+    assert [change[0] for change in log] == [kv.ALL_BLOCKS]
+    assert served(it, "again", base=0).finished[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("facts", [{"host_kv_tokens": -1}, {"reload_s_per_token": -1e-6}])
+def test_a_host_below_nothing_is_refused(facts):
+    """Neither its size nor its time may be negative."""
+    with pytest.raises(errors.ConfigError, match="host_kv_tokens"):
+        engine(**facts)

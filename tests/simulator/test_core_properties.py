@@ -36,11 +36,12 @@ def check(it):
     assert len(it.slots.resident) <= it.profile.max_loras
     assert it._decoding.count + len(it._prefilling) == it.running
     assert sum(it._decoding._phases) == it._decoding.count
+    assert pool.host is None or len(pool.host) <= pool.host.size
 
 
-def play(script, *, horizon_s):
+def play(script, *, horizon_s, host_kv_tokens=0):
     """Run a script of arrivals and cancellations; returns everything that happened."""
-    it = engine(kv_tokens=128, max_num_seqs=4, lora_kv_tokens=4)
+    it = engine(kv_tokens=128, max_num_seqs=4, lora_kv_tokens=4, host_kv_tokens=host_kv_tokens)
     arrivals = sorted(enumerate(script), key=lambda item: item[1][4])
     leave_at, log, now, plan = {}, [], 0.0, 0
     while arrivals or it.running or it.waiting:
@@ -74,10 +75,12 @@ def play(script, *, horizon_s):
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(jobs, st.sampled_from([0.0, 0.1, 100.0]))
-def test_every_job_finishes_or_was_cancelled_and_all_blocks_come_back(script, horizon_s):
-    """No job is lost or served twice, no block leaks, and the cache stays in its size."""
-    it, log = play(script, horizon_s=horizon_s)
+@given(jobs, st.sampled_from([0.0, 0.1, 100.0]), st.sampled_from([0, 4, 80]))
+def test_every_job_finishes_or_was_cancelled_and_all_blocks_come_back(
+    script, horizon_s, host_kv_tokens
+):
+    """No job is lost or served twice, no block leaks, and the caches stay in their sizes."""
+    it, log = play(script, horizon_s=horizon_s, host_kv_tokens=host_kv_tokens)
     ended = [f.job.id for r in log if isinstance(r, engine_request.StepResult) for f in r.finished]
     ended += [name for name, was_there in (e for e in log if isinstance(e, tuple)) if was_there]
     assert sorted(ended) == sorted(f"r{n}" for n in range(len(script)))

@@ -65,6 +65,8 @@ def test_flags_change_the_profile():
     assert wanted.profile.kv_tokens == 32000
     assert wanted.profile.token_budget == 16384
     assert wanted.loras == ("a", "b")
+    host = engine_command.settings(parsed("--host-kv-tokens", "64000", "--reload-us", "15"))
+    assert (host.profile.host_kv_tokens, host.profile.reload_s_per_token) == (64000, 15e-6)
 
 
 @pytest.mark.parametrize(

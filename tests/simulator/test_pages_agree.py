@@ -11,7 +11,10 @@ from extproc.simulator.http import exposition
 from tests.simulator.builders import profile
 
 #: Of the counters, what an engine of the virtual world shows; speed is learned from these.
-COUNTED = ("steps", "step_tokens", "generated_tokens", "finished")
+COUNTED = (
+    *("steps", "step_tokens", "generated_tokens", "finished"),
+    *("reloaded_tokens", "reload_s"),
+)
 
 
 def works():
@@ -63,10 +66,13 @@ def simulated(machine, *, until):
     return node.page(until)
 
 
+@pytest.mark.parametrize("host_kv_tokens", [0, 320])
 @pytest.mark.parametrize("until", [0.05, 0.2, 0.6, 100.0])
-def test_the_virtual_engine_shows_what_the_served_one_shows(until):
+def test_the_virtual_engine_shows_what_the_served_one_shows(until, host_kv_tokens):
     """In the middle of a load and at its end: the same gauges, counters, adapters and sizes."""
-    machine = profile(kv_tokens=160, lora_load_s=2**-5)
+    machine = profile(
+        kv_tokens=160, lora_load_s=2**-5, host_kv_tokens=host_kv_tokens, reload_s_per_token=2**-14
+    )
     real, virtual = served(machine, until=until), simulated(machine, until=until)
     counted = msgspec.structs.asdict(real.counters)
     counted = EngineCounters(**{name: counted[name] for name in COUNTED})

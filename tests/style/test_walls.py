@@ -61,7 +61,7 @@ ALLOWED = (
         "extproc/simulator/core.py",
         (
             "cached computed decoding first_s first_token_at generated growth_s hashes held "
-            "started_at state steps stopped_at target"
+            "reloaded started_at state steps stopped_at target"
         ),
         "sequences and plans are plain data of the simulated engine, which the core writes",
     ),

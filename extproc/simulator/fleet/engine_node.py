@@ -62,7 +62,7 @@ class EngineNode:
         self.engine = core.SimulatedEngine(self.profile)
         self._log = self.engine.pool.log_changes() if self._block_listeners else None
         for listener in self._block_listeners:
-            listener([(kv.ALL_BLOCKS, None, False)])
+            listener([(kv.ALL_BLOCKS, None, False, kv.DEVICE)])
         self.up = True
         self.refusing = self._hung = False
         self._steps = self._computed = self._generated = self._ended = 0
@@ -171,6 +171,8 @@ class EngineNode:
                 step_tokens=float(self._computed + tokens),
                 generated_tokens=float(tokens),
                 finished=float(self._ended),
+                reloaded_tokens=float(engine.reloaded_tokens),
+                reload_s=engine.reload_s if engine.reloaded_tokens else None,
             ),
         )
 

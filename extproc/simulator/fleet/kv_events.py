@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from extproc.endpoint import Endpoint
+from extproc.pool.snapshot import EndpointSnapshot
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
 from extproc.request import BYTES_PER_TOKEN
 from extproc.simulator import kv
@@ -35,6 +37,7 @@ class SimKvEvents:
         self._exact = exact
         self._nodes = nodes
         self._engines: dict[int, tuple[Endpoint, EngineBlocks]] = {}
+        self._reload_times = [ReloadTimeEstimator() for _ in nodes]
         for n, node in enumerate(nodes):
             node.add_block_listener(partial(self._on_changes, n))
 
@@ -59,6 +62,13 @@ class SimKvEvents:
             index.set_complete(engine)
         self._engines[n] = endpoint, engine
 
+    def note_page(self, n: int, member: EndpointSnapshot) -> None:
+        """Take in what the page of an engine shows of the time to reload blocks."""
+        known = self._engines.get(n)
+        weight = self._reload_times[n].update(member.load.counters, member.rates)
+        if known is not None and weight is not None:
+            self._exact.index.set_lower_weight(known[1], 0, weight)
+
     def map_prompt(self, work: RequestSpec, chain: Sequence[int]) -> None:
         """Map the prompt of a request that was routed."""
         if chain and not self._exact.prompts.covers(chain):
@@ -73,13 +83,15 @@ class SimKvEvents:
         if known is None:
             return
         index, engine = self._exact.index, known[1]
-        for key, parent, is_stored in changes:
+        for key, parent, is_stored, medium in changes:
             if key == kv.ALL_BLOCKS:
                 index.apply(engine, AllBlocksCleared())
-            elif is_stored:
+            elif not is_stored:
+                index.apply(engine, BlockRemoved([key], medium))
+            elif medium == kv.DEVICE:
                 index.apply(engine, BlockStored([key], parent, _words(key), KEY_TOKENS))
-            else:
-                index.apply(engine, BlockRemoved([key]))
+            else:  # named by its hash alone, as vLLM does
+                index.apply(engine, BlockStored([key], None, b"", KEY_TOKENS, medium=medium))
         index.sweep(256)
 
 

@@ -32,7 +32,8 @@ class _CandidateState(msgspec.Struct):
 
     Attributes:
         others: What every job there still needs.
-        cached: Prompt tokens of the request that its cache has.
+        cached: Prompt tokens of the request that its cache has, on the device or its host.
+        reload_s: Seconds to load those of the host.
         home: Whether the conversation lives there.
         held: Tokens that the open prompts there will hold.
     """
@@ -41,8 +42,15 @@ class _CandidateState(msgspec.Struct):
     work: RequestSpec
     others: Sequence[engine_request.Outstanding]
     cached: int
+    reload_s: float
     home: bool
     held: float
+
+    @property
+    def saved(self) -> float:
+        """Tokens whose computation takes as long as its cache saves."""
+        per_token = self.node.engine.profile.prefill_s_per_token
+        return self.cached - (self.reload_s / per_token if per_token else 0.0)
 
 
 class OraclePicker:
@@ -77,7 +85,7 @@ class OraclePicker:
         if not candidates:
             sim_request.failure = "rejected 503"
             return -1
-        most = max(candidate.cached for candidate in candidates)
+        most = max(candidate.saved for candidate in candidates)
         growth = self._recurrence.expected_growth_tokens(work.prompt_tokens)
         best = min(candidates, key=lambda candidate: self._price(candidate, most, growth))
         where = next(n for n in self._listed if self._nodes[n] is best.node)
@@ -110,18 +118,26 @@ class OraclePicker:
 
     def _look(self, n: int, work: RequestSpec, *, home: InflightLoad | None) -> _CandidateState:
         engine = self._nodes[n].engine
-        size = engine.profile.block_tokens
-        cached = engine.pool.match(work.keys, (work.prompt_tokens - 1) // size) * size
-        others, account = list(engine.outstanding()), self._accounts[n]
+        machine, pool = engine.profile, engine.pool
+        size, limit = machine.block_tokens, (work.prompt_tokens - 1) // machine.block_tokens
+        depth = pool.match(work.keys, limit)
+        reloaded = 0 if pool.host is None else pool.host.match(work.keys, depth, limit)
+        account = self._accounts[n]
         return _CandidateState(
-            self._nodes[n], work, others, cached, account is home, account.active_context_tokens
+            self._nodes[n],
+            work,
+            others=list(engine.outstanding()),
+            cached=(depth + reloaded) * size,
+            reload_s=reloaded * size * machine.reload_s_per_token,
+            home=account is home,
+            held=account.active_context_tokens,
         )
 
-    def _price(self, candidate: _CandidateState, most: int, growth: float) -> float:
-        """Cost of a candidate in seconds; `most` is the highest number of cached tokens."""
+    def _price(self, candidate: _CandidateState, most: float, growth: float) -> float:
+        """Cost of a candidate in seconds; `most` is the highest number of saved tokens."""
         work, machine = candidate.work, candidate.node.engine.profile
         per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
-        prefill = (work.prompt_tokens - candidate.cached) * per_token
+        prefill = (work.prompt_tokens - candidate.cached) * per_token + candidate.reload_s
         queued = waiting = first = 0
         slower = load = 0.0
         own = per_seq + machine.context_s_per_token * (work.prompt_tokens + work.output_tokens / 2)
@@ -146,7 +162,7 @@ class OraclePicker:
             + _WEIGHTS.own_share * slower
             + _WEIGHTS.others_share * (load + count * (prefill + min(adapter, machine.lora_load_s)))
             + _WEIGHTS.waiting_share * first * prefill
-            + _WEIGHTS.waste_share * (count + waiting) * (most - candidate.cached) * per_token
+            + _WEIGHTS.waste_share * (count + waiting) * (most - candidate.saved) * per_token
             + self._crowding_s(candidate, growth)
         )
 

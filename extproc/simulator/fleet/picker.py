@@ -362,6 +362,8 @@ class ExtprocPicker:
             # As the real scraper does: once an engine's page could be read.
             if self._models is not None and member is not None and member.models is None:
                 fleet.observe_models(member.endpoint, self._models)
+            if self._kv_events is not None and member is not None:
+                self._kv_events.note_page(n, member)
             self._changed()
 
     def _changed(self) -> None:

@@ -38,7 +38,8 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         has_metrics: Whether they have a metrics page. False: scrapes find none (404).
         set: Numbers of the machine that differ, such as `kv_tokens: 4200`: base_s,
             prefill_s_per_token, decode_s_per_seq, context_s_per_token, kv_tokens, token_budget,
-            max_num_seqs, max_model_len, max_queued, max_loras, lora_load_s, lora_kv_tokens.
+            max_num_seqs, max_model_len, max_queued, max_loras, lora_load_s, lora_kv_tokens, and of
+            evicted blocks in the memory of the host host_kv_tokens, reload_s_per_token.
     """
 
     count: Positive = 8

@@ -183,6 +183,8 @@ class ExpositionPage(Collector):
             yield self._family(family, values)
         if self._profile.max_loras:
             yield self._adapters()
+        if self._profile.host_blocks:
+            yield self._family(vllm_metric_families.RELOAD_TIME, values)
         configs = [self._cache_config(str(rank)) for rank in range(len(self._ranks))]
         info = GaugeMetricFamily(
             "vllm:cache_config_info",

@@ -188,8 +188,9 @@ class KvPublisher:
         """Events of changes; chains of stored blocks are one."""
         stored: list[tuple[int, _Block]] = []
         first: int | None = None
-        for key, parent, is_stored in changes:
-            block = self._noted.get(key) if is_stored else None
+        for key, parent, is_stored, medium in changes:
+            on_device = medium == kv.DEVICE
+            block = self._noted.get(key) if is_stored and on_device else None
             follows = stored and parent == stored[-1][0] and is_stored and block is not None
             if stored and not (follows and block and block.adapter == stored[-1][1].adapter):
                 yield self._stored(stored, first)
@@ -201,9 +202,23 @@ class KvPublisher:
             elif key == kv.ALL_BLOCKS:
                 yield self._form("AllBlocksCleared")
             elif not is_stored:
-                yield self._form("BlockRemoved", block_hashes=[key], medium="GPU")
+                yield self._form("BlockRemoved", block_hashes=[key], medium=medium)
+            elif not on_device:
+                yield self._copied(key)
         if stored:
             yield self._stored(stored, first)
+
+    def _copied(self, key: int) -> Any:
+        """A copy in the memory of the host, named by its hash alone."""
+        return self._form(
+            "BlockStored",
+            block_hashes=[key],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=0,
+            lora_id=None,
+            medium=kv.HOST,
+        )
 
     def _stored(self, stored: Sequence[tuple[int, _Block]], parent: int | None) -> Any:
         adapter = stored[0][1].adapter
@@ -217,7 +232,7 @@ class KvPublisher:
             token_ids=[word for _, block in stored for word in prompt.token_ids(block.tokens)],
             block_size=self._block_tokens,
             lora_id=1 if adapter else None,
-            medium="GPU",
+            medium=kv.DEVICE,
             lora_name=adapter or None,
             extra_keys=extras,
         )
