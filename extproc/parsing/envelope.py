@@ -272,7 +272,7 @@ def request(
     content, tokens, text_bytes = prompt.content, prompt.tokens, prompt.text_bytes
     spans: tuple[MediaSpan, ...] = ()
     if text_bytes and media.MARKER in content:
-        content, spans, text_bytes = media.lay_out(content, model)
+        content, spans, text_bytes = media.lay_out(content, model, media.video_size(raw.headers))
         tokens = canonical_prompt.estimate(text_bytes) + sum([span.tokens for span in spans])
     return InferenceRequest(
         api,

@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import xxhash
@@ -75,6 +75,18 @@ _MAX_SEGMENTS: Final = 64
 _AUDIO_BYTES_PER_S: Final = 16_000
 #: Longest audio (seconds).
 _LONGEST_S: Final = 3600
+
+#: Headers of llm-d with seconds, frames per second, and WIDTHxHEIGHT of the videos of a request.
+VIDEO_DURATION: Final = "x-llm-d-video-duration-seconds"
+VIDEO_FPS: Final = "x-llm-d-video-fps"
+VIDEO_RESOLUTION: Final = "x-llm-d-video-resolution"
+_DECIMAL: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+_RESOLUTION: Final = re.compile(r"([0-9]{1,5})[xX]([0-9]{1,5})")
+#: Frames per second where only the seconds are known, as upstream.
+_USUAL_FPS: Final = 24.0
+#: Tokens of a frame at most, whatever a header claims: processors of videos shrink frames to this of
+#: 28 x 28 pixels each (Qwen's `VIDEO_MAX_PIXELS`).
+_MAX_FRAME_TOKENS: Final = 768
 
 #: Size of an item: width and height in pixels, or seconds and 0.
 Size = tuple[int, int]
@@ -202,14 +214,52 @@ def _audio_s(head: bytes, num_bytes: int) -> int:
     return max(1, min(_LONGEST_S, num_bytes // (rate or _AUDIO_BYTES_PER_S)))
 
 
-def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], int]:
+class VideoSize(NamedTuple):
+    """Size of the videos of a request.
+
+    Attributes:
+        frame: Width and height in pixels.
+        frames: Frames of which an engine takes tokens (count).
+    """
+
+    frame: Size = (640, 360)
+    frames: int = 32
+
+
+#: What is not known of a video. 32 frames are what vLLM takes of it (`--media-io-kwargs`, `num_frames`).
+USUAL_VIDEO: Final = VideoSize()
+
+
+def video_size(headers: Mapping[str, str]) -> VideoSize:
+    """Size of the videos of a request by the headers of llm-d; what is malformed is not believed.
+
+    Args:
+        headers: Names in lower case.
+    """
+    frame, frames = USUAL_VIDEO
+    sides = _RESOLUTION.fullmatch(headers.get(VIDEO_RESOLUTION, ""))
+    if sides is not None and int(sides[1]) and int(sides[2]):
+        frame = int(sides[1]), int(sides[2])
+    seconds, rate = (
+        _DECIMAL.fullmatch(headers.get(name, "")) for name in (VIDEO_DURATION, VIDEO_FPS)
+    )
+    if seconds is not None:
+        per_s = float(rate[0]) if rate is not None else _USUAL_FPS
+        frames = min(frames, max(1, int(float(seconds[0]) * per_s)))
+    return VideoSize(frame, frames)
+
+
+def lay_out(
+    prompt: bytes, model: str, video: VideoSize = USUAL_VIDEO
+) -> tuple[bytes, tuple[MediaSpan, ...], int]:
     """Give the items of a prompt the room of their tokens.
 
-    It goes by the name in the body, and by nothing that is learned: equal prompts stay equal.
+    It goes by the request, and by nothing that is learned: equal prompts stay equal.
 
     Args:
         prompt: Stable bytes with fields of items.
         model: Model that the body names, of any length; empty for none.
+        video: Size of all videos.
 
     Returns:
         The prompt, its items, and the bytes of all else in it.
@@ -222,7 +272,7 @@ def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], in
     for match in islice(_FIELD.finditer(prompt), MAX_ITEMS):
         kind = _BY_LETTER[match[1]]
         size, json_bytes = (int(match[2]), int(match[3])), int(match[4])
-        tokens = estimate(model, kind, size)
+        tokens = estimate(model, kind, size, video)
         if len(spans) == MAX_SPANS:
             more_tokens += tokens
             num_more += 1
@@ -242,7 +292,7 @@ def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], in
                 at,
                 num_bytes - at,
                 tokens,
-                is_sized=size != _UNKNOWN,
+                is_sized=video != USUAL_VIDEO if kind == "video" else size != _UNKNOWN,
                 digest=xxhash.xxh3_64_intdigest(view[start:end]) if json_bytes else 0,
             )
         )
@@ -255,12 +305,9 @@ def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], in
     return b"".join(pieces), tuple(spans), text_bytes + len(prompt) - copied
 
 
-#: Size of an image that cannot be read (pixels), of a frame of a video, and seconds of audio.
+#: Size of an image that cannot be read (pixels), and seconds of audio.
 _USUAL_IMAGE: Final = (1024, 768)
-_FRAME: Final = (640, 360)
 _USUAL_S: Final = 30
-#: Frames that vLLM takes of a video (`--media-io-kwargs`, `num_frames`).
-_FRAMES: Final = 32
 
 
 class _ImageRule(Protocol):
@@ -417,18 +464,22 @@ def _find_family(model: str) -> _Family:
 
 
 @lru_cache(maxsize=4096)
-def estimate(model: str, kind: MediaKind, size: tuple[int, int]) -> int:
+def estimate(
+    model: str, kind: MediaKind, size: tuple[int, int], video: VideoSize = USUAL_VIDEO
+) -> int:
     """Prompt tokens of an item, at least 1.
 
     Args:
         model: Name of a model; any other name is of an unknown family.
         size: Width and height in pixels, or seconds and 0; zeros where it is unknown.
+        video: Size of a video.
     """
     family = _find_family(model)
     if kind == "audio":
         return max(1, round((size[0] or _USUAL_S) * family.audio_tokens_per_s))
     if kind == "video":
-        return _FRAMES // family.joined_frames * family.image(*_FRAME)
+        joined = -(-video.frames // family.joined_frames)
+        return joined * min(_MAX_FRAME_TOKENS, family.image(*video.frame))
     width, height = size
     if not width or not height:
         width, height = _USUAL_IMAGE

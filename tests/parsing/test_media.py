@@ -261,6 +261,47 @@ def test_videos_are_of_a_usual_size():
     assert (found.kind, found.tokens, found.is_sized) == ("video", 16 * 23 * 13, False)
 
 
+VIDEO = {"type": "video_url", "video_url": {"url": url(b"x" * 1000, "video/mp4")}}
+
+
+@pytest.mark.parametrize(
+    ("headers", "tokens"),
+    [
+        ({"resolution": "1280x720"}, 16 * 768),
+        ({"resolution": "448X224"}, 16 * 16 * 8),
+        ({"duration_seconds": "0.5"}, 6 * 23 * 13),
+        ({"duration_seconds": "2", "fps": "3.5"}, 4 * 23 * 13),
+        ({"duration_seconds": "600", "fps": "60", "resolution": "99999x99999"}, 16 * 768),
+        ({"duration_seconds": "0", "resolution": "28x28"}, 4),
+    ],
+)
+def test_headers_say_the_size_of_videos(headers, tokens):
+    """Frames are 32 at most, and shrunk as processors do."""
+    named = {f"x_llm_d_video_{name}": value for name, value in headers.items()}
+    request = parsed(CHAT, {"messages": [user([VIDEO])], "model": QWEN}, **named)
+    assert (request.media[0].tokens, request.media[0].is_sized) == (tokens, True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"resolution": "1080p"},
+        {"resolution": "0x720"},
+        {"resolution": "640x360x2"},
+        {"resolution": "1" * 4096 + "x1"},
+        {"duration_seconds": "-1"},
+        {"duration_seconds": "nan"},
+        {"duration_seconds": "1e9"},
+        {"fps": "1"},
+    ],
+)
+def test_malformed_headers_of_videos_are_not_believed(headers):
+    """As without them; a rate alone says nothing."""
+    named = {f"x_llm_d_video_{name}": value for name, value in headers.items()}
+    body = {"messages": [user([VIDEO])], "model": QWEN}
+    assert parsed(CHAT, body, **named).media == parsed(CHAT, body).media
+
+
 def test_forged_fields_are_bounded():
     """Bytes that no text has, in a prompt that no text makes, give items within bounds."""
     forged = b"\xf7i99999,99999,999999999;\xf7a,,;\xf7x1,1,1;" + struct.pack("B", 0xF7)
