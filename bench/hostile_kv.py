@@ -26,7 +26,7 @@ _READY = b"\x05READY\x0bSocket-Type"
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 #: Bytes of a batch at most, as the picker takes it, and blocks and tokens of an event.
-_BATCH_BYTES, _BLOCKS, _TOKENS = 1 << 20, 4096, 262_144
+_BATCH_BYTES, _BLOCKS, _TOKENS = 1 << 20, 4096, 131_072
 
 #: Seconds between two messages, or parts of one that drips.
 _PAUSE_S, _DRIP_S = 0.0005, 0.2
@@ -95,7 +95,7 @@ EVENTS: Mapping[str, Publisher] = {
     "many unknown events": _repeat(batch(*[["x"]] * 16_000)),
     "blocks of one token": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _BLOCKS, 1))),
     "long blocks": _repeat(batch(stored([1], _TOKENS, _TOKENS))),
-    "many tokens": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _TOKENS, 64))),
+    "many tokens": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _TOKENS, 32))),
     "orphans": _number(lambda at: batch(stored(_fresh(at, 64), 1024, 16, parent=1 << 63 | at))),
     "loops": _number(lambda at: batch(*[stored([at % 7, 3], 32, 16, parent=at % 5)] * 500)),
     "adapters": _number(
@@ -103,7 +103,7 @@ EVENTS: Mapping[str, Publisher] = {
     ),
     "extra keys": _number(
         lambda at: batch(
-            stored(_fresh(at, 256), 4096, 16, extra_keys=[["k" * 40] * 64 for _ in range(256)])
+            stored(_fresh(at, 128), 2048, 16, extra_keys=[["k" * 40] * 64 for _ in range(128)])
         )
     ),
     "media": _number(

@@ -77,6 +77,14 @@ class SentPrompt(NamedTuple):
         return now - self.at <= _SETTLE_S
 
 
+def _note_sent(known: dict[str, SentPrompt], address: str, sent: SentPrompt) -> None:
+    """Note an engine as the latest, and give up the earliest where they are too many."""
+    known.pop(address, None)
+    if len(known) >= _MAX_SENT:
+        del known[next(iter(known))]
+    known[address] = sent
+
+
 class MappedPrompt:
     """Token blocks of an earlier prompt.
 
@@ -105,10 +113,7 @@ class MappedPrompt:
 
     def note_sent(self, address: str, sent: SentPrompt) -> None:
         """Note that it, or a prompt that shares a beginning with it, was sent to an engine."""
-        self.sent.pop(address, None)
-        if len(self.sent) >= _MAX_SENT:
-            del self.sent[next(iter(self.sent))]
-        self.sent[address] = sent
+        _note_sent(self.sent, address, sent)
 
     @property
     def num_blocks(self) -> int:
@@ -356,7 +361,7 @@ class ExactPrefixes:
             mapped[0].note_sent(address, sent)
         if chain and not self.prompts.covers(chain):
             unmapped = self._unmapped
-            unmapped.setdefault(chain[-1], {})[address] = sent
+            _note_sent(unmapped.setdefault(chain[-1], {}), address, sent)
             unmapped.move_to_end(chain[-1])
             if len(unmapped) > _MAX_UNMAPPED:
                 unmapped.popitem(last=False)

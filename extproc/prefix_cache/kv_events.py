@@ -31,13 +31,14 @@ MAX_EVENTS: Final = 16_384
 #: Blocks of an event at most (count): a step of an engine computes some 16,384 tokens, 1,024 blocks.
 MAX_BLOCKS: Final = 4_096
 
-#: Tokens of an event at most (count), and of a block.
-MAX_TOKENS: Final = 262_144
+#: Tokens of an event at most (count), and of a block: pairs of them, with images, take 25 ms of the event
+#: loop.
+MAX_TOKENS: Final = 131_072
 
 _WORD: Final = (1 << 64) - 1
 
-#: What keeps blocks of an event apart at most (count): 64 for each of 256 blocks with images.
-MAX_EXTRAS: Final = 16_384
+#: What keeps blocks of an event apart at most (count): 64 for each of 128 blocks with images.
+MAX_EXTRAS: Final = 8_192
 
 _Hash: TypeAlias = int | bytes
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_BLOCKS)]

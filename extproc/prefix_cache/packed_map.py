@@ -24,10 +24,11 @@ _MAX_SHARED: Final = 65_536
 #: prompts of conversations, and those of system prompts.
 _MAX_LOOKED_UP: Final = 16_384
 
-#: Chains that are remembered as what went on from a block (count), and blocks of each (count). They are
-#: answers, until the next turn is mapped.
+#: Chains that are remembered as what went on from a block (count), blocks of each (count), and of all: 2 MB.
+#: They are answers, of which most come block by block, until the next turn is mapped.
 _MAX_CONTINUATIONS: Final = 16_384
 _MAX_CONTINUED: Final = 512
+_MAX_CONTINUED_TOTAL: Final = 262_144
 
 _NOTHING: Final = array("Q")
 
@@ -215,10 +216,11 @@ class MaskMap(PackedMap):
 class Continuations:
     """Chains of blocks by the block before them; bounded, the longest unused go first."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_known", "_num_blocks")
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, array[int]] = OrderedDict()
+        self._num_blocks = 0
 
     def find(self, key: int) -> array[int]:
         """Keys of the blocks that went on from a block last, on any engine; empty for none."""
@@ -236,7 +238,8 @@ class Continuations:
     def record(self, parent: int, keys: Sequence[int]) -> None:
         """Note the keys that an engine stored behind a block."""
         known = self._known
-        known[parent] = array("Q", keys[:_MAX_CONTINUED])
-        known.move_to_end(parent)
-        if len(known) > _MAX_CONTINUATIONS:
-            known.popitem(last=False)
+        replaced = known.pop(parent, _NOTHING)
+        known[parent] = chain = array("Q", keys[:_MAX_CONTINUED])
+        self._num_blocks += len(chain) - len(replaced)
+        while len(known) > _MAX_CONTINUATIONS or self._num_blocks > _MAX_CONTINUED_TOTAL:
+            self._num_blocks -= len(known.popitem(last=False)[1])

@@ -1,9 +1,9 @@
-"""HTTP client for scrapes: one keep-alive connection per endpoint, one request at a time.
+"""HTTP client for pages of engines: one keep-alive connection per endpoint.
 
-A shell around an incremental parser of a response to a GET: llhttp with bounds. It exists because a full
-HTTP client costs more per scrape than the reading of the page. Bodies may have a Content-Length, be
-chunked, or end with the connection, and are kept up to a cap. Of an answer other than 200 only the status
-is read.
+A shell around an incremental parser of a response to a GET or POST: llhttp with bounds. It exists because
+a full HTTP client costs more per scrape than the reading of the page, and bounds neither interim answers
+nor the framing of chunks. Bodies may have a Content-Length, be chunked, or end with the connection, and
+are kept up to a cap. Of an answer other than 200 only the status is read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from typing import cast
+from urllib.parse import urlsplit
 
 import httptools
 import msgspec
@@ -20,6 +21,10 @@ _HEAD_BYTES = 16_384
 
 #: Bytes of a response in which chunk sizes, extensions and trailers may exceed the body.
 _FRAMING_BYTES = 65_536
+
+#: Pieces of a body at most (count): a chunk of a byte costs as much as one of a page, and the event loop
+#: may read megabytes of them in one turn.
+_MAX_PIECES = 16_384
 
 
 class HttpResponseParser:
@@ -132,7 +137,7 @@ class HttpResponseParser:
         self._left -= len(body)
         if self.done:
             return
-        if self._left < 0:
+        if self._left < 0 or len(self._body) >= _MAX_PIECES:
             self._fail("too large")
         else:
             self._body.append(body)
@@ -194,13 +199,24 @@ class FetchFailed(msgspec.Struct, frozen=True):
 
     reason: str
 
+    @property
+    def status(self) -> int:
+        """The HTTP status, if that is the reason; else 0."""
+        return int(self.reason[7:]) if self.reason.startswith("status ") else 0
+
 
 #: The Prometheus text format, which every engine's metrics page has.
 PROMETHEUS = "text/plain;version=0.0.4"
 
 
 def target(
-    host: str, port: int, *, path: str, accept: str = PROMETHEUS, more: str = ""
+    host: str,
+    port: int,
+    *,
+    path: str,
+    method: str = "GET",
+    accept: str = PROMETHEUS,
+    more: str = "",
 ) -> ScrapeTarget:
     """Builds the target of one page; no compression, which costs more than the LAN it saves."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -208,10 +224,26 @@ def target(
         host,
         port,
         (
-            f"GET {path} HTTP/1.1\r\nhost: {authority}\r\nuser-agent: extproc\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: {authority}\r\nuser-agent: extproc\r\n"
             f"accept: {accept}\r\naccept-encoding: identity\r\n{more}\r\n"
         ).encode(),
     )
+
+
+def post_target(url: str) -> ScrapeTarget:
+    """Builds the target of a POST of JSON, whose body is given to `ScrapeClient.post`.
+
+    Raises:
+        ValueError: It is no URL of a host, or holds a user.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname
+    if not host or "@" in parts.netloc:
+        raise ValueError("a URL with a host and without a user is expected")
+    host.encode("idna")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    accept, more = "application/json", "content-type: application/json\r\n"
+    return target(host, port, path=parts.path, method="POST", accept=accept, more=more)
 
 
 class _Connection(asyncio.Protocol):
@@ -292,12 +324,19 @@ class ScrapeClient:
         self._idle_connections: dict[tuple[str, int], _Connection] = {}
 
     async def get(self, where: ScrapeTarget) -> bytes | FetchFailed:
-        """Fetches one page; at most one call per target at a time.
+        """Fetches one page.
 
         When the server closed a kept connection before a byte of the answer came, the request is
         sent once more at once on a fresh one.
         """
         answer = await self._fetch(where)
+        return answer if isinstance(answer, FetchFailed) else _page(answer)
+
+    async def post(self, where: ScrapeTarget, body: bytes) -> bytes | FetchFailed:
+        """Sends a body, and returns that of the answer; fails and tries again as `get` does."""
+        head = where.request.removesuffix(b"\r\n")
+        request = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
+        answer = await self._fetch(msgspec.structs.replace(where, request=request))
         return answer if isinstance(answer, FetchFailed) else _page(answer)
 
     async def get_page(self, where: ScrapeTarget) -> FetchedPage:
@@ -353,8 +392,17 @@ class ScrapeClient:
                 connection.drop()
         if keep:
             connection.idle_since = loop.time()
+            # The one of another call that ended first is closed.
+            self.forget(where)
             self._idle_connections[where.host, where.port] = connection
+            self._close_unused(connection.idle_since)
         return answer
+
+    def _close_unused(self, now: float) -> None:
+        """Closes connections that are too old to be used, which are the first ones."""
+        idle = self._idle_connections
+        while idle and now - next(iter(idle.values())).idle_since > self._idle_s:
+            idle.pop(next(iter(idle))).drop()
 
     async def _connect(self, where: ScrapeTarget) -> _Connection:
         loop = asyncio.get_running_loop()

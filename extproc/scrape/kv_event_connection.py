@@ -10,6 +10,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, cast
 
 from extproc.prefix_cache import kv_events
@@ -186,12 +187,13 @@ class EngineConnector:
 
     Args:
         address: IP address or name, and TCP port.
+        wait_s: Seconds until the first attempt.
         on_open: Called with each connection behind its handshake.
         on_readable: Called when there may be messages.
         on_lost: Called with the reason when a connection is lost that was open.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - three of them are callbacks
         self,
         address: tuple[str, int],
         socket_type: SocketType,
@@ -199,6 +201,7 @@ class EngineConnector:
         clock: Callable[[], float],
         rng: random.Random,
         supervisor: Supervisor,
+        wait_s: float = 0.0,
         on_open: Callable[[EngineConnection], None],
         on_readable: Callable[[], None],
         on_lost: Callable[[str], None],
@@ -214,7 +217,7 @@ class EngineConnector:
         self._is_open = False
         self._closed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(
-            supervisor.keep("kv_events", self._run, instance=str(address)),
+            supervisor.keep("kv_events", partial(self._run, wait_s), instance=str(address)),
             name="KV event connection",
         )
 
@@ -252,9 +255,11 @@ class EngineConnector:
         if was_open and why is not None:
             self._on_lost(why or "the connection is gone")
 
-    async def _run(self) -> None:
+    async def _run(self, first_wait_s: float) -> None:
         loop = asyncio.get_running_loop()
         wait_s = _RECONNECT_S
+        if first_wait_s:
+            await asyncio.sleep(first_wait_s)
         while True:
             self._closed.clear()
             try:

@@ -24,6 +24,9 @@ _ACCEPTED, _ACCEPT_PAUSE_S = 16, 0.01
 #: known to be lost.
 _MAX_PER_ENDPOINT: Final = 3
 
+#: Seconds that a connection counts beyond its end: a peer that connects time and again costs little.
+_RELEASE_S: Final = 0.5
+
 
 class KvEventListener:
     """Listens on a port for the engines of one rank.
@@ -100,7 +103,7 @@ class KvEventListener:
 
     def on_closed(self, connection: EngineConnection, why: str | None) -> None:
         """Forget a connection that is closed."""
-        self._release(self.connections.pop(connection))
+        self._release_later(self.connections.pop(connection))
         self.num_refused += bool(why)
         subscription = self._subscriptions.pop(connection, None)
         if subscription is not None and why is not None:
@@ -153,10 +156,13 @@ class KvEventListener:
             await self._loop.connect_accepted_socket(lambda: connection, accepted)
         except BaseException as error:
             if self.connections.pop(connection, None) is not None:
-                self._release(ip)
+                self._release_later(ip)
             accepted.close()
             if not isinstance(error, OSError):  # the peer may be gone already
                 raise
+
+    def _release_later(self, ip: str) -> None:
+        self._loop.call_later(_RELEASE_S, self._release, ip)
 
     def _release(self, ip: str, count: int = 1) -> None:
         self._num_at[ip] -= count

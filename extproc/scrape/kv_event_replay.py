@@ -14,6 +14,10 @@ _TIMEOUT_S = 2.0
 #: vLLM keeps.
 _MAX_BATCHES, _MAX_BYTES = 100_000, 1 << 30
 
+#: Seconds between two requests, each of which takes a connection, and those that may follow each other at
+#: once (count): an engine chooses by what it publishes how often it is asked.
+_REQUEST_S, _MAX_BURST = 0.05, 8
+
 #: Number that ends a replay.
 END: Final = (1 << 64) - 1
 
@@ -26,7 +30,7 @@ class BatchReplay:
     """Requests to the replay socket of an engine, and the order of what it answers.
 
     Args:
-        connect: Connects to the socket, and calls back with each open connection.
+        connect: Connects to the socket after so many seconds, and calls back with each open connection.
         clock: Monotonic seconds.
 
     Attributes:
@@ -37,13 +41,15 @@ class BatchReplay:
 
     def __init__(
         self,
-        connect: Callable[[Callable[[EngineConnection], None]], EngineConnector],
+        connect: Callable[[Callable[[EngineConnection], None], float], EngineConnector],
         clock: Callable[[], float],
     ) -> None:
         self._connect = connect
         self._clock = clock
         self._connector: EngineConnector | None = None
         self._until = 0.0
+        #: When requests as often as allowed would have led to as many as there were.
+        self._even_at = 0.0
         self._num_batches = self._num_bytes = 0
         self._has_progress = False
         self.is_verifying = False
@@ -69,9 +75,14 @@ class BatchReplay:
         self.close()
         self.is_verifying = verify
         self._has_progress = self.has_hole = False
-        self._until = self._clock() + _TIMEOUT_S
+        now = self._clock()
+        wait_s = max(0.0, self._even_at - now - (_MAX_BURST - 1) * _REQUEST_S)
+        self._even_at = max(self._even_at, now) + _REQUEST_S
+        self._until = now + wait_s + _TIMEOUT_S
         # As from a socket of type REQ, behind an empty frame.
-        self._connector = self._connect(lambda connection: connection.send(b"", start.to_bytes(8)))
+        self._connector = self._connect(
+            lambda connection: connection.send(b"", start.to_bytes(8)), wait_s
+        )
 
     def check(self, now: float) -> None:
         """Close a connection that is silent: another one is made."""

@@ -19,9 +19,11 @@ from typing import Annotated, Final, TypeVar, get_args
 import msgspec
 
 from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
+from extproc.scrape import client
 from extproc.scrape.kv_event_listener import KvEventListener, plain_ip
 from extproc.scrape.kv_event_subscription import (
     BatchResult,
@@ -111,13 +113,24 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def require(settings: KvEventsSection) -> None:
-    """Refuse a tokenizer that needs a package that is not installed, or is not there.
+    """Refuse a tokenizer that needs a package that is not installed, or is not there, and a bad URL.
 
     Raises:
-        ConfigError: The package is not installed, or the folder cannot be read.
+        ConfigError: The package is not installed, the folder cannot be read, or the URL has no host,
+            a port that is none, or a user.
     """
     if settings.enabled and settings.tokenizer_path:
         LocalTokenizer(settings.tokenizer_path)
+    if settings.enabled and settings.render_url:
+        try:
+            client.post_target(settings.render_url)
+        except ValueError as error:
+            raise ConfigError(
+                "kv_events.render_url",
+                wanted="http://host:port or https://host:port, with a path or without",
+                got=str(error),
+                fix="write such a URL, or leave it empty: engines are asked for tokens then",
+            ) from None
 
 
 class SubscriberCallbacks(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,8 +101,8 @@ class EngineSubscription:
         #: Connection on which the engine publishes; None while there is none.
         self._sub: EngineConnection | None = None
         self._replay = BatchReplay(
-            lambda on_open: self._connect(
-                replay_port, b"DEALER", on_open=on_open, on_lost=lambda _: None
+            lambda on_open, wait_s: self._connect(
+                replay_port, b"DEALER", wait_s=wait_s, on_open=on_open, on_lost=lambda _: None
             ),
             owner.clock,
         )
@@ -277,6 +277,7 @@ class EngineSubscription:
         port: int,
         socket_type: SocketType,
         *,
+        wait_s: float = 0.0,
         on_open: Callable[[EngineConnection], None],
         on_lost: Callable[[str], None],
     ) -> EngineConnector:
@@ -287,6 +288,7 @@ class EngineSubscription:
             clock=owner.clock,
             rng=owner.rng,
             supervisor=owner.supervisor,
+            wait_s=wait_s,
             on_open=on_open,
             on_readable=self.wake,
             on_lost=on_lost,

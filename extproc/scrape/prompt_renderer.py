@@ -5,8 +5,8 @@ for that. An engine is sent the bytes of
 the client, at `/render` beneath the path of the API, or at `/tokenize` where it has none, and only
 for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`). A server for rendering
 is asked before the engine, if there is one, and a tokenizer of our own before both. Neither server is
-trusted: redirects are not followed, compressed answers are not read, and nothing is built of an answer
-but its tokens.
+trusted: redirects are not followed, compressed answers are not read, interim answers and the framing of
+chunks are bounded, and nothing is built of an answer but its tokens.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Final, Literal, get_args
 
-import aiohttp
 import msgspec
 
 from extproc.decision import Decision
 from extproc.parsing.model_edit import locate_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
-from extproc.scrape import local_tokenizer
+from extproc.scrape import client, local_tokenizer
 from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
 
@@ -71,13 +69,12 @@ _TIMEOUT_S = 5.0
 #: looks at it.
 _SIZE_TIMEOUT_S, _SIZE_POLL_S = 2.0, 0.02
 
-#: Seconds in which an engine is not asked after it failed, and after it had none of the paths.
-_FAILED_PAUSE_S, _ABSENT_PAUSE_S = 5.0, 60.0
+#: Seconds in which an engine is not asked after it failed, doubled with each further failure, at most,
+#: and after it had none of the paths: an engine that hangs occupies two workers until the time-out.
+_FAILED_PAUSE_S, _MAX_FAILED_PAUSE_S, _ABSENT_PAUSE_S = 5.0, 60.0, 60.0
 
 #: Engines that are remembered (count).
 _MAX_ENGINES = 4096
-
-_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
 class _UnmappedPrompt(msgspec.Struct, eq=False):
@@ -98,9 +95,10 @@ class _UnmappedPrompt(msgspec.Struct, eq=False):
 
 
 class _Engine(msgspec.Struct):
-    """Path that an engine has, by position, and when it is asked again."""
+    """Path that an engine has, by position, failures in a row, and when it is asked again."""
 
     path: int = 0
+    num_failures: int = 0
     paused_until: float = 0.0
 
 
@@ -124,7 +122,7 @@ class PromptRenderer:
     """Maps the prompts of routed requests to tokens.
 
     Args:
-        tls: For `https`; None for the usual one.
+        tls: For `https`; None for the usual one, and for engines without.
 
     Attributes:
         results: Prompts by result (count), all results from the start.
@@ -148,7 +146,11 @@ class PromptRenderer:
         self._exact = exact
         self._adapters = adapters
         self._scheme = scheme
-        self._tls = tls
+        is_secure = settings.url.startswith("https:")
+        self._engine_client, self._server_client = (
+            client.ScrapeClient(timeout_s=_TIMEOUT_S, cap_bytes=_MAX_ANSWER_BYTES, tls=context)
+            for context in (tls, (tls or ssl.create_default_context()) if is_secure else None)
+        )
         self._clock = clock
         self._supervisor = supervisor
         self._instance = instance
@@ -247,28 +249,20 @@ class PromptRenderer:
 
     async def run(self) -> None:
         """Map prompts until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(ssl=self._tls or True, limit=_NUM_WORKERS)
         # One thread: the loop needs the other core.
         thread = ThreadPoolExecutor(1, "tokenizer")
         try:
             if self._settings.tokenizer_path:
                 self._tokenize = await self._load_tokenizer(thread)
-            async with (
-                aiohttp.ClientSession(
-                    connector=connector,
-                    timeout=timeout,
-                    cookie_jar=aiohttp.DummyCookieJar(),
-                    auto_decompress=False,
-                ) as session,
-                asyncio.TaskGroup() as tasks,
-            ):
+            async with asyncio.TaskGroup() as tasks:
                 for number in range(_NUM_WORKERS):
                     supervised = self._supervisor.keep(
-                        "kv_events", partial(self._work, session), instance=f"renderer {number}"
+                        "kv_events", self._work, instance=f"renderer {number}"
                     )
                     tasks.create_task(supervised, name=f"prompt renderer {number}")
         finally:
+            self._engine_client.close()
+            self._server_client.close()
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _load_tokenizer(
@@ -279,7 +273,7 @@ class PromptRenderer:
         tokenizer = await run(LocalTokenizer, self._settings.tokenizer_path)
         return partial(run, tokenizer.tokenize)
 
-    async def _work(self, session: aiohttp.ClientSession) -> None:
+    async def _work(self) -> None:
         while True:
             prompt = await self._queue.get()
             address, num_at = prompt.address, self._num_at
@@ -290,19 +284,17 @@ class PromptRenderer:
             num_at[address] += 1
             try:
                 while parked:
-                    await self._handle(session, parked.popleft())
+                    await self._handle(parked.popleft())
             finally:
                 num_at[address] -= 1
                 if not num_at[address]:
                     del num_at[address], self._parked[address]
 
-    async def _handle(self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt) -> None:
+    async def _handle(self, prompt: _UnmappedPrompt) -> None:
         self._queued_bytes -= len(prompt.body)
         result: PromptResult = "failed"
         try:
-            result = await self._render(session, prompt)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            self._pause(prompt.address, _FAILED_PAUSE_S)
+            result = await self._render(prompt)
         except Exception as error:  # noqa: BLE001 - one prompt must not end the worker
             self._supervisor.record_error("kv_events", error, instance=self._instance)
         finally:
@@ -311,9 +303,7 @@ class PromptRenderer:
                 self._end_wait(wait, "mapped" if result == "mapped" else "failed")
         self.results[result] += 1
 
-    async def _render(
-        self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
-    ) -> PromptResult:
+    async def _render(self, prompt: _UnmappedPrompt) -> PromptResult:
         """Map a prompt; returns the result."""
         if not await self._knows_size():
             return "dropped"
@@ -328,14 +318,12 @@ class PromptRenderer:
                 return self._map(prompt, tokens)
         url = self._settings.url
         if url and not self._is_paused(url):
-            result = await self._render_at_server(session, prompt)
+            result = await self._render_at_server(prompt)
             if result is not None:
                 return result
-        return await self._render_at_engine(session, prompt)
+        return await self._render_at_engine(prompt)
 
-    async def _render_at_engine(
-        self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
-    ) -> PromptResult:
+    async def _render_at_engine(self, prompt: _UnmappedPrompt) -> PromptResult:
         """Map a prompt by its engine."""
         if self._is_paused(prompt.address):
             return "failed"
@@ -343,18 +331,11 @@ class PromptRenderer:
         paths = _PATHS[prompt.api]
         while engine.path < len(paths):
             url = f"{self._scheme}://{prompt.address}{paths[engine.path]}"
-            async with _post(session, url, prompt.body) as response:
-                if response.status in _ABSENT:
-                    engine.path += 1
-                    continue
-                if response.status != 200:
-                    if not _is_refused(response.status):
-                        self._pause(prompt.address, _FAILED_PAUSE_S)
-                    return "failed"
-                result = self._map_answer(prompt, await _read(response))
-                if result is None:
-                    self._pause(prompt.address, _FAILED_PAUSE_S)
-                return result or "failed"
+            answer = await self._engine_client.post(client.post_target(url), prompt.body)
+            if isinstance(answer, client.FetchFailed) and answer.status in _ABSENT:
+                engine.path += 1
+                continue
+            return self._conclude(prompt, answer, prompt.address) or "failed"
         engine.path = 0
         self._pause(prompt.address, _ABSENT_PAUSE_S)
         return "unsupported"
@@ -368,9 +349,7 @@ class PromptRenderer:
             await asyncio.sleep(_SIZE_POLL_S)
         return True
 
-    async def _render_at_server(
-        self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
-    ) -> PromptResult | None:
+    async def _render_at_server(self, prompt: _UnmappedPrompt) -> PromptResult | None:
         """Map a prompt by the server for rendering; None where it cannot, and rests."""
         body, settings = prompt.body, self._settings
         if settings.model:
@@ -378,19 +357,26 @@ class PromptRenderer:
                 HttpRequest({"content-type": "application/json"}, body), settings.model
             )
             body = body if edit is None else edit.apply(body)
-        url = f"{settings.url}{_PATHS[prompt.api][0]}"
-        try:
-            async with _post(session, url, body) as response:
-                if response.status == 200:
-                    result = self._map_answer(prompt, await _read(response))
-                    if result is not None:
-                        return result
-                if _is_refused(response.status):
-                    return "failed"
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            pass
-        self._pause(settings.url, _FAILED_PAUSE_S)
-        return None
+        target = client.post_target(f"{settings.url}{_PATHS[prompt.api][0]}")
+        answer = await self._server_client.post(target, body)
+        return self._conclude(prompt, answer, settings.url)
+
+    def _conclude(
+        self, prompt: _UnmappedPrompt, answer: bytes | client.FetchFailed, address: str
+    ) -> PromptResult | None:
+        """Map a prompt by an answer; None for one of no use, after which its sender rests."""
+        if isinstance(answer, client.FetchFailed):
+            result: PromptResult | None = "failed" if _is_refused(answer.status) else None
+        else:
+            result = self._map_answer(prompt, answer)
+        engine = self._engine(address)
+        if result is None:
+            pause_s = _FAILED_PAUSE_S * 2.0 ** min(engine.num_failures, 30)
+            engine.num_failures += 1
+            self._pause(address, min(_MAX_FAILED_PAUSE_S, pause_s))
+        else:
+            engine.num_failures = 0
+        return result
 
     def _map_answer(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult | None:
         """Map a prompt by an answer; None for one that is malformed."""
@@ -439,24 +425,6 @@ class PromptRenderer:
         self._engine(address).paused_until = self._clock() + seconds
 
 
-def _post(
-    session: aiohttp.ClientSession, url: str, body: bytes
-) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    return session.post(url, data=body, headers=_HEADERS, allow_redirects=False)
-
-
 def _is_refused(status: int) -> bool:
     """True if the prompt is at fault, such as one that is too long, and not who renders it."""
     return 400 <= status < 500 and status not in _ABSENT and status not in (401, 429)
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer; empty where it is too long."""
-    pieces: list[bytes] = []
-    size = 0
-    async for piece in response.content.iter_any():
-        size += len(piece)
-        if size > _MAX_ANSWER_BYTES:
-            return b""
-        pieces.append(piece)
-    return b"".join(pieces)

@@ -1,5 +1,7 @@
 """Prompts by their tokens: what two prompts share is counted, and the oldest are given up."""
 
+import gc
+import weakref
 from array import array
 
 from extproc.endpoint import Endpoint
@@ -223,6 +225,26 @@ def test_a_prompt_remembers_few_engines():
         prompt = b"%08d" % number * 8
         add(found, prompt)
         assert list(found.match(chain(prompt)).prompt.sent) == addresses
+
+
+class _Request:
+    """A sent request, of which the test sees whether it is still kept."""
+
+    def __init__(self, address):
+        self.endpoint = Endpoint(address)
+        self.is_open = True
+
+
+def test_a_prompt_that_is_never_mapped_keeps_few_requests():
+    """Such as one with a salt, which goes to every engine in time."""
+    found, _ = exact()
+    requests = [_Request(f"10.0.0.{number}:8000") for number in range(100)]
+    kept = [weakref.ref(request) for request in requests]
+    for number in range(100):
+        found.record_sent(chain(SYSTEM), requests[number], float(number))
+    requests.clear()
+    gc.collect()
+    assert sum(request() is not None for request in kept) == 16
 
 
 def test_a_prompt_remembers_where_those_that_it_goes_on_from_were_sent():

@@ -6,6 +6,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.prefix_cache import packed_map
 from extproc.prefix_cache.packed_map import PackedMap, packed_values
 
 _KEYS = st.integers(0, 2**64 - 1) | st.integers(0, 40)
@@ -54,3 +55,20 @@ def test_packed_map_takes_less_than_twenty_bytes_for_an_entry():
     finally:
         tracemalloc.stop()
     assert taken / 20_000 < 20
+
+
+def test_continuations_have_few_blocks_in_all(monkeypatch):
+    """An engine chooses how many blocks an event has, and the longest unused chains go first."""
+    monkeypatch.setattr(packed_map, "_MAX_CONTINUED_TOTAL", 10)
+    known = packed_map.Continuations()
+    for parent in range(4):
+        known.record(parent, [10 * parent + number for number in range(4)])
+    assert [list(known.find(parent)) for parent in range(4)] == [
+        [],
+        [],
+        [20, 21, 22, 23],
+        [30, 31, 32, 33],
+    ]
+    known.record(3, [40])
+    known.record(5, [50, 51, 52])
+    assert [len(known.find(parent)) for parent in (2, 3, 5)] == [4, 1, 3]

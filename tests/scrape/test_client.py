@@ -187,3 +187,61 @@ def test_an_ipv6_endpoint(run, http):
         pytest.skip("this machine has no IPv6 loopback")
     assert page == http.PAGE
     assert b"host: [::1]:" in request
+
+
+def test_an_answer_to_a_body_is_fetched(run, http):
+    """The body follows the head, with its length."""
+
+    async def scene():
+        async with http.serving(http.Server(http.answer(b"{}"))) as server:
+            fetch = subject()
+            where = client.post_target(f"http://127.0.0.1:{server.port}/v1/render")
+            answers = await fetch.post(where, b"12\r\n\r\n")
+            fetch.close()
+            return answers, server.requests[0]
+
+    answer, request = run(scene())
+    assert answer == b"{}"
+    assert request.startswith(b"POST /v1/render HTTP/1.1\r\n")
+    assert b"content-length: 6\r\n" in request
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http://host:99999/", "http://user:password@host", "http://a..b", "http://[::1"],
+)
+def test_a_url_without_a_host_and_port_is_refused(url):
+    """A user is not sent, so that it is refused as well."""
+    with pytest.raises(ValueError, match=r"URL|[Pp]ort|label"):
+        client.post_target(url)
+
+
+def test_of_two_calls_at_a_time_one_connection_is_kept(run, http):
+    """The other one is closed, and not only forgotten."""
+
+    async def scene():
+        async with http.serving(http.Server()) as server:
+            fetch = subject()
+            await asyncio.gather(fetch.get(at(server)), fetch.get(at(server)))
+            while sum(not writer.is_closing() for writer in server.writers) > 1:
+                await asyncio.sleep(0)
+            await fetch.get(at(server))
+            fetch.close()
+            return server.connections
+
+    assert run(scene()) == 2
+
+
+def test_connections_that_are_too_old_are_closed(run, http):
+    """By the end of any call: targets of which no page is wanted any more leave none."""
+
+    async def scene():
+        async with http.serving(http.Server()) as old, http.serving(http.Server()) as new:
+            fetch = subject(idle_s=-1.0)
+            await fetch.get(at(old))
+            await fetch.get(at(new))
+            while not old.writers[0].is_closing():
+                await asyncio.sleep(0)
+            fetch.close()
+
+    run(scene())

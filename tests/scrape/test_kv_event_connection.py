@@ -41,7 +41,7 @@ class Peer:
         self.lost = []
 
     @contextlib.asynccontextmanager
-    async def running(self, *, now=0.0):
+    async def running(self, *, now=0.0, wait_s=0.0):
         self.now = now
         server = await asyncio.start_server(self.serve, HOST, 0)
         self.connector = EngineConnector(
@@ -50,6 +50,7 @@ class Peer:
             clock=lambda: self.now,
             rng=random.Random(1),
             supervisor=Supervisor(),
+            wait_s=wait_s,
             on_open=self.on_open,
             on_readable=self.read,
             on_lost=self.lost.append,
@@ -115,6 +116,25 @@ def test_attempts_are_further_and_further_apart(monkeypatch):
         for bound, wait in zip(bounds, waits, strict=False):
             assert 0.5 * bound <= wait <= bound
         assert len(set(waits)) == len(waits)
+
+    run_async(test())
+
+
+def test_the_first_attempt_may_wait(monkeypatch):
+    """It begins once the seconds are over."""
+    waits, sleep = [], asyncio.sleep
+
+    async def note(seconds):
+        waits.append(seconds)
+        await sleep(0.001)
+
+    async def test():
+        monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
+        async with Peer(GREETING + READY).running(wait_s=0.3) as peer:
+            async with asyncio.timeout(300):
+                while not peer.num_opened:
+                    await sleep(0.001)
+            assert waits == [0.3]
 
     run_async(test())
 

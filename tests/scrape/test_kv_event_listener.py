@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.scrape import kv_event_connection
+from extproc.scrape import kv_event_connection, kv_event_listener
 from extproc.scrape.kv_event_listener import plain_ip
 from tests.scrape.kv_event_engines import HOST, Engine, Subscriber, depth, run_async, text
 from tests.scrape.test_kv_event_connection import BROKEN, GREETING, READY
@@ -197,6 +197,27 @@ def test_connections_of_an_address_are_bounded():
             async with connected(subscriber) as engine:
                 engine.run_prompt(text(1))
                 await subscriber.until(lambda: depth(subscriber, text(1)) == 4)
+
+    run_async(test())
+
+
+def test_a_place_is_free_only_a_while_after_its_connection(monkeypatch):
+    """A peer that connects again and again is refused, instead of occupying the event loop."""
+    monkeypatch.setattr(kv_event_listener, "_RELEASE_S", 1e6)
+
+    async def test():
+        async with listening() as subscriber:
+            (listener,) = subscriber.events.listeners
+            for _ in range(3):
+                _, writer = await connect(subscriber)
+                await subscriber.until(lambda: listener.connections)
+                writer.close()
+                await subscriber.until(lambda: not listener.connections)
+            assert not subscriber.events.num_refused
+            reader, writer = await connect(subscriber)
+            assert await is_closed(reader)
+            writer.close()
+            assert subscriber.events.num_refused == 1
 
     run_async(test())
 

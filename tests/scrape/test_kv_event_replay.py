@@ -27,9 +27,11 @@ class Site:
     def __init__(self):
         self.time = 100.0
         self.sockets = []
+        self.waits_s = []
         self.replay = BatchReplay(self.connect, lambda: self.time)
 
-    def connect(self, on_open):
+    def connect(self, on_open, wait_s):
+        self.waits_s.append(wait_s)
         self.sockets.append(Socket(on_open))
         return self.sockets[-1]
 
@@ -108,3 +110,16 @@ def test_answers_without_end_count_as_silence(bound, monkeypatch):
     assert not site.replay.is_silent
     site.time += 2.0
     assert site.replay.is_silent
+
+
+def test_requests_in_a_row_wait():
+    """An engine may show a gap with every batch, and each request takes a connection."""
+    site = Site()
+    for _ in range(12):
+        site.replay.request(0, verify=False)
+    assert site.waits_s == pytest.approx([0.0] * 8 + [0.05, 0.1, 0.15, 0.2])
+    site.time += 2.19
+    assert not site.replay.is_silent
+    site.time += 10.0
+    site.replay.request(0, verify=False)
+    assert site.waits_s[-1] == 0.0

@@ -41,6 +41,13 @@ def reply(document, **fields):
 #: An answer that is compressed though extproc asks for none that is: a few bytes may be gigabytes.
 ZIPPED = answer(gzip.compress(json.dumps(RENDERED).encode()), fields=["content-encoding: gzip"])
 
+#: An answer in chunks with far more framing than content.
+TINY_CHUNKS = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    + b"1;%b\r\n \r\n" % (b"x" * 4000) * 3000
+    + b"%x\r\n%b\r\n0\r\n\r\n" % (len(json.dumps(RENDERED)), json.dumps(RENDERED).encode())
+)
+
 
 def exact():
     """A pool whose engines have blocks of 16 tokens."""
@@ -117,6 +124,8 @@ async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
         ([answer(b"no json")], {}, ["failed"]),
         ([answer(b"[" * 100_000)], {}, ["failed"]),
         ([answer(b" " * 5_000_000)], {}, ["failed"]),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n" * 40_000 + reply(RENDERED)], {}, ["failed"]),
+        ([TINY_CHUNKS], {}, ["failed"]),
         (
             [answer(b'{"token_ids": [1], "features": {"mm_hashes": {"\xff": 1}}}')],
             {},
@@ -276,6 +285,26 @@ def test_an_engine_that_fails_is_left_alone_for_a_while():
         async with running(reply({}, status="500 Internal Server Error")) as (server, _, renderer):
             assert await mapped(server, renderer) == ["failed"]
             assert await mapped(server, renderer) == []
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_keeps_failing_is_left_alone_longer():
+    """Twice as long each time, until an answer comes."""
+
+    async def test():
+        failure = reply({}, status="500 Internal Server Error")
+        now = 0.0
+        async with running(failure, failure, reply(RENDERED), failure) as (server, _, renderer):
+            renderer._clock = lambda: now
+            pauses_s = []
+            for number in range(4):
+                await mapped(server, renderer, chain=[number])
+                pauses_s.append(renderer._engine(f"127.0.0.1:{server.port}").paused_until - now)
+                now += 1000.0
+            assert pauses_s[:2] == [5.0, 10.0]
+            assert pauses_s[2] < 0.0
+            assert pauses_s[3] == 5.0
 
     asyncio.run(test())
 
