@@ -40,6 +40,9 @@ _LOOK = 64
 #: work, and each in some milliseconds at most.
 _SPARE = 1 / 1024
 
+#: Parts of runs that an endpoint gives up at a time (count), some 6 ms: the others with the next records.
+_MAX_RELEASED: Final = 4096
+
 #: Set bits above which looking at every bit is faster than searching for the next one.
 _MANY = 32
 
@@ -114,6 +117,10 @@ class PrefixIndex:
         #: The last chain and its packed form: what is matched is mostly recorded next.
         self._last_chain: Sequence[int] = ()
         self._last_packed = b""
+        #: Slots that hold nothing any more but for what was recorded from an epoch on, and those of them
+        #: whose endpoint left.
+        self._clearing: dict[int, int] = {}
+        self._leaving: set[int] = set()
         #: A heap of every slot with an epoch: none of its parts was touched before that.
         self._ages: list[tuple[int, int]] = []
 
@@ -161,6 +168,8 @@ class PrefixIndex:
                 break
             run = run.children.get(blocks[depth]) if run.children else None
         note_depth(depths, alive, depth)
+        for slot in self._clearing:
+            depths[slot] = 0
         return depths
 
     def record(self, key: Key, blocks: Sequence[int]) -> None:
@@ -174,6 +183,8 @@ class PrefixIndex:
         slot = self._slots.get(key)
         if slot is None:
             slot = self.slot(key)
+        if self._clearing:
+            self._sweep()
         cache = self._caches[slot]
         end = len(blocks)
         if end <= cache.capacity:
@@ -270,16 +281,18 @@ class PrefixIndex:
         return self._capacity if slot is None else self._caches[slot].capacity
 
     def clear(self, key: Key) -> None:
-        """Predict that an endpoint holds nothing; it keeps its slot and capacity."""
-        capacity = self.capacity(key)
-        self.resize(key, 0)
-        self.resize(key, capacity)
+        """Predict that an endpoint holds nothing; it keeps its slot and capacity.
+
+        What is recorded of it before the last of many runs is given up counts from then on.
+        """
+        self._clear(self.slot(key))
 
     def forget(self, key: Key) -> None:
-        """Drop the blocks of an endpoint and reuse its slot; O(runs held)."""
-        if key in self._slots:
-            self.clear(key)
-            self._free.append(self._slots.pop(key))
+        """Drop the blocks of an endpoint, and reuse its slot once all are given up."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._leaving.add(slot)
+            self._clear(slot)
 
     def keys(self) -> tuple[Key, ...]:
         """The endpoints that have a slot."""
@@ -348,9 +361,33 @@ class PrefixIndex:
     def _release(self, slot: int) -> None:
         """Let an endpoint give up what is above its bound, and drop runs without a holder."""
         cache, bit = self._caches[slot], self._bits[slot]
-        while cache.held > cache.capacity:
+        for _ in range(_MAX_RELEASED):
+            if cache.held <= cache.capacity:
+                break
             run, keep = cache.give_up_excess()
             self._detach(run, bit, keep)
+
+    def _clear(self, slot: int) -> None:
+        # Parts that are touched from now on have another age than those before.
+        self._epoch += 1
+        self._clearing[slot] = self._epoch
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Give up some of what endpoints hold that were cleared, of the first one first."""
+        left = _MAX_RELEASED
+        while left and self._clearing:
+            slot, epoch = next(iter(self._clearing.items()))
+            cache, bit = self._caches[slot], self._bits[slot]
+            while left and (oldest := cache.oldest) is not None and oldest < epoch:
+                self._detach(cache.give_up_oldest(), bit, 0)
+                left -= 1
+            if not left:
+                return
+            del self._clearing[slot]
+            if slot in self._leaving:
+                self._leaving.discard(slot)
+                self._free.append(slot)
 
     def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
         """Let an endpoint give up all behind the first blocks of a run, leaves first."""

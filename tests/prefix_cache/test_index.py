@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.prefix_cache import blocks
+from extproc.prefix_cache import index as index_module
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
 from tests.support.seeded import examples
 
@@ -185,6 +186,67 @@ def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, asked):
         depths = index.match(question)
         for key, slot in zip(KEYS, slots, strict=True):
             assert depths[slot] <= naive.depth(key, question)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.integers(1, 3),
+    scripts(prompts.map(chain)),
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(KEYS)), max_size=6),
+    questions(prompts.map(chain)),
+)
+def test_what_is_cleared_is_given_up_in_steps(most, script, cleared, asked):
+    """Nothing that an endpoint held before is believed meanwhile, and all is gone in the end."""
+    script = [*script]
+    for position, key in cleared:
+        script.insert(position, ("clear", key, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "_MAX_RELEASED", most)
+        index, naive = PrefixIndex(12), Naive(12)
+        for name, key, argument in script:
+            arguments = {"forget": (), "clear": (), "retract": argument}.get(name, (argument,))
+            getattr(index, name)(key, *arguments)
+            if name == "clear":
+                naive.held[key].clear()
+            elif name != "resize":
+                getattr(naive, name)(key, argument)
+            check_books(index)
+            for question in asked:
+                slots = [index.slot(other) for other in KEYS]
+                depths = index.match(question)
+                for other, slot in zip(KEYS, slots, strict=True):
+                    assert depths[slot] <= naive.depth(other, question)
+        for _ in range(200):
+            index.record(C, [1])
+        for key in KEYS:
+            held = {*naive.held[key]} | ({(1,)} if key == C else set())
+            assert parts(index, key) <= held
+            assert index.held(key) <= 12
+            index.forget(key)
+        for _ in range(200):
+            index.record(A, [1])
+        assert list(index.keys()) == [A]
+        assert index.blocks_total == 1
+
+
+def test_an_endpoint_with_many_runs_is_cleared_in_bounded_steps(monkeypatch):
+    """Each chain of it is a run of its own; other endpoints are matched as before."""
+    monkeypatch.setattr(index_module, "_MAX_RELEASED", 10)
+    index = PrefixIndex(1000)
+    for number in range(100):
+        index.record(A, [number])
+    index.record(B, [0])
+    slots = index.slot(A), index.slot(B)
+    index.clear(A)
+    assert index.match([0]) == [0, 1]
+    assert index.held(A) == 90
+    index.record(A, [0, 1])
+    assert index.match([0, 1]) == [0, 1]
+    for _ in range(10):
+        index.record(B, [0])
+    assert index.match([0, 1]) == [2, 1]
+    assert index.held(A) == 2
+    assert slots == (index.slot(A), index.slot(B))
 
 
 def test_least_recently_used_blocks_go_first():
