@@ -54,8 +54,8 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             use the port that it routes to.
         drain_timeout_s: Seconds from SIGTERM, at most, in which streams are served, new ones too. A
             pod takes all of them, as gateways learn late that it leaves; elsewhere the drain ends
-            once no gRPC client is connected (`grpcio`: at once if no stream ever came). 30 is the
-            default grace period of a pod.
+            once no gRPC client is connected (`grpcio`: at once if neither a stream nor a health check
+            ever came). 30 is the default grace period of a pod.
         transport: Implementation of gRPC on `grpc_port` and `grpc_health_port`: `native`, extproc's
             own, or `grpcio`. native, because it costs a fraction of the CPU per request and keeps
             no memory of streams that ended.

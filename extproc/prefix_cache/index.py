@@ -183,8 +183,6 @@ class PrefixIndex:
         slot = self._slots.get(key)
         if slot is None:
             slot = self.slot(key)
-        if self._clearing:
-            self._sweep()
         cache = self._caches[slot]
         end = len(blocks)
         if end <= cache.capacity:
@@ -213,7 +211,7 @@ class PrefixIndex:
             path.append((child, along))
             run = child
         self._touch(slot, path)
-        if cache.held > cache.capacity:
+        if self._clearing or cache.held > cache.capacity:
             self._release(slot)
         # As `bytes_estimate`, without a call.
         tree_bytes = _RUN_BYTES * self._runs + WIDTH * self._blocks
@@ -359,13 +357,14 @@ class PrefixIndex:
         return upper
 
     def _release(self, slot: int) -> None:
-        """Let an endpoint give up what is above its bound, and drop runs without a holder."""
+        """Let an endpoint give up what is above its bound, and cleared ones more of what they held."""
         cache, bit = self._caches[slot], self._bits[slot]
         for _ in range(_MAX_RELEASED):
             if cache.held <= cache.capacity:
                 break
             run, keep = cache.give_up_excess()
             self._detach(run, bit, keep)
+        self._sweep()
 
     def _clear(self, slot: int) -> None:
         # Parts that are touched from now on have another age than those before.

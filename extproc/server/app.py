@@ -355,7 +355,8 @@ class EndpointPickerProcess:
             return True
         num_connections = self._transport.num_connections
         if num_connections is None:
-            return bool(self.counters.streams_open or self.counters.streams)
+            counters = self.counters
+            return bool(counters.streams_open or counters.streams or self.readiness.is_probed)
         return num_connections > 0
 
     async def drain(self, skip_drain: asyncio.Event) -> None:

@@ -96,6 +96,9 @@ class Readiness:
         is_leader: Returns True while this replica leads; None without an election, the default:
             then all replicas serve.
         notes: Returns lines about problems, for people; without effect on readiness.
+
+    Attributes:
+        is_probed: True once a client asked the gRPC health service.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Readiness:
         self._fits = is_protocol_supported
         self._leader = is_leader
         self.draining = False
+        self.is_probed = False
 
     def start_draining(self) -> None:
         """Turn unready for good."""
@@ -151,6 +155,7 @@ class HealthServicer:
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """Answer the status of a service name."""
+        self._readiness.is_probed = True
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     def list(self) -> health_pb2.HealthListResponse:

@@ -260,6 +260,23 @@ async def test_a_drain_waits_for_further_streams_of_a_data_plane(transport, is_o
         await draining
 
 
+async def test_a_drain_on_grpcio_waits_for_a_data_plane_that_only_checks_health():
+    """Its connections are not shown, but what asks for health may send a stream next."""
+    settings = serving.settings("127.0.0.11:9", drain_timeout_s=300.0, transport="grpcio")
+    async with serving.running(settings) as running:
+        await running.sync()
+        picker, skip_drain = running.picker, asyncio.Event()
+        async with running.channel() as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            await check(b"")
+            draining = asyncio.ensure_future(picker.drain(skip_drain))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not draining.done()
+        skip_drain.set()
+        await draining
+
+
 async def test_a_drain_in_a_pod_takes_its_time(monkeypatch):
     """A Service may still send a first stream to a pod, so its drain time is kept."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
