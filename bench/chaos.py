@@ -2,8 +2,8 @@
 
 python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--transport native] [--write]
 
-A real picker, a real Envoy, 8 engines (2 of them with hostile pages), Redis and a Kubernetes API server
-where they are there. A quarter of the time is quiet, but for the client; then hostile clients of every
+A real picker, a real Envoy, 8 engines (2 of them with hostile pages, KV events and rendered prompts), Redis
+and a Kubernetes API server where they are there. A quarter of the time is quiet, but for the client; then hostile clients of every
 kind come, floods of HTTP/2 frames on the port of ext_proc, engines are killed and hung, files are
 broken and mended, Redis and the API server go away and come back. It prints a table of bars and ends
 with 1 where a bar is missed.

@@ -19,9 +19,10 @@ from bench import steady_client
 from bench.hostile_watch import Picker
 from bench.rig import ROOT
 from extproc.demo import stack
+from extproc.scrape import kv_event_subscriber
 from tests.support import kube, kube_server
 
-#: Engines, and those of them whose pages are hostile, and those that only the cluster names.
+#: Engines, and those of them whose pages and KV events are hostile, and those that only the cluster names.
 ENGINES, LIARS, PODS = 8, 2, 2
 
 #: How much faster than its profile each simulated engine is.
@@ -33,9 +34,12 @@ class EngineProcess:
 
     def __init__(self, children: stack.Stack, host: str, port: int) -> None:
         self.address = f"{host}:{port}"
+        self.labels = kv_ports()
         self.child: stack.Child | None = None
         self._children = children
-        self._flags = ("--host", host, "--port", str(port), "--speed", SPEED)
+        events, replay = self.labels.values()
+        kv_flags = ("--kv-events-port", events, "--kv-replay-port", replay)
+        self._flags = ("--host", host, "--port", str(port), "--speed", SPEED, *kv_flags)
 
     async def start(self) -> None:
         """Start it, where it does not run."""
@@ -46,6 +50,12 @@ class EngineProcess:
         """Send a signal to its process."""
         assert self.child is not None
         self.child.process.send_signal(number)
+
+
+def kv_ports() -> dict[str, str]:
+    """Labels with free ports for KV events, and for what was sent before."""
+    names = (kv_event_subscriber.PORT_LABEL, kv_event_subscriber.REPLAY_PORT_LABEL)
+    return {name: str(stack.free_port()) for name in names}
 
 
 class Redis:
@@ -130,20 +140,21 @@ async def site(transport: str) -> AsyncIterator[Site]:
         cluster = await _cluster(held, pods, port, missing)
         here = ENGINES - LIARS - (PODS if cluster else 0)
         engines = [EngineProcess(children, "127.0.0.1", stack.free_port()) for _ in range(here)]
-        written = [engine.address for engine in engines]
+        written = [{"address": engine.address, "labels": engine.labels} for engine in engines]
         engines += [EngineProcess(children, pod, port) for pod in pods if cluster]
         for engine in engines:
             await engine.start()
-        liar = [sys.executable, "-m", "bench.hostile_engine", "all"]
-        liars = [
-            (await children.start("liar", liar, ready="listening on ")).ready_line
-            for _ in range(LIARS)
-        ]
-        written += [line.rpartition(" ")[2] for line in liars]
+        for _ in range(LIARS):
+            labels = kv_ports()
+            argv = [sys.executable, "-m", "bench.hostile_kv", "all", *labels.values()]
+            liar = await children.start("liar", argv, ready="listening on ")
+            address = liar.ready_line.rpartition(" ")[2]
+            written.append({"address": address, "labels": labels})
         config, listed = folder / "extproc.yaml", folder / "endpoints.yaml"
         listed.write_text(yaml.safe_dump({"endpoints": written}))
         config.write_text(yaml.safe_dump(_config(listed, redis, cluster)))
-        every = [*written, *(engine.address for engine in engines if cluster)]
+        every = [entry["address"] for entry in written]
+        every += [engine.address for engine in engines if cluster]
         addresses = [*dict.fromkeys(every)]
         picker = await _picker(children, config, cluster, addresses, transport=transport)
         yield Site(picker, engines, config, listed, redis, cluster, children, missing)
@@ -162,6 +173,8 @@ def _config(listed: Path, redis: Redis | None, cluster: Cluster | None) -> dict[
         "kind": "ExtProcConfig",
         "pools": pools,
         "flow_control": {"enabled": True},
+        # The labels of listed endpoints name both ports; those of the cluster publish elsewhere.
+        "kv_events": {"enabled": True, "replay_port": 5558},
         **({"peer_sync": {"url": redis.url}} if redis else {}),
     }
 

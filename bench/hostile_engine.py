@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 from tests.e2e import http1
 
@@ -46,6 +47,18 @@ def _adapters() -> bytes:
     return f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}"}} 1\n'.encode()
 
 
+def chunked(body: bytes) -> bytes:
+    """An answer in chunks of a byte."""
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+
+
+#: Answers that are more framing than content.
+FRAMES: dict[str, bytes] = {
+    "tiny chunks": chunked(b"x" * 1_000_000),
+    "interim answers": b"HTTP/1.1 100 Continue\r\n\r\n" * 300_000,
+}
+
 #: Pages by kind. None: the page drips and never ends.
 PAGES: dict[str, Callable[[], bytes] | None] = {
     "overflow": lambda: _gauges("1e300"),
@@ -58,6 +71,7 @@ PAGES: dict[str, Callable[[], bytes] | None] = {
     "half": lambda: GAUGES[:-9],
     "large": lambda: b"",
     "drip": None,
+    **{kind: partial(FRAMES.__getitem__, kind) for kind in FRAMES},
 }
 
 
@@ -93,6 +107,8 @@ class HostileEngine:
     async def _page(self, writer: asyncio.StreamWriter) -> None:
         kind = next(self._pages)
         make = PAGES[kind]
+        if kind in FRAMES:
+            return writer.write(FRAMES[kind])
         if make is not None and kind != "large":
             return say(writer, make())
         size = _LARGE_BYTES - _LARGE_BYTES % len(_PIECE)

@@ -3,7 +3,8 @@
 python -m bench.hostile_kv KIND EVENTS_PORT REPLAY_PORT [--host IP]
 
 KIND is one of `EVENTS` or of `RENDERED`. The metrics pages and answers are those of an honest engine. One
-that renders publishes a single block, so that the size of blocks is known.
+that renders publishes a single block, so that the size of blocks is known. `all` takes another kind for each
+connection and each prompt, and hostile pages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from bench.hostile_engine import GAUGES, HostileEngine, say
+from bench.hostile_engine import FRAMES, GAUGES, HostileEngine, say
 
 #: Greeting of ZMTP 3.0 without security, and the last command of its handshake.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -28,8 +29,10 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 #: Bytes of a batch at most, as the picker takes it, and blocks and tokens of an event.
 _BATCH_BYTES, _BLOCKS, _TOKENS = 1 << 20, 4096, 131_072
 
-#: Seconds between two messages, or parts of one that drips.
-_PAUSE_S, _DRIP_S = 0.0005, 0.2
+#: Seconds between two messages, or parts of one that drips, and until a connection has another kind.
+_PAUSE_S, _DRIP_S, _TURN_S = 0.0005, 0.2, 5.0
+
+_MORE_LONG = bytes((_MORE | _LONG,))
 
 _pack = msgspec.msgpack.encode
 
@@ -118,6 +121,7 @@ EVENTS: Mapping[str, Publisher] = {
     "huge numbers": _repeat(batch(stored([(1 << 64) - 1], 16, (1 << 64) - 1))),
     "cleared": _repeat(batch(*[{"type": "AllBlocksCleared"}] * 1000)),
     "jumps": _jumping,
+    "gaps": lambda: (message(2 * at, batch()) for at in itertools.count()),
     "too long": _repeat(bytes(_BATCH_BYTES + 1)),
     "frames without end": _endless,
     "a frame of 2^62 bytes": lambda: iter((bytes((_LONG,)) + (1 << 62).to_bytes(8), b"x" * 1000)),
@@ -125,6 +129,9 @@ EVENTS: Mapping[str, Publisher] = {
     "commands": lambda: itertools.repeat(frame(b"\x04PING\0\0", _COMMAND)),
     "silence": lambda: iter(()),
 }
+
+#: What a replay socket sends where that is something else.
+REPLAYS: Mapping[str, Publisher] = {"gaps": lambda: iter([message((1 << 64) - 1, b"")])}
 
 _TOKEN_IDS = b'{"token_ids":[%b]}'
 
@@ -157,6 +164,7 @@ RENDERED: Mapping[str, bytes | None] = {
     "long identifiers": _features(4, 16, "i" * 10_000),
     "invalid UTF-8": b'{"token_ids":[1],"features":{"mm_hashes":{"\xff":["\xfe"]}}}',
     "drip": None,
+    **FRAMES,
 }
 
 
@@ -168,19 +176,28 @@ class HostileKvEngine(HostileEngine):
     """
 
     def __init__(self, kind: str) -> None:
-        super().__init__("half")
-        self._rendered = RENDERED.get(kind, b"{}")
-        self._publish = EVENTS.get(kind, _repeat(batch(stored([1], 16, 16))))
+        super().__init__("all" if kind == "all" else "half")
+        self._is_all = kind == "all"
         self._is_quiet = kind in RENDERED
+        self._rendered = itertools.cycle(RENDERED if self._is_all else [kind])
+        self._kinds = itertools.cycle(EVENTS if self._is_all else [kind])
 
     async def answer(self, writer: asyncio.StreamWriter, path: str) -> None:
         """Answer a request for a path."""
-        if path == "/metrics":
+        if path == "/metrics" and not self._is_all:
             say(writer, GAUGES)
-        elif not path.endswith(("/render", "/tokenize")):
+        elif path.endswith(("/render", "/tokenize")):
+            await self._render(writer)
+        else:
             await super().answer(writer, path)
-        elif self._rendered is not None:
-            say(writer, self._rendered)
+
+    async def _render(self, writer: asyncio.StreamWriter) -> None:
+        kind = next(self._rendered)
+        rendered = RENDERED.get(kind, b"{}")
+        if kind in FRAMES:
+            writer.write(FRAMES[kind])
+        elif rendered is not None:
+            say(writer, rendered)
         else:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
             while True:
@@ -199,18 +216,24 @@ class HostileKvEngine(HostileEngine):
     async def _speak(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, socket_type: bytes
     ) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            ready = frame(_READY + len(socket_type).to_bytes(4) + socket_type, _COMMAND)
-            writer.write(_GREETING + ready)
-            await reader.readexactly(64)
-            for part in self._publish():
-                is_whole = socket_type == b"XPUB" or not part.startswith(bytes((_MORE | _LONG,)))
-                writer.write(part if is_whole else frame(b"", _MORE) + part)
-                await writer.drain()
-                await asyncio.sleep(_DRIP_S if len(part) == 1 else _PAUSE_S)
-                if self._is_quiet:
-                    break
-            await reader.read()
+        kind = next(self._kinds)
+        publish = EVENTS.get(kind, _repeat(batch(stored([1], 16, 16))))
+        if socket_type == b"ROUTER":
+            publish = REPLAYS.get(kind, publish)
+        turn_s = _TURN_S if self._is_all else None
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+            async with asyncio.timeout(turn_s):
+                ready = frame(_READY + len(socket_type).to_bytes(4) + socket_type, _COMMAND)
+                writer.write(_GREETING + ready)
+                await reader.readexactly(64)
+                for part in publish():
+                    is_whole = socket_type == b"XPUB" or not part.startswith(_MORE_LONG)
+                    writer.write(part if is_whole else frame(b"", _MORE) + part)
+                    await writer.drain()
+                    await asyncio.sleep(_DRIP_S if len(part) == 1 else _PAUSE_S)
+                    if self._is_quiet:
+                        break
+                await reader.read()
         writer.close()
 
 

@@ -10,7 +10,7 @@ Forgetting an engine takes no time: it gets another bit, and its old one is swep
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -22,6 +22,7 @@ _WIPE_COST: Final = 32
 
 #: Groups of hybrid models that are remembered as left out (count).
 _MAX_GROUPS: Final = 64
+
 
 #: Tiers below the device, from which an engine loads blocks instead of computing them: the memory of the
 #: host, and storage of any other kind.
@@ -49,10 +50,12 @@ class EngineBlocks:
         group: Group of layers whose copies count, that of the first stored block; -1 before. A prefix
             needs its blocks in every group, so a removal from another group removes them.
         left_out: Groups of layers whose blocks do not stand for all tokens up to them.
+        block_tokens: Tokens of its blocks; 0 while it has none.
     """
 
     __slots__ = (
         "bit",
+        "block_tokens",
         "copies",
         "dropped",
         "group",
@@ -81,6 +84,7 @@ class EngineBlocks:
         self.has_gap = False
         self.group = -1
         self.left_out: set[int] = set()
+        self.block_tokens = 0
 
     @property
     def slot(self) -> int:
@@ -113,8 +117,8 @@ class TokenBlockIndex:
         on_resized: Called when `block_tokens` changes: keys of chains are others then.
 
     Attributes:
-        block_tokens: Tokens of a block, of the engine that first stored one; 0 before. Engines with
-            another size are not followed, while any block of this size is known.
+        block_tokens: Tokens of a block that most engines have, and of them the first one; 0 before.
+            Engines with another size are not followed.
         version: Changes when an engine gets another bit, or another state.
         continuations: What went on from a block last.
     """
@@ -137,6 +141,9 @@ class TokenBlockIndex:
         self._num_bits = 0
         self._free: list[int] = []
         self._retired: deque[tuple[int, PackedMap]] = deque()
+        #: Engines, and how many of them have blocks of a size.
+        self._engines: set[EngineBlocks] = set()
+        self._num_sized: Counter[int] = Counter()
         self.block_tokens = 0
         self.version = 0
 
@@ -158,11 +165,15 @@ class TokenBlockIndex:
     def open(self) -> EngineBlocks:
         """The blocks of a new engine: none."""
         self.version += 1
-        return EngineBlocks(self._take_bit(), self._lower_weights)
+        engine = EngineBlocks(self._take_bit(), self._lower_weights)
+        self._engines.add(engine)
+        return engine
 
     def close(self, engine: EngineBlocks) -> None:
         """Forget an engine."""
         self.version += 1
+        self._engines.discard(engine)
+        self._set_size(engine, 0)
         engine.is_live = engine.is_complete = False
         self._retired.append((engine.bit, engine.keys))
         engine.keys = PackedMap()
@@ -184,6 +195,7 @@ class TokenBlockIndex:
             self.close(engine)
             engine.bit = self._take_bit()
             engine.is_live = is_live
+            self._engines.add(engine)
         elif engine.is_complete != is_complete:
             self.version += 1
         engine.is_complete = is_complete
@@ -277,7 +289,8 @@ class TokenBlockIndex:
         Args:
             room: Blocks that may be added (count).
         """
-        self.block_tokens = self.block_tokens or event.block_tokens
+        if not engine.block_tokens == event.block_tokens == self.block_tokens:
+            self._follow_size(engine, event.block_tokens)
         parent = kv_events.root_key(event.adapter)
         if event.parent is not None:
             known = engine.find_key(event.parent)
@@ -285,10 +298,6 @@ class TokenBlockIndex:
                 engine.dropped += len(event.hashes)
                 return ()
             parent = known
-        if event.block_tokens != self.block_tokens and not self._holders:
-            self.block_tokens = event.block_tokens
-            self.version += 1
-            self._on_resized()
         if event.block_tokens != self.block_tokens or room < len(event.hashes):
             engine.dropped += len(event.hashes)
             return ()
@@ -296,6 +305,29 @@ class TokenBlockIndex:
         if event.parent is not None:
             self.continuations.record(parent, keys)
         return keys
+
+    def _follow_size(self, engine: EngineBlocks, size: int) -> None:
+        """Note the size of an engine's blocks, and take it where twice as many have it, or none has any."""
+        if not engine.keys:
+            self._set_size(engine, size)
+        self.block_tokens = self.block_tokens or size
+        num_sized = self._num_sized
+        if size == self.block_tokens or engine.block_tokens != size:
+            return
+        if self._holders and num_sized[size] < 2 * num_sized[self.block_tokens]:
+            return
+        self.block_tokens = size
+        self.version += 1
+        for other in [other for other in self._engines if other.block_tokens not in (0, size)]:
+            self.wipe(other, is_complete=False)
+            other.has_gap = True
+        self._on_resized()
+
+    def _set_size(self, engine: EngineBlocks, size: int) -> None:
+        self._num_sized[engine.block_tokens] -= 1
+        self._num_sized[size] += 1
+        self._num_sized += Counter()  # without those that no engine has
+        engine.block_tokens = size
 
     def _store_lower(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
         """Take in blocks of a lower tier, which engines name by their hashes alone, or describe."""

@@ -79,14 +79,32 @@ def test_the_size_of_blocks_is_taken_anew_once_no_block_of_the_old_size_is_known
     event = BlockStored([1], None, array("I", [1] * 8).tobytes(), 8)
     index.apply(odd, event)
     index.apply(usual, stored([1], [1]))
-    index.close(odd)
-    index.apply(usual, stored([1], [1]))
     assert (index.block_tokens, usual.held, resized) == (8, 0, [])
-    while index.sweep(10):
-        pass
+    index.close(odd)
     index.apply(usual, stored([1], [1]))
     assert (index.block_tokens, resized) == (SIZE, [SIZE])
     assert depth(index, usual, keys(1)) == 1
+
+
+def test_the_size_of_blocks_is_that_of_most_engines():
+    """An engine with blocks of its own size, which comes first, does not keep the others on estimates."""
+    resized = []
+    index = TokenBlockIndex(10, on_resized=lambda: resized.append(index.block_tokens))
+    odd, first, second = index.open(), index.open(), index.open()
+    event = BlockStored([1], None, array("I", [1] * 8).tobytes(), 8)
+    index.apply(odd, event)
+    index.set_complete(odd)
+    index.apply(first, stored([1], [1]))
+    assert (index.block_tokens, first.has_gap, resized) == (8, True, [])
+    index.apply(second, stored([1], [1]))
+    assert (index.block_tokens, second.has_gap, resized) == (SIZE, False, [SIZE])
+    assert (odd.held, odd.is_complete, odd.has_gap) == (0, False, True)
+    index.apply(first, stored([1], [1]))
+    assert [depth(index, engine, keys(1)) for engine in (odd, first, second)] == [0, 1, 1]
+    for _ in range(3):
+        index.apply(odd, event)
+        index.apply(odd, AllBlocksCleared())
+    assert (index.block_tokens, odd.held, resized) == (SIZE, 0, [SIZE])
 
 
 def test_index_leaves_out_groups_of_sliding_windows():
