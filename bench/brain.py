@@ -32,7 +32,7 @@ CUTS = blocks.DEFAULT.tokens
 ENGINES = 8
 
 
-class SentRequest:
+class BrainRequest:
     """One request: what was asked, and what became of it."""
 
     def __init__(self, tokens: int, output: int, hashes: list[int], session: str = "") -> None:
@@ -41,7 +41,7 @@ class SentRequest:
         self.endpoint = self.cached = 0
 
 
-class World:
+class BrainWorld:
     """Eight engines behind one dispatcher, each scraped on its own beat."""
 
     def __init__(self, profile, strategy: str, *, scrape_s: float = 0.2, seed: int = 1) -> None:
@@ -60,7 +60,7 @@ class World:
         self.counters = [[0.0] * 4 for _ in self.engines]
         self.due: list[float | None] = [None] * ENGINES
         self.open: dict[str, tuple] = {}
-        self.done: list[SentRequest] = []
+        self.done: list[BrainRequest] = []
         self.queue: list[tuple] = []
         for at in range(ENGINES):
             self.plan(self.rng.random() * scrape_s, self.scrape, at)
@@ -68,17 +68,17 @@ class World:
     def plan(self, when: float, act, *argument) -> None:
         heapq.heappush(self.queue, (when, len(self.queue) + self.rng.random(), act, argument))
 
-    def ask(self, when: float, spec: SentRequest) -> None:
+    def ask(self, when: float, spec: BrainRequest) -> None:
         self.left += 1
         self.plan(when, self.send, spec)
 
-    def run(self) -> World:
+    def run(self) -> BrainWorld:
         while self.queue and self.left:
             self.now, _, act, argument = heapq.heappop(self.queue)
             act(*argument)
         return self
 
-    def send(self, spec: SentRequest) -> None:
+    def send(self, spec: BrainRequest) -> None:
         chain = [spec.hashes[cut // 16 - 1] for cut in CUTS[1:] if cut <= spec.tokens]
         request = InferenceRequest(
             api="chat", model="m", prompt_tokens=spec.tokens, session=spec.session
@@ -170,34 +170,34 @@ class World:
         }
 
 
-def mooncake(path: Path, strategy: str) -> World:
+def mooncake(path: Path, strategy: str) -> BrainWorld:
     """The conversation trace on eight H100 with caches nothing falls out of."""
     profile = msgspec.structs.replace(
         profiles.find("h100-8b-bf16"), kv_tokens=200_000_000, max_model_len=400_000
     )
-    world = World(profile, strategy)
+    world = BrainWorld(profile, strategy)
     with path.open() as lines:
         for line in lines:
             row = json.loads(line)
             tokens, ids = row["input_length"], row["hash_ids"]
             hashes = [ids[k // 32] * 32 + k % 32 + 1 for k in range(tokens // 16)]
-            spec = SentRequest(tokens, max(1, row["output_length"]), hashes)
+            spec = BrainRequest(tokens, max(1, row["output_length"]), hashes)
             world.ask(row["timestamp"] / 1000, spec)
     return world.run()
 
 
-def burst(strategy: str, *, distinct: bool) -> World:
+def burst(strategy: str, *, distinct: bool) -> BrainWorld:
     """A hundred new prompts of 2,000 tokens within 10 ms."""
-    world = World(profiles.find("l4-8b-fp8"), strategy)
+    world = BrainWorld(profiles.find("l4-8b-fp8"), strategy)
     for k in range(100):
         name = (k + 1 if distinct else 1) << 20
-        world.ask(2.0 + 1e-4 * k, SentRequest(2000, 100, list(range(name, name + 125))))
+        world.ask(2.0 + 1e-4 * k, BrainRequest(2000, 100, list(range(name, name + 125))))
     return world.run()
 
 
-def conversations(strategy: str, *, scrape_s: float, seed: int) -> World:
+def conversations(strategy: str, *, scrape_s: float, seed: int) -> BrainWorld:
     """Multi-turn conversations at 60 % of what eight L4 carry, scraped every so often."""
-    world = World(profiles.find("l4-8b-fp8"), strategy, scrape_s=scrape_s, seed=seed)
+    world = BrainWorld(profiles.find("l4-8b-fp8"), strategy, scrape_s=scrape_s, seed=seed)
     rng, now = random.Random(seed), 0.0
     lengths = [0] * 400
     for _ in range(4000):
@@ -209,7 +209,7 @@ def conversations(strategy: str, *, scrape_s: float, seed: int) -> World:
         name = at << 20
         hashes = list(range(name, name + lengths[at] // 16))
         output = max(4, round(rng.lognormvariate(4.0, 0.8)))
-        world.ask(now, SentRequest(lengths[at], min(output, 400), hashes, session=str(at)))
+        world.ask(now, BrainRequest(lengths[at], min(output, 400), hashes, session=str(at)))
     return world.run()
 
 

@@ -29,7 +29,7 @@ import msgspec
 
 from bench import chaos_site, rig, steady_client
 from bench import hostile_requests as bodies
-from bench.chaos_site import EngineProcess, Site
+from bench.chaos_site import ChaosEngine, ChaosSite
 from bench.hostile_watch import MIB
 from extproc.routing import peer_sync
 from extproc.server import native_ext_proc
@@ -104,7 +104,7 @@ class Chaos:
         counts: How often other things were done.
     """
 
-    def __init__(self, site: Site, rng: random.Random, seconds: float) -> None:
+    def __init__(self, site: ChaosSite, rng: random.Random, seconds: float) -> None:
         self.site = site
         self.events: list[Event] = []
         self.answers: collections.Counter[str] = collections.Counter()
@@ -239,7 +239,7 @@ def _alternating(*what: str):
         yield from what
 
 
-async def _mend(engine: EngineProcess, what: str) -> None:
+async def _mend(engine: ChaosEngine, what: str) -> None:
     if what == "hang":
         engine.send(signal.SIGCONT)
     else:
@@ -261,7 +261,7 @@ def was_hit(outcome: steady_client.ClientOutcome, events: list[Event], *kinds: s
     )
 
 
-async def sampled(site: Site, samples: list[tuple[float, int]]) -> None:
+async def sampled(site: ChaosSite, samples: list[tuple[float, int]]) -> None:
     """Note the picker's memory every second, until cancelled."""
     while True:
         samples.append((time.monotonic(), site.picker.memory_bytes()))
@@ -305,7 +305,7 @@ async def run(
 
 
 def judged(
-    site: Site,
+    site: ChaosSite,
     chaos: Chaos,
     outcomes: list[steady_client.ClientOutcome],
     samples: list[tuple[float, int]],
@@ -373,7 +373,7 @@ def judged(
     return bars, figures
 
 
-def _alive(site: Site) -> tuple[str, bool]:
+def _alive(site: ChaosSite) -> tuple[str, bool]:
     if site.picker.is_alive:
         return "runs", True
     return f"ended with {site.picker.child.process.returncode}", False

@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from bench import steady_client
-from bench.hostile_watch import Picker
+from bench.hostile_watch import WatchedPicker
 from bench.rig import ROOT
 from extproc.demo import stack
 from extproc.scrape import kv_event_subscriber
@@ -29,7 +29,7 @@ ENGINES, LIARS, PODS = 8, 2, 2
 SPEED = "4"
 
 
-class EngineProcess:
+class ChaosEngine:
     """One engine, which may be killed, hung and started again on its address."""
 
     def __init__(self, children: stack.Stack, host: str, port: int) -> None:
@@ -78,7 +78,7 @@ class Redis:
             await self.child.stop(signal.SIGKILL)
 
 
-class Cluster(msgspec.Struct, frozen=True):
+class ChaosCluster(msgspec.Struct, frozen=True):
     """A Kubernetes API server with one InferencePool.
 
     Attributes:
@@ -99,7 +99,7 @@ class Cluster(msgspec.Struct, frozen=True):
         return kube.pool("vllm", self.namespace)
 
 
-class Site(msgspec.Struct, frozen=True):
+class ChaosSite(msgspec.Struct, frozen=True):
     """Everything that runs.
 
     Attributes:
@@ -113,18 +113,18 @@ class Site(msgspec.Struct, frozen=True):
         missing: What is not there, a line for each.
     """
 
-    picker: Picker
-    engines: list[EngineProcess]
+    picker: WatchedPicker
+    engines: list[ChaosEngine]
     config: Path
     listed: Path
     redis: Redis | None
-    cluster: Cluster | None
+    cluster: ChaosCluster | None
     children: stack.Stack
     missing: list[str]
 
 
 @contextlib.asynccontextmanager
-async def site(transport: str) -> AsyncIterator[Site]:
+async def site(transport: str) -> AsyncIterator[ChaosSite]:
     """Start everything, with a transport of the picker; nothing is left when the block ends."""
     missing: list[str] = []
     async with contextlib.AsyncExitStack() as held:
@@ -139,9 +139,9 @@ async def site(transport: str) -> AsyncIterator[Site]:
         pods = [f"127.1.0.{at}" for at in range(1, PODS + 1)]
         cluster = await _cluster(held, pods, port, missing)
         here = ENGINES - LIARS - (PODS if cluster else 0)
-        engines = [EngineProcess(children, "127.0.0.1", stack.free_port()) for _ in range(here)]
+        engines = [ChaosEngine(children, "127.0.0.1", stack.free_port()) for _ in range(here)]
         written = [{"address": engine.address, "labels": engine.labels} for engine in engines]
-        engines += [EngineProcess(children, pod, port) for pod in pods if cluster]
+        engines += [ChaosEngine(children, pod, port) for pod in pods if cluster]
         for engine in engines:
             await engine.start()
         for _ in range(LIARS):
@@ -157,10 +157,10 @@ async def site(transport: str) -> AsyncIterator[Site]:
         every += [engine.address for engine in engines if cluster]
         addresses = [*dict.fromkeys(every)]
         picker = await _picker(children, config, cluster, addresses, transport=transport)
-        yield Site(picker, engines, config, listed, redis, cluster, children, missing)
+        yield ChaosSite(picker, engines, config, listed, redis, cluster, children, missing)
 
 
-def _config(listed: Path, redis: Redis | None, cluster: Cluster | None) -> dict[str, Any]:
+def _config(listed: Path, redis: Redis | None, cluster: ChaosCluster | None) -> dict[str, Any]:
     pools: list[dict[str, Any]] = []
     if cluster is not None:
         where = {"inference_pool": "vllm", "namespace": cluster.namespace}
@@ -182,11 +182,11 @@ def _config(listed: Path, redis: Redis | None, cluster: Cluster | None) -> dict[
 async def _picker(
     children: stack.Stack,
     config: Path,
-    cluster: Cluster | None,
+    cluster: ChaosCluster | None,
     addresses: list[str],
     *,
     transport: str,
-) -> Picker:
+) -> WatchedPicker:
     ports = stack.EnvoyPorts(*(stack.free_port() for _ in range(3)))
     pages = stack.free_port()
     child = await children.extproc(
@@ -203,12 +203,12 @@ async def _picker(
     header = {"key": steady_client.UPSTREAM, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
     routes["response_headers_to_add"] = [{"header": header}]
     await children.envoy(envoy)
-    return Picker(child, ports.listener, pages, ports.extproc)
+    return WatchedPicker(child, ports.listener, pages, ports.extproc)
 
 
 async def _cluster(
     held: contextlib.AsyncExitStack, pods: list[str], port: int, missing: list[str]
-) -> Cluster | None:
+) -> ChaosCluster | None:
     """An API server with a pool and pods; None where none can be started."""
     if kube_server.assets() is None:
         missing.append("kube-apiserver is not built (make envtest): no cluster")
@@ -223,4 +223,4 @@ async def _cluster(
     for at, address in enumerate(pods):
         await api.create(kube.pod(f"vllm-{at}", namespace, address, labels={"app": "vllm"}))
     await asyncio.sleep(0)
-    return Cluster(server, api, namespace, kubeconfig)
+    return ChaosCluster(server, api, namespace, kubeconfig)

@@ -42,7 +42,7 @@ from tests.support import kube, kube_picker, kube_server
 PORT = 8000
 
 
-class Fleet:
+class ClusterFleet:
     """Pools and pods in one namespace, and the picker's rights."""
 
     def __init__(self, api: kube.Api, namespace: str, pods: int, pools: int) -> None:
@@ -101,7 +101,7 @@ def cpu_s(pid: int) -> float:
 # First sync
 
 
-async def start(fleet: Fleet, **how) -> dict:
+async def start(fleet: ClusterFleet, **how) -> dict:
     """Seconds until a picker is ready and complete, and what CPU it took until then."""
     began = time.monotonic()
     async with kube_picker.picker(None, *how.pop("arguments", ()), **how) as picker:
@@ -114,7 +114,7 @@ async def start(fleet: Fleet, **how) -> dict:
     return {"ready_s": round(took, 2), "cpu_s": round(used, 2)}
 
 
-async def first_sync(fleet: Fleet, times: int) -> dict:
+async def first_sync(fleet: ClusterFleet, times: int) -> dict:
     """Starts with the cluster and, for comparison, with a file of the same endpoints."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as endpoints:
         yaml.safe_dump({"endpoints": fleet.addresses()}, endpoints)
@@ -145,7 +145,7 @@ class PodWatch:
     def __init__(self) -> None:
         self.events: dict[str, asyncio.Future[float]] = {}
 
-    async def run(self, fleet: Fleet, started: asyncio.Event) -> None:
+    async def run(self, fleet: ClusterFleet, started: asyncio.Event) -> None:
         access = fleet.api.access
         host, _, port = access.url.removeprefix("https://").partition(":")
         reader, writer = await asyncio.open_connection(
@@ -168,7 +168,7 @@ class PodWatch:
                             future.set_result(now)
 
 
-async def reaction(fleet: Fleet, picker: kube_picker.Picker, times: int) -> dict:
+async def reaction(fleet: ClusterFleet, picker: kube_picker.PodPicker, times: int) -> dict:
     """Measure picks of a pod after the event that says it is not ready."""
     watch, started = PodWatch(), asyncio.Event()
     chance = random.Random(7)
@@ -239,7 +239,7 @@ class Writer:
         await self._reader.readexactly(2)
 
 
-async def updates(fleet: Fleet, pid: int, rate: float, seconds: float) -> dict:
+async def updates(fleet: ClusterFleet, pid: int, rate: float, seconds: float) -> dict:
     """Write statuses at a rate; what the picker's process took."""
     access, tls = fleet.api.access, fleet.api.access.tls()
     writers = [Writer(access, tls) for _ in range(24)]
@@ -277,7 +277,7 @@ async def updates(fleet: Fleet, pid: int, rate: float, seconds: float) -> dict:
     }
 
 
-async def replayed(fleet: Fleet, cluster, rate: float, seconds: float) -> dict:
+async def replayed(fleet: ClusterFleet, cluster, rate: float, seconds: float) -> dict:
     """A picker under exactly so many updates per second, said by a server that only replays."""
     async with replay.replay(fleet.api, fleet.namespace, cluster.folder) as source:
         kubeconfig = cluster.write_kubeconfig("replay", source.access, fleet.namespace)
@@ -301,7 +301,9 @@ async def replayed(fleet: Fleet, cluster, rate: float, seconds: float) -> dict:
 # Outage
 
 
-async def outage(fleet: Fleet, picker: kube_picker.Picker, cluster, seconds: float) -> dict:
+async def outage(
+    fleet: ClusterFleet, picker: kube_picker.PodPicker, cluster, seconds: float
+) -> dict:
     """Picks while the API server is away, and how soon the pool is exact afterwards."""
     cluster.stop()
     began = time.monotonic()
@@ -340,7 +342,7 @@ async def measure(args: argparse.Namespace) -> dict:
     with kube_server.cluster() as cluster:
         async with kube.api(cluster.admin) as api:
             await api.define(kube.definitions())
-            fleet = Fleet(api, await api.namespace("bench"), args.pods, args.pools)
+            fleet = ClusterFleet(api, await api.namespace("bench"), args.pods, args.pools)
             await fleet.create()
             access = await api.account(fleet.namespace, kube.picker_rules())
             fleet.kubeconfig = cluster.write_kubeconfig("bench", access, fleet.namespace)

@@ -235,7 +235,7 @@ def sizing_block() -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class GeneratedBlock:
     """One generated block: the page it belongs to, relative to `docs/`, and its text."""
 
     page: str
@@ -243,30 +243,34 @@ class Block:
 
 
 #: Generated blocks by the name of their markers.
-BLOCKS: Mapping[str, Block] = {
-    "summary": Block("benchmarks/index.md", summary.block),
-    "results": Block("benchmarks/overhead.md", block),
-    "arena": Block("benchmarks/arena.md", arena_block),
-    "collectors": Block("benchmarks/overhead.md", collectors_block),
-    "real vllm": Block("benchmarks/real-engines.md", real_block),
-    "real events": Block("benchmarks/real-engines.md", real_events_block),
-    "agreement": Block("benchmarks/real-engines.md", agreement_block),
-    "replay": Block("benchmarks/real-engines.md", replay_block),
-    "replicas": Block("benchmarks/replicas.md", replicas_block),
-    "peer_sync": Block("benchmarks/replicas.md", sharing_block),
-    "capacity": Block("benchmarks/capacity.md", capacity_block),
-    "scaling": Block("benchmarks/autoscaling.md", scaling_block),
-    "sizing": Block("operations/sizing.md", sizing_block),
-    "chaos": Block("benchmarks/robustness.md", lambda: robustness.chaos_table(run.read("chaos"))),
-    "hostile": Block(
+BLOCKS: Mapping[str, GeneratedBlock] = {
+    "summary": GeneratedBlock("benchmarks/index.md", summary.block),
+    "results": GeneratedBlock("benchmarks/overhead.md", block),
+    "arena": GeneratedBlock("benchmarks/arena.md", arena_block),
+    "collectors": GeneratedBlock("benchmarks/overhead.md", collectors_block),
+    "real vllm": GeneratedBlock("benchmarks/real-engines.md", real_block),
+    "real events": GeneratedBlock("benchmarks/real-engines.md", real_events_block),
+    "agreement": GeneratedBlock("benchmarks/real-engines.md", agreement_block),
+    "replay": GeneratedBlock("benchmarks/real-engines.md", replay_block),
+    "replicas": GeneratedBlock("benchmarks/replicas.md", replicas_block),
+    "peer_sync": GeneratedBlock("benchmarks/replicas.md", sharing_block),
+    "capacity": GeneratedBlock("benchmarks/capacity.md", capacity_block),
+    "scaling": GeneratedBlock("benchmarks/autoscaling.md", scaling_block),
+    "sizing": GeneratedBlock("operations/sizing.md", sizing_block),
+    "chaos": GeneratedBlock(
+        "benchmarks/robustness.md", lambda: robustness.chaos_table(run.read("chaos"))
+    ),
+    "hostile": GeneratedBlock(
         "benchmarks/robustness.md", lambda: robustness.hostile_table(run.read("hostile"))
     ),
-    "soak": Block("benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))),
-    "match sources": Block("benchmarks/kv-events.md", match_sources_block),
-    "kv events": Block("benchmarks/kv-events.md", kv_events_block),
-    "ranks": Block("benchmarks/kv-events.md", ranks_block),
-    "peers": Block("benchmarks/peers.md", peers_block),
-    "peers routing": Block("benchmarks/peers.md", peers_routing_block),
+    "soak": GeneratedBlock(
+        "benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))
+    ),
+    "match sources": GeneratedBlock("benchmarks/kv-events.md", match_sources_block),
+    "kv events": GeneratedBlock("benchmarks/kv-events.md", kv_events_block),
+    "ranks": GeneratedBlock("benchmarks/kv-events.md", ranks_block),
+    "peers": GeneratedBlock("benchmarks/peers.md", peers_block),
+    "peers routing": GeneratedBlock("benchmarks/peers.md", peers_routing_block),
 }
 
 

@@ -27,7 +27,7 @@ import msgspec
 
 from bench import hostile_engine, hostile_kv, hostile_watch
 from bench import hostile_requests as bodies
-from bench.hostile_watch import MIB, Picker
+from bench.hostile_watch import MIB, WatchedPicker
 from bench.rig import ROOT, write
 from extproc.demo import stack
 
@@ -57,7 +57,7 @@ CLIENTS = 8
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
-class Row(msgspec.Struct):
+class HostileRow(msgspec.Struct):
     """Effect of one kind of input.
 
     Attributes:
@@ -103,7 +103,7 @@ class Bounds(msgspec.Struct, frozen=True):
 @contextlib.asynccontextmanager
 async def picker(
     engines: Sequence[Sequence[str]], *arguments: str, with_envoy: bool = True
-) -> AsyncIterator[Picker]:
+) -> AsyncIterator[WatchedPicker]:
     """A picker before engines that are started for it.
 
     Args:
@@ -125,7 +125,7 @@ async def picker(
         if with_envoy:
             template = ROOT / "envoy" / "original-dst.yaml"
             await children.envoy(stack.envoy_config(template, ports, plaintext=True))
-        yield Picker(child, ports.listener if with_envoy else 0, pages)
+        yield WatchedPicker(child, ports.listener if with_envoy else 0, pages)
 
 
 def lean_engine() -> Sequence[str]:
@@ -143,8 +143,14 @@ Step = Callable[[], Awaitable[str]]
 
 
 async def measured(
-    kind: str, server: Picker, step: Step, bounds: Bounds, *, at_once: int = CLIENTS, first: int = 1
-) -> Row:
+    kind: str,
+    server: WatchedPicker,
+    step: Step,
+    bounds: Bounds,
+    *,
+    at_once: int = CLIENTS,
+    first: int = 1,
+) -> HostileRow:
     """Do one thing again and again, and look at the picker meanwhile.
 
     Args:
@@ -157,7 +163,7 @@ async def measured(
         first: How many do it at a time before, while waits are measured: several that are allowed
             50 ms each make others wait for their sum.
     """
-    row = Row(kind)
+    row = HostileRow(kind)
     answers: collections.Counter[str] = collections.Counter()
     counted = await server.metrics()
     row.before_bytes, used_s = server.memory_bytes(), server.cpu_s()
@@ -199,7 +205,7 @@ async def measured(
     return row
 
 
-def judge(row: Row, quiet: Row, size_bytes: int) -> Row:
+def judge(row: HostileRow, quiet: HostileRow, size_bytes: int) -> HostileRow:
     """Hold a row against the bars.
 
     Args:
@@ -224,7 +230,7 @@ def judge(row: Row, quiet: Row, size_bytes: int) -> Row:
     return row
 
 
-async def requests(bounds: Bounds) -> AsyncIterator[Row]:
+async def requests(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Bodies of every kind through Envoy, each kind at a picker that saw none before."""
     for name, request in bodies.hostile(bounds.size_bytes).items():
         if bounds.only in name:
@@ -237,7 +243,7 @@ async def requests(bounds: Bounds) -> AsyncIterator[Row]:
                 yield await measured(name, server, step, bounds)
 
 
-async def large(bounds: Bounds) -> AsyncIterator[Row]:
+async def large(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """The same kinds as long as the picker takes them: the event loop is not held longer for it."""
     kinds = bodies.hostile(LARGEST_BYTES) | {"harmless": bodies.harmless(LARGEST_BYTES)}
     few = msgspec.structs.replace(bounds, requests=LARGE_REQUESTS, seconds=600.0)
@@ -255,7 +261,7 @@ async def large(bounds: Bounds) -> AsyncIterator[Row]:
                 yield row
 
 
-async def least_memory_bytes(server: Picker, step: Step) -> int:
+async def least_memory_bytes(server: WatchedPicker, step: Step) -> int:
     """Do one thing LARGE_REQUESTS times, one after another: the least memory after it is over."""
     held_bytes = []
     for _ in range(LARGE_REQUESTS):
@@ -265,7 +271,7 @@ async def least_memory_bytes(server: Picker, step: Step) -> int:
     return min(held_bytes)
 
 
-async def clients(bounds: Bounds) -> AsyncIterator[Row]:
+async def clients(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Clients that stall, vanish and drip, and names that nobody used before."""
     rng = random.Random(1)
     for name, client in bodies.CLIENTS.items():
@@ -284,7 +290,7 @@ async def clients(bounds: Bounds) -> AsyncIterator[Row]:
             )
 
 
-async def pages(bounds: Bounds) -> AsyncIterator[Row]:
+async def pages(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Pages of one engine of two, while requests come in."""
     request = bodies.harmless(1000)
     quick = msgspec.structs.replace(bounds, requests=min(bounds.requests, 400))
@@ -299,19 +305,19 @@ async def pages(bounds: Bounds) -> AsyncIterator[Row]:
                 yield await measured(f"page {kind}", server, step, quick)
 
 
-async def events(bounds: Bounds) -> AsyncIterator[Row]:
+async def events(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """KV events of an engine, while requests for it come in."""
     async for row in _published("events", hostile_kv.EVENTS, bounds):
         yield row
 
 
-async def rendered(bounds: Bounds) -> AsyncIterator[Row]:
+async def rendered(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Prompts that an engine renders, each of which it sees for the first time."""
     async for row in _published("rendered", hostile_kv.RENDERED, bounds):
         yield row
 
 
-async def _published(group: str, kinds: Iterable[str], bounds: Bounds) -> AsyncIterator[Row]:
+async def _published(group: str, kinds: Iterable[str], bounds: Bounds) -> AsyncIterator[HostileRow]:
     quick = msgspec.structs.replace(bounds, requests=min(bounds.requests, 400))
     for kind in kinds:
         if bounds.only in f"{group} {kind}":
@@ -330,7 +336,7 @@ async def _published(group: str, kinds: Iterable[str], bounds: Bounds) -> AsyncI
                 yield await measured(f"{group} {kind}", server, step, quick)
 
 
-async def files(bounds: Bounds) -> AsyncIterator[Row]:
+async def files(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Edits of the configuration and of the file of endpoints, each mended after a while.
 
     All kinds at once, as they wait for most of the time.
@@ -352,7 +358,7 @@ async def files(bounds: Bounds) -> AsyncIterator[Row]:
         yield row
 
 
-async def _edited(name: str, which: int, text: str, bounds: Bounds) -> Row:
+async def _edited(name: str, which: int, text: str, bounds: Bounds) -> HostileRow:
     """Edits of the configuration (`which` 0) or the file of endpoints (1) of one picker."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / "extproc.yaml", Path(folder) / "endpoints.yaml"]
@@ -370,7 +376,7 @@ async def _edited(name: str, which: int, text: str, bounds: Bounds) -> Row:
             return await measured(name, server, step, bounds, at_once=1)
 
 
-async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
+async def waiting(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """2,000 requests that wait, each for a model of its own, at two engines that are busy."""
     if bounds.only not in "waiting models":
         return
@@ -400,7 +406,7 @@ GROUPS = {
 }
 
 
-def line(row: Row, quiet: Row) -> str:
+def line(row: HostileRow, quiet: HostileRow) -> str:
     """One line of the table."""
     common = ", ".join(f"{name} {count}" for name, count in sorted(row.answers.items()))
     stall = "" if row.stall_s is None else f" stall <= {1000 * row.stall_s:.0f} ms,"

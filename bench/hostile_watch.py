@@ -37,7 +37,7 @@ _STALLS = "extproc_event_loop_lag_cpu_seconds"
 MIB = 1 << 20
 
 
-class Picker(msgspec.Struct, frozen=True):
+class WatchedPicker(msgspec.Struct, frozen=True):
     """A running picker.
 
     Attributes:

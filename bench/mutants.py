@@ -71,7 +71,7 @@ class Mutant(msgspec.Struct, frozen=True):
     what: str
 
 
-class Calls(msgspec.Struct):
+class CallingTests(msgspec.Struct):
     """Tests that call a function, by `file:function`, and the CPU seconds of each test."""
 
     tests: dict[str, list[str]] = {}
@@ -259,7 +259,7 @@ class _Noting:
     """A plugin that notes which functions of the hot rooms each test calls."""
 
     def __init__(self) -> None:
-        self.calls = Calls()
+        self.calls = CallingTests()
         self._names: dict[types.CodeType, str] = {}
         self._called: set[types.CodeType] = set()
         self._hot = tuple(str(ROOT / "extproc" / room) + os.sep for room in ROOMS)
@@ -305,7 +305,7 @@ def _suites() -> list[str]:
     return [*(f"--ignore={name}" for name in _LEFT_OUT), *(f"tests/{name}" for name in SUITES)]
 
 
-def noted() -> Calls:
+def noted() -> CallingTests:
     """Run the tests once, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "calls.json"
@@ -317,10 +317,10 @@ def noted() -> Calls:
             file.write_bytes(msgspec.json.encode(noting.calls))
             os._exit(0)
         os.waitpid(child, 0)
-        return msgspec.json.decode(file.read_bytes(), type=Calls)
+        return msgspec.json.decode(file.read_bytes(), type=CallingTests)
 
 
-def chosen(mutant: Mutant, calls: Calls) -> list[str]:
+def chosen(mutant: Mutant, calls: CallingTests) -> list[str]:
     """Tests that call the function: those of its room first, then the fastest, within the budget."""
     room = mutant.file.split("/")[1]
     tests = calls.tests.get(f"{mutant.file}:{mutant.function}", [])
@@ -375,7 +375,7 @@ def main() -> int:
     os.chdir(ROOT)
     calls_path = Path(wanted.calls) if wanted.calls else None
     if calls_path is not None and calls_path.is_file():
-        calls = msgspec.json.decode(calls_path.read_bytes(), type=Calls)
+        calls = msgspec.json.decode(calls_path.read_bytes(), type=CallingTests)
     else:
         calls = noted()
         if calls_path is not None:

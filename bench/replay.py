@@ -21,7 +21,7 @@ from tests.support import kube, kube_server
 _TICK_S = 0.01
 
 
-class Replay:
+class ReplayServer:
     """Listens as the real server does.
 
     Attributes:
@@ -136,7 +136,7 @@ async def replay(api: kube.Api, namespace: str, certificates: Path):
         namespace: Whose pods.
         certificates: Folder with the real server's own.
     """
-    proxy = Replay(api, namespace)
+    proxy = ReplayServer(api, namespace)
     await proxy.prepare()
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificates / "server.crt", certificates / "server.key")

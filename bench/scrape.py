@@ -41,7 +41,7 @@ async def serve(count: int, *, chunked: bool) -> None:
     else:
         answer = head + b"content-length: %d\r\n\r\n" % len(body) + body
 
-    class Server(asyncio.Protocol):
+    class PageServer(asyncio.Protocol):
         def connection_made(self, transport):
             self.transport = transport
 
@@ -50,7 +50,7 @@ async def serve(count: int, *, chunked: bool) -> None:
                 self.transport.write(answer)
 
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(Server, "127.0.0.1", 0) for _ in range(count)]
+    servers = [await loop.create_server(PageServer, "127.0.0.1", 0) for _ in range(count)]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
     # The parent holds our standard input; we leave when it does.
     await loop.run_in_executor(None, sys.stdin.read)

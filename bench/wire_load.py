@@ -18,7 +18,7 @@ import uvloop
 STREAM_S = 2.0
 
 
-class Backend(asyncio.Protocol):
+class WireBackend(asyncio.Protocol):
     """Reads a whole request, answers 200; chunked answers of `chunks` pieces if asked."""
 
     def __init__(self, *, chunks: int) -> None:
@@ -87,7 +87,7 @@ def _request_end(buffer: bytearray, searched: int = 0) -> int:
     return head + 4
 
 
-class Client(asyncio.Protocol):
+class WireClient(asyncio.Protocol):
     """One connection that sends the same request again and again."""
 
     def __init__(
@@ -139,7 +139,7 @@ async def load(port: int, request: bytes, *, connections: int, seconds: float) -
         done = asyncio.Event()
         events.append(done)
         _, client = await loop.create_connection(
-            lambda done=done: Client(request, done, stats, stop_at), "127.0.0.1", port
+            lambda done=done: WireClient(request, done, stats, stop_at), "127.0.0.1", port
         )
         clients.append(client)
     await asyncio.gather(*(done.wait() for done in events))
@@ -166,7 +166,7 @@ def post(path: str, body: bytes) -> bytes:
 async def backend(port: int, *, chunks: int) -> None:
     """Serve for ever."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Backend(chunks=chunks), "127.0.0.1", port)
+    server = await loop.create_server(lambda: WireBackend(chunks=chunks), "127.0.0.1", port)
     print(f"listening on 127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 

@@ -25,7 +25,7 @@ from extproc.supervision import (
 )
 
 
-class Scene:
+class SupervisorScene:
     """A supervisor whose pauses take no time; `now` moves by them."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ class Scene:
 @pytest.fixture
 def scene(caplog):
     caplog.set_level(logging.INFO, logger="extproc.supervision")
-    return Scene()
+    return SupervisorScene()
 
 
 def raising(*errors):
@@ -314,13 +314,13 @@ def test_every_task_is_supervised():
     assert {name: len(lines) for name, lines in places.items()} == dict.fromkeys(SHORT, 1)
 
 
-class BrokenError(Exception):
+class LoopBugError(Exception):
     """What broken parts raise."""
 
 
 def broken(*_, **__):
     """Any method with a bug."""
-    raise BrokenError("text of a request")
+    raise LoopBugError("text of a request")
 
 
 def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
@@ -331,7 +331,7 @@ def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
     for _ in range(4):
         try:
             broken()
-        except BrokenError as error:
+        except LoopBugError as error:
             log.record(error)
     assert len(caplog.records) == 2
     assert "text of a request" not in caplog.text
@@ -341,13 +341,13 @@ def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
 def test_exception_log_counts_by_the_line_of_the_package():
     """An exception of a library counts under the line of the package that called it."""
     counts: Counter[tuple[str, str]] = Counter()
-    with pytest.raises(BrokenError) as raised:
+    with pytest.raises(LoopBugError) as raised:
         ext_proc_servicer.bind(
             SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port"
         )
     ExceptionLog(counts, lambda: 0.0).record(raised.value)
     ((kind, fixture),) = counts
-    assert kind == "BrokenError"
+    assert kind == "LoopBugError"
     assert fixture.startswith("extproc/server/ext_proc_servicer.py:")
 
 

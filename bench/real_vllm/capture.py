@@ -40,7 +40,7 @@ _QUIET_S = 1.0
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class CaptureStep(msgspec.Struct, frozen=True, kw_only=True):
     """One request.
 
     Attributes:
@@ -61,12 +61,12 @@ def text(start: int, tokens: int) -> str:
     return "".join(random.Random(start).choices(tiny.WORDS, k=tokens))
 
 
-def steps() -> Iterator[Step]:
+def steps() -> Iterator[CaptureStep]:
     """Requests from a cache that is empty."""
 
-    def completion(name: str, prompt: str, **more: Any) -> Step:
+    def completion(name: str, prompt: str, **more: Any) -> CaptureStep:
         body = {"model": replicas.MODEL, "prompt": prompt, **more}
-        return Step(name=name, path=_COMPLETIONS, body=body)
+        return CaptureStep(name=name, path=_COMPLETIONS, body=body)
 
     yield completion("new", text(1, 100))
     yield completion("again", text(1, 100))
@@ -80,14 +80,14 @@ def steps() -> Iterator[Step]:
         {"role": "user", "content": text(5, 50)},
     ]
     body = {"model": replicas.MODEL, "messages": messages}
-    yield Step(name="chat", path=_CHAT, body=body, output_tokens=40)
+    yield CaptureStep(name="chat", path=_CHAT, body=body, output_tokens=40)
     for number in range(6, 10):
         yield completion("evicts", text(number, 130))
     yield completion("after evictions", text(1, 100))
     yield completion("copy after evictions", text(3, 64))
 
 
-class Listener:
+class EventListener:
     """Subscriber of an engine that keeps every message.
 
     Attributes:
@@ -124,7 +124,7 @@ class Listener:
         self._context.destroy(linger=0)
 
 
-class Engine:
+class CapturedEngine:
     """A running engine, and what is captured of it.
 
     Attributes:
@@ -132,7 +132,9 @@ class Engine:
         listener: Its messages.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, listener: Listener) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, address: str, listener: EventListener
+    ) -> None:
         self._session = session
         self._url = f"http://{address}"
         self.listener = listener
@@ -144,7 +146,7 @@ class Engine:
             response.raise_for_status()
             return await response.json() if response.content_length != 0 else None
 
-    async def run(self, step: Step) -> str:
+    async def run(self, step: CaptureStep) -> str:
         """Send a request once its tokens are known; returns the text of the answer."""
         rendered = await self.post(f"{step.path}/render", step.body)
         tokenized = await self.post("/tokenize", step.body)
@@ -176,7 +178,7 @@ class Engine:
         choice = answer["choices"][0]
         return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
-    async def samples(self, step: Step) -> dict[str, Any]:
+    async def samples(self, step: CaptureStep) -> dict[str, Any]:
         """Answers of `/render` and `/tokenize` as they are."""
         return {
             "body": step.body,
@@ -205,8 +207,8 @@ async def capture(python: Path, model: Path) -> dict[str, Any]:
                     max_model_len=MAX_MODEL_LEN,
                 ) as (address,),
             ):
-                listener = Listener(await replicas.event_ports(session, address))
-                engine = Engine(session, address, listener)
+                listener = EventListener(await replicas.event_ports(session, address))
+                engine = CapturedEngine(session, address, listener)
                 try:
                     if life:
                         await engine.run(next(steps()))
@@ -224,7 +226,7 @@ async def capture(python: Path, model: Path) -> dict[str, Any]:
     return {**result, "lives": lives}
 
 
-async def _first_life(engine: Engine) -> None:
+async def _first_life(engine: CapturedEngine) -> None:
     """Every step, the next turn of the chat right behind it, and a reset."""
     for step in steps():
         answer = await engine.run(step)
@@ -235,7 +237,7 @@ async def _first_life(engine: Engine) -> None:
                 {"role": "user", "content": text(20, 30)},
             ]
             body = step.body | {"messages": messages}
-            await engine.run(Step(name="next turn", path=step.path, body=body))
+            await engine.run(CaptureStep(name="next turn", path=step.path, body=body))
     await engine.post("/reset_prefix_cache", {})
     first = next(steps())
     await engine.run(msgspec.structs.replace(first, name="after a reset"))

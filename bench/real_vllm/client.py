@@ -10,13 +10,17 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.real_vllm.counters import Answer
-from bench.real_vllm.workload import Ask
+from bench.real_vllm.counters import EngineAnswer
+from bench.real_vllm.workload import WorkloadRequest
 
 
 async def play(
-    session: aiohttp.ClientSession, urls: Sequence[str], asks: Sequence[Ask], *, at_once: int
-) -> list[Answer]:
+    session: aiohttp.ClientSession,
+    urls: Sequence[str],
+    asks: Sequence[WorkloadRequest],
+    *,
+    at_once: int,
+) -> list[EngineAnswer]:
     """Send all, in order, so many at the same time.
 
     Args:
@@ -27,7 +31,7 @@ async def play(
     """
     places = asyncio.Semaphore(at_once)
 
-    async def request_one(url: str, ask: Ask) -> Answer:
+    async def request_one(url: str, ask: WorkloadRequest) -> EngineAnswer:
         async with places:
             return await send(session, url, ask)
 
@@ -36,7 +40,7 @@ async def play(
     return [task.result() for task in tasks]
 
 
-async def send(session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
+async def send(session: aiohttp.ClientSession, url: str, ask: WorkloadRequest) -> EngineAnswer:
     """Send one request; an error inside a stream counts with its own status."""
     began = time.perf_counter()
     first_s = 0.0
@@ -54,9 +58,9 @@ async def send(session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
                     status = int(event["error"].get("code") or 500)
             decision = response.headers.get("x-extproc-decision", "")
     except (aiohttp.ClientError, TimeoutError):
-        return Answer(status=0)
+        return EngineAnswer(status=0)
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(
+    return EngineAnswer(
         status=status if usage else status if status != 200 else 0,
         ttft_s=first_s,
         prompt_tokens=usage.get("prompt_tokens", 0),

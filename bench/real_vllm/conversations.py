@@ -27,7 +27,7 @@ ANSWER_TOKENS: Final = 32
 AT_ONCE: Final = 4
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ConversationTurn(msgspec.Struct, frozen=True):
     """A request of a conversation, and its answer.
 
     Attributes:
@@ -36,7 +36,7 @@ class Turn(msgspec.Struct, frozen=True):
     """
 
     number: int
-    answer: counters.Answer
+    answer: counters.EngineAnswer
 
 
 def word_ids() -> list[int]:
@@ -46,7 +46,7 @@ def word_ids() -> list[int]:
     return [ids[space + word[1:]] for word in tiny.WORDS]
 
 
-async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[Turn]:
+async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[ConversationTurn]:
     """Hold all conversations, each turn once the answer before it is complete.
 
     Args:
@@ -60,7 +60,7 @@ async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[T
     users = [[_words(rng, USER_TOKENS) for _ in range(TURNS)] for _ in range(CONVERSATIONS)]
     #: Conversations whose answers are complete, and their turns so far.
     waiting = [(number, 0) for number in range(CONVERSATIONS)]
-    turns: list[Turn] = []
+    turns: list[ConversationTurn] = []
 
     async def work() -> None:
         while waiting:
@@ -68,7 +68,7 @@ async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[T
             messages = held[number]
             messages.append({"role": "user", "content": users[number][done]})
             answer, text = await _send(session, url, messages)
-            turns.append(Turn(done + 1, answer))
+            turns.append(ConversationTurn(done + 1, answer))
             messages.append({"role": "assistant", "content": text})
             if done + 1 < TURNS:
                 waiting.append((number, done + 1))
@@ -81,7 +81,7 @@ async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[T
 
 async def _send(
     session: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]]
-) -> tuple[counters.Answer, str]:
+) -> tuple[counters.EngineAnswer, str]:
     """Send a turn; returns what is known of it, and the text of the answer."""
     body = {
         "model": replicas.MODEL,
@@ -96,12 +96,12 @@ async def _send(
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             decision = response.headers.get("x-extproc-decision", "")
             if response.status != 200:
-                return counters.Answer(status=response.status, decision=decision), ""
+                return counters.EngineAnswer(status=response.status, decision=decision), ""
             answer: dict[str, Any] = await response.json()
     except (aiohttp.ClientError, TimeoutError):
-        return counters.Answer(status=0), ""
+        return counters.EngineAnswer(status=0), ""
     usage = answer["usage"]
-    row = counters.Answer(
+    row = counters.EngineAnswer(
         status=200,
         ttft_s=time.perf_counter() - began,
         prompt_tokens=usage["prompt_tokens"],

@@ -18,7 +18,7 @@ _CHOSEN = re.compile(r"(?:^|; )chose=([^;]+)(?:;|$)")
 _PAIR = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer as the client saw it.
 
     Attributes:
@@ -80,7 +80,9 @@ def hit_ratio(replicas: Sequence[Moved]) -> float:
     return sum(replica.hits for replica in replicas) / queries if queries else 0.0
 
 
-def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float) -> dict[str, Any]:
+def figures(
+    answers: Sequence[EngineAnswer], replicas: Sequence[Moved], wall_s: float
+) -> dict[str, Any]:
     """One run in numbers: `hit_ratio` from the engines' counters, `usage` from the answers."""
     times = sorted(row.ttft_s for row in answers if row.status == 200)
     queries = sum(row.queries for row in replicas)
@@ -104,7 +106,7 @@ def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float)
     }
 
 
-def prediction(answers: Sequence[Answer]) -> dict[str, Any] | None:
+def prediction(answers: Sequence[EngineAnswer]) -> dict[str, Any] | None:
     """Predicted against found tokens, request by request; None where nothing was predicted.
 
     `exact` is the share of answers whose prediction is within one block of the picker's (64

@@ -64,7 +64,7 @@ async def measure(
     await replicas.forget(session, list(engines))
     for address in engines:
         await _step(session, address)
-    listeners = [capture.Listener(ports) for ports in engines.values()]
+    listeners = [capture.EventListener(ports) for ports in engines.values()]
     try:
         async with stack.stack() as children:
             ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
@@ -124,7 +124,7 @@ def _count(messages: Sequence[Sequence[Sequence[bytes]]], kind: type) -> int:
     )
 
 
-def figures(turns: Sequence[conversations.Turn]) -> dict[str, Any]:
+def figures(turns: Sequence[conversations.ConversationTurn]) -> dict[str, Any]:
     """One run in numbers; ratios are of the follow-up turns."""
     followed = [turn.answer for turn in turns if turn.number > 1]
     pairs = [

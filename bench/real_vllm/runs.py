@@ -32,7 +32,7 @@ async def routed(
     session: aiohttp.ClientSession,
     engines: Sequence[str],
     strategy: str,
-    asks: Sequence[workload.Ask],
+    asks: Sequence[workload.WorkloadRequest],
 ) -> tuple[dict[str, Any], list[str]]:
     """From empty caches, behind a picker that knows nothing yet.
 
@@ -71,7 +71,7 @@ async def routed(
 async def replayed(
     session: aiohttp.ClientSession,
     engines: Sequence[str],
-    asks: Sequence[workload.Ask],
+    asks: Sequence[workload.WorkloadRequest],
     places: Sequence[int],
 ) -> dict[str, Any]:
     """From empty caches, without a picker: each request to the engine that is named for it.
@@ -91,9 +91,9 @@ async def replayed(
 async def _counted(
     session: aiohttp.ClientSession,
     engines: Sequence[str],
-    asks: Sequence[workload.Ask],
+    asks: Sequence[workload.WorkloadRequest],
     urls: Sequence[str],
-) -> tuple[list[counters.Answer], dict[str, Any]]:
+) -> tuple[list[counters.EngineAnswer], dict[str, Any]]:
     """Send between two readings of the engines' counters."""
     before = await replicas.loads(session, engines)
     began = time.perf_counter()

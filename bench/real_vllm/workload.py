@@ -20,7 +20,7 @@ REQUESTS_PER_GROUP = 12
 OUTPUT_TOKENS = 8
 
 
-class Ask(msgspec.Struct, frozen=True):
+class WorkloadRequest(msgspec.Struct, frozen=True):
     """One request.
 
     Attributes:
@@ -49,7 +49,7 @@ class Ask(msgspec.Struct, frozen=True):
         }
 
 
-def asks(models: Sequence[str], groups: int, *, seed: int, tail: str = "") -> list[Ask]:
+def asks(models: Sequence[str], groups: int, *, seed: int, tail: str = "") -> list[WorkloadRequest]:
     """Invent requests; the same seed invents the same.
 
     Args:
@@ -62,7 +62,9 @@ def asks(models: Sequence[str], groups: int, *, seed: int, tail: str = "") -> li
     rng = random.Random(seed)
     shared = [_words(rng, SHARED_TOKENS, tail) for _ in range(groups)]
     invented = [
-        Ask(model, shared[group] + _words(rng, OWN_TOKENS, tail), place * groups + group)
+        WorkloadRequest(
+            model, shared[group] + _words(rng, OWN_TOKENS, tail), place * groups + group
+        )
         for place, model in enumerate(models)
         for group in range(groups)
         for _ in range(REQUESTS_PER_GROUP)

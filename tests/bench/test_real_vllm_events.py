@@ -3,13 +3,13 @@
 import json
 
 from bench.real_vllm import capture, conversations, kv_events, replicas, tiny
-from bench.real_vllm.counters import Answer
+from bench.real_vllm.counters import EngineAnswer
 
 
 def turn(number, predicted, cached, status=200):
     decision = f"adaptive; chose=h:1; cost=1.0ms; cached={predicted}/500"
-    answer = Answer(status=status, prompt_tokens=500, cached_tokens=cached, decision=decision)
-    return conversations.Turn(number, answer)
+    answer = EngineAnswer(status=status, prompt_tokens=500, cached_tokens=cached, decision=decision)
+    return conversations.ConversationTurn(number, answer)
 
 
 def test_follow_up_turns_are_compared():

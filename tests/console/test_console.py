@@ -40,7 +40,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 VIEWS = ("overview", "decisions", "dry-run", "strategies", "configuration")
 
 
-class Scene:
+class ConsoleScene:
     """A picker with some traffic.
 
     Attributes:
@@ -121,7 +121,7 @@ async def picker(**server):
 @contextlib.asynccontextmanager
 async def _scene():
     async with picker() as running:
-        scene = Scene(running)
+        scene = ConsoleScene(running)
         for number in range(20):
             scene.route(f"request-{number}")
         scene.route(f"id {HOSTILE}", model=HOSTILE, status="500")
@@ -177,7 +177,7 @@ async def test_a_pool_is_shown_by_itself(chromium):
             chromium.page(running.ports.pages) as page,
         ):
             await running.picker.sync()
-            scene, picker = Scene(running), running.picker
+            scene, picker = ConsoleScene(running), running.picker
             for at in (0.0, 5.0):
                 picker.history.sample(picker.counters, picker.pool_registry.views(), at)
                 for number in range(20):

@@ -17,7 +17,7 @@ from tests.monitoring.test_faults import (
     ENGINE,
     ENGINES,
     PATH,
-    Fleet,
+    WatchedFleet,
     again_and_again,
     body,
     config_text,
@@ -41,7 +41,7 @@ async def _fleet(folder):
             )
         )
         assert (await http1.ask(place.port, PATH, body(0, 0))).status == 200
-        fleet = Fleet(place, children, engines, listed, config)
+        fleet = WatchedFleet(place, children, engines, listed, config)
         async with asyncio.TaskGroup() as clients:
             for number in range(CLIENTS):
                 clients.create_task(fleet.ask_again_and_again(number))

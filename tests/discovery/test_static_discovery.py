@@ -7,7 +7,7 @@ from extproc.discovery import endpoint_list, static_discovery
 from extproc.errors import ConfigError
 
 
-class Fleet:
+class ListedFleet:
     def __init__(self):
         self.updates = []
 
@@ -25,10 +25,10 @@ class Resolver:
         return {name: self.answers.get(name, ()) for name in names}
 
 
-class Scene:
+class StaticScene:
     def __init__(self, *flags, path="", **answers):
         self.now = 0.0
-        self.store = Fleet()
+        self.store = ListedFleet()
         self.resolver = Resolver(**answers)
         self.facts = []
         self.subject = static_discovery.StaticDiscovery(
@@ -62,7 +62,7 @@ def test_static_endpoints_are_reported_once():
     """A static list is published once at the start, and no name is resolved."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1,[fd00::1]:1")
+        scene = StaticScene("10.0.0.1:1,[fd00::1]:1")
         await scene.subject.start()
         await scene.step(1000.0)
         assert scene.store.updates == [(["10.0.0.1:1", "[fd00::1]:1"], 0.0)]
@@ -75,7 +75,7 @@ def test_an_empty_list_is_reported():
     """The store is notified of an empty first result of discovery."""
 
     async def scene():
-        scene = Scene()
+        scene = StaticScene()
         await scene.subject.start()
         assert scene.store.updates == [([], 0.0)]
 
@@ -88,7 +88,7 @@ def test_a_changed_file_is_read_at_the_next_poll(tmp_path):
     async def scene():
         path = tmp_path / "pool.yaml"
         write(path, "10.0.0.2:1")
-        scene = Scene("10.0.0.1:1", path=path)
+        scene = StaticScene("10.0.0.1:1", path=path)
         await scene.subject.start()
         await scene.step(1.0)
         write(path, "10.0.0.3:1", "10.0.0.2:1")
@@ -108,7 +108,7 @@ def test_an_invalid_file_keeps_the_endpoints(tmp_path):
     async def scene():
         path = tmp_path / "pool.yaml"
         write(path, "10.0.0.2:1")
-        scene = Scene(path=path)
+        scene = StaticScene(path=path)
         await scene.subject.start()
         path.write_text("endpoints: [{adress: 10.0.0.3, port: 1}]")
         await scene.step(1.0)
@@ -128,14 +128,14 @@ def test_an_invalid_file_keeps_the_endpoints(tmp_path):
 def test_a_file_broken_at_start_is_an_error(tmp_path):
     """Nobody wants to start with a pool that cannot be read."""
     with pytest.raises(ConfigError, match="No such file"):
-        asyncio.run(Scene(path=tmp_path / "pool.yaml").subject.start())
+        asyncio.run(StaticScene(path=tmp_path / "pool.yaml").subject.start())
 
 
 def test_names_are_resolved_again_when_due():
     """Names are resolved at start and at every refresh, and only differences are published."""
 
     async def scene():
-        scene = Scene("engines:1", engines=("10.0.0.1",))
+        scene = StaticScene("engines:1", engines=("10.0.0.1",))
         await scene.subject.start()
         await scene.step(29.0)
         await scene.step(30.0)
@@ -154,7 +154,7 @@ def test_a_failing_name_is_logged_once_and_retried_sooner():
     """The last answer stays, one fact is given per outage, and the next try comes early."""
 
     async def scene():
-        scene = Scene("engines:1,ghosts:1", engines=("10.0.0.1",))
+        scene = StaticScene("engines:1,ghosts:1", engines=("10.0.0.1",))
         await scene.subject.start()
         assert scene.kinds() == ["name-missing", "list-replaced"]
         scene.resolver.answers.clear()
@@ -180,7 +180,7 @@ def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
             f"engines-{at}": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))
             for at in range(5)
         }
-        scene = Scene(",".join(f"{name}:1" for name in many), **many)
+        scene = StaticScene(",".join(f"{name}:1" for name in many), **many)
         await scene.subject.start()
         assert scene.kinds() == ["list-replaced", "truncated"]
         assert "3616 addresses are left out" in scene.facts[1].detail
@@ -209,7 +209,7 @@ def test_the_loop_steps_until_cancelled(tmp_path):
     async def scene():
         path = tmp_path / "pool.yaml"
         write(path, "10.0.0.1:1")
-        scene = Scene(path=path)
+        scene = StaticScene(path=path)
         changed = asyncio.Event()
         subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.001),

@@ -36,7 +36,7 @@ _PROGRAMS = "extproc|pip|make|envoy|curl|kubectl|helm|docker|git|python3?|redis-
 _COMMAND = re.compile(rf"^(\$ |({_PROGRAMS}) +[\w./'-]+)", re.MULTILINE)
 
 
-class Step(msgspec.Struct, frozen=True):
+class ConsoleStep(msgspec.Struct, frozen=True):
     """One command with its output.
 
     Attributes:
@@ -48,7 +48,7 @@ class Step(msgspec.Struct, frozen=True):
     output: tuple[str, ...]
 
 
-class Block(msgspec.Struct, frozen=True):
+class FencedBlock(msgspec.Struct, frozen=True):
     """One fenced block of a page.
 
     Attributes:
@@ -80,32 +80,32 @@ def pages() -> Iterator[Path]:
     yield from sorted((ROOT / "docs").rglob("*.md"))
 
 
-def blocks(text: str) -> Iterator[Block]:
+def blocks(text: str) -> Iterator[FencedBlock]:
     """The fenced blocks of a page."""
     for match in _BLOCK.finditer(text):
-        yield Block(match["language"], match["note"] or "", match["text"], match.span("text"))
+        yield FencedBlock(match["language"], match["note"] or "", match["text"], match.span("text"))
 
 
-def has_commands(block: Block) -> bool:
+def has_commands(block: FencedBlock) -> bool:
     """Whether a block without a label looks like a console."""
     return bool(_COMMAND.search(block.text))
 
 
-def steps(block: Block) -> Iterator[Step]:
+def steps(block: FencedBlock) -> Iterator[ConsoleStep]:
     """The commands of a console block."""
     command: list[str] = []
     output: list[str] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):
             if command:
-                yield Step("\n".join(command), tuple(output))
+                yield ConsoleStep("\n".join(command), tuple(output))
             command, output = [line[2:]], []
         elif command and not output and command[-1].endswith("\\"):
             command.append(line)
         else:
             output.append(line.rstrip())
     if command:
-        yield Step("\n".join(command), tuple(output))
+        yield ConsoleStep("\n".join(command), tuple(output))
 
 
 def prepare(folder: Path, text: str) -> dict[str, str]:
@@ -124,7 +124,7 @@ def prepare(folder: Path, text: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "100"}
 
 
-def run(step: Step, folder: Path, environment: dict[str, str]) -> list[str]:
+def run(step: ConsoleStep, folder: Path, environment: dict[str, str]) -> list[str]:
     """Run a command; returns the lines it printed, those of errors only if it failed."""
     done = subprocess.run(
         ["bash", "-c", step.command],

@@ -42,7 +42,7 @@ from tests.support.pool_fixture import PoolFixture
 BODY = b'{"model":"llama","messages":[{"role":"user","content":"' + b"hello " * 200 + b'"}]}'
 
 
-class Context:
+class ScriptedContext:
     """The gRPC context of one stream: messages to read, and what was written."""
 
     def __init__(self, messages: Sequence[bytes]) -> None:
@@ -110,7 +110,7 @@ def grpcio_request() -> Callable[[], Awaitable[None]]:
     subject = ExternalProcessorServicer(build_context())
 
     async def serve() -> None:
-        context = Context(messages())
+        context = ScriptedContext(messages())
         await subject.process(None, context)
         assert len(context.written) == 4, context.written
 

@@ -13,7 +13,7 @@ import msgspec
 from tests.e2e import http1
 
 
-class Ask(msgspec.Struct, frozen=True):
+class ReceivedRequest(msgspec.Struct, frozen=True):
     """One request as it arrived."""
 
     head: http1.Head
@@ -27,7 +27,7 @@ class Ask(msgspec.Struct, frozen=True):
         return self.head.line.split()[1]
 
 
-class Peer:
+class HttpPeer:
     """The other end of one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +48,7 @@ class Peer:
 
 
 #: Answers a request; what it leaves unsaid is the test's affair.
-Play = Callable[[Ask, Peer], Awaitable[None]]
+Play = Callable[[ReceivedRequest, HttpPeer], Awaitable[None]]
 
 EVENTS_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -69,14 +69,14 @@ class Backend:
 
     def __init__(self) -> None:
         self.address = ""
-        self.asks: list[Ask] = []
+        self.asks: list[ReceivedRequest] = []
         self.plays: dict[str, Play] = {}
         self._expected: list[asyncio.Future[None]] = []
-        self._peers: set[Peer] = set()
+        self._peers: set[HttpPeer] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
-        peer = Peer(reader, writer)
+        peer = HttpPeer(reader, writer)
         self._peers.add(peer)
         try:
             while (head := await http1.read_head(reader)) is not None:
@@ -103,21 +103,21 @@ class Backend:
         for peer in self._peers:
             peer.cut()
 
-    async def _name(self, ask: Ask, peer: Peer) -> None:
+    async def _name(self, ask: ReceivedRequest, peer: HttpPeer) -> None:
         body = json.dumps({"by": self.address, "bytes": ask.size, "sha256": ask.sha256}).encode()
         head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         quiet = ask.head.line.startswith("HEAD ")
         await peer.say(head.encode() + b"\r\n\r\n" + (b"" if quiet else body))
 
 
-async def _read(head: http1.Head, body: http1.Body) -> Ask:
+async def _read(head: http1.Head, body: http1.Body) -> ReceivedRequest:
     digest, size, stored = hashlib.sha256(), 0, []
     while piece := await body.piece():
         digest.update(piece)
         size += len(piece)
         if size <= _KEPT_BYTES:
             stored.append(piece)
-    return Ask(head, size, digest.hexdigest(), b"".join(stored), body.trailers)
+    return ReceivedRequest(head, size, digest.hexdigest(), b"".join(stored), body.trailers)
 
 
 def framed(piece: bytes) -> bytes:
@@ -130,7 +130,7 @@ def saying(*pieces: bytes, status: str = "200 OK", headers: http1.Pairs = ()) ->
     lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers)]
     head = "\r\n".join([*lines, "transfer-encoding: chunked", "", ""]).encode()
 
-    async def play(_: Ask, peer: Peer) -> None:
+    async def play(_: ReceivedRequest, peer: HttpPeer) -> None:
         await peer.say(b"".join([head, *map(framed, pieces), framed(b"")]))
 
     return play

@@ -36,7 +36,7 @@ class Head(msgspec.Struct, frozen=True):
         return values[0] if values else ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HttpAnswer(msgspec.Struct, frozen=True):
     """A whole response."""
 
     head: Head
@@ -109,7 +109,7 @@ class Body:
         return b"".join(pieces)
 
 
-class Call:
+class RawCall:
     """One request on a connection of its own, as slow and as odd as a test wants it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -144,20 +144,20 @@ class Call:
         lines = [f"{name}: {value}\r\n" for name, value in trailers]
         await self.send(("0\r\n" + "".join(lines) + "\r\n").encode())
 
-    async def begun(self) -> Answer:
+    async def begun(self) -> HttpAnswer:
         """The head of the answer; its body stays to be read from `body`."""
         self.head = await read_head(self._reader)
         assert self.head is not None, "the connection ended without an answer"
         bodiless = self._method == "HEAD" or self.head.line.split()[1] in {"204", "304"}
         self.body = Body(self._reader, self.head, bodiless=bodiless)
-        return Answer(self.head, b"")
+        return HttpAnswer(self.head, b"")
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> HttpAnswer:
         """The whole answer."""
         if self.body is None:
             await self.begun()
         body = await self.body.rest()
-        return Answer(self.head, body, self.body.trailers)
+        return HttpAnswer(self.head, body, self.body.trailers)
 
     async def ended(self) -> None:
         """Read to the end of the connection, whatever comes."""
@@ -174,7 +174,7 @@ async def calling(port: int):
     """A connection to a port on loopback."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        yield Call(reader, writer)
+        yield RawCall(reader, writer)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -190,7 +190,7 @@ async def ask(
     headers: Iterable[tuple[str, str]] = (),
     chunks: Sequence[bytes] | None = None,
     trailers: Iterable[tuple[str, str]] = (),
-) -> Answer:
+) -> HttpAnswer:
     """One request from start to end.
 
     Args:

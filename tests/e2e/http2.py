@@ -23,7 +23,7 @@ async def ask(
     headers: Iterable[tuple[str, str]] = (),
     trailers: Iterable[tuple[str, str]] = (),
     cuts: Iterable[int] = (),
-) -> http1.Answer:
+) -> http1.HttpAnswer:
     """A POST from start to end. The body must fit the initial window (64 KiB).
 
     Args:
@@ -62,7 +62,7 @@ async def ask(
         await writer.wait_closed()
 
 
-async def _answer(wire, reader, writer) -> http1.Answer:
+async def _answer(wire, reader, writer) -> http1.HttpAnswer:
     status, headers, trailers, body = "", [], [], []
     while True:
         data = await reader.read(65_536)
@@ -83,5 +83,5 @@ async def _answer(wire, reader, writer) -> http1.Answer:
                     raise ConnectionResetError(f"stream reset: {event.error_code}")
                 case StreamEnded():
                     head = http1.Head(f"HTTP/2 {status}", headers)
-                    return http1.Answer(head, b"".join(body), trailers)
+                    return http1.HttpAnswer(head, b"".join(body), trailers)
         writer.write(wire.data_to_send())

@@ -42,7 +42,7 @@ def named(config, strategy):
     return config.replace("least-request", strategy)
 
 
-class Load:
+class ClientLoad:
     """Clients that ask again and again.
 
     Attributes:
@@ -106,7 +106,7 @@ async def test_121_an_engine_that_answers_503_at_once(strategy):
     ):
         bad = served[1]
         bad.plays[PATH] = backend.saying(b"{}", status="503 Service Unavailable")
-        load = Load(fixture)
+        load = ClientLoad(fixture)
         async with load.running():
             await load.more(400)
             tried = await fixture.until(lambda result: counted(result, "extproc_probes_total") >= 2)
@@ -189,7 +189,7 @@ def engines(live, children):
 async def killed_under_load(fixture, engines):
     """Kill an engine under load; how many requests it had, and what the clients got."""
     victim = next(iter(engines))
-    load = Load(fixture)
+    load = ClientLoad(fixture)
     async with load.running():
         await load.more(60)
         await fixture.until(
@@ -219,7 +219,7 @@ async def revived(fixture, children, engines, victim):
         lambda result: counted(result, "extproc_endpoint_ejected", endpoint=victim) == 0
     )
     before = counted(await fixture.metrics(), "extproc_routed_requests_total", endpoint=victim)
-    load = Load(fixture)
+    load = ClientLoad(fixture)
     async with load.running():
         await load.more(60)
     assert load.statuses.keys() == {200}
@@ -258,7 +258,7 @@ async def test_121_a_stalled_engine_is_ejected(engines):
     async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as fixture:
         victim = next(iter(engines))
         process = engines[victim].process
-        load = Load(fixture)
+        load = ClientLoad(fixture)
         async with load.running():
             await load.more(60)
             process.send_signal(signal.SIGSTOP)
@@ -293,7 +293,7 @@ async def test_121_a_response_of_another_endpoint_ejects_the_first():
             template="override-host.yaml",
             arguments=["--config-text", named(SOON, "round-robin")],
         ) as fixture:
-            load = Load(fixture)
+            load = ClientLoad(fixture)
             async with load.running(clients=2):
                 result = await fixture.until(
                     lambda values: counted(values, "extproc_ejections_total", cause="passed-over")

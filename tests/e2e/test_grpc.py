@@ -24,7 +24,7 @@ def frame(message, *, flag=0):
     return bytes([flag]) + len(message).to_bytes(4, "big") + message
 
 
-class Engine:
+class GrpcEngine:
     """A real gRPC server that notes what it is asked.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Handler(grpc.GenericRpcHandler):
 @contextlib.asynccontextmanager
 async def serving():
     """An engine and its address."""
-    engine = Engine()
+    engine = GrpcEngine()
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((_Handler(engine),))
     port = server.add_insecure_port("127.0.0.1:0")

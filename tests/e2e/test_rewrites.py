@@ -51,7 +51,7 @@ def counted(body: bytes, *headers: tuple[str, str]) -> backend.Play:
     lines = ["HTTP/1.1 200 OK", *(f"{name}: {value}" for name, value in headers)]
     head = "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode()
 
-    async def play(_: backend.Ask, peer: backend.Peer) -> None:
+    async def play(_: backend.ReceivedRequest, peer: backend.HttpPeer) -> None:
         await peer.say(head + body)
 
     return play

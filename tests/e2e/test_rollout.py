@@ -37,7 +37,7 @@ EVERY, PAUSE_S = 10, 0.1
 _VISIBLE_S = 300.0
 
 
-class Engine:
+class StreamingEngine:
     """Answers that say something whenever they are told to, and end when they are told to."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Engine:
                 return await peer.say(backend.framed(b""))
 
 
-class Site:
+class RolloutSite:
     """Two pickers and one Envoy, as processes.
 
     Attributes:
@@ -152,7 +152,7 @@ async def site(*addresses, template="original-dst.yaml", drain="3s", change=lamb
     """Two pickers behind Envoy, before the given engines."""
     lines = []
     async with stack.stack(log=lines.append) as children:
-        item = Site(children, lines)
+        item = RolloutSite(children, lines)
         await item.start(addresses, template=template, drain=drain, change=change)
         yield item
         # Without the drain time that their end would take otherwise.
@@ -160,7 +160,7 @@ async def site(*addresses, template="original-dst.yaml", drain="3s", change=lamb
 
 
 @contextlib.asynccontextmanager
-async def playing(engine: Engine):
+async def playing(engine: StreamingEngine):
     """Two backends whose streams say what the engine says; their addresses."""
     async with backend.backend() as item, backend.backend() as two:
         for served in (item, two):
@@ -173,10 +173,10 @@ def event(n: int) -> bytes:
     return b"data: %d\n\n" % n
 
 
-class Streams:
+class LongStreams:
     """Long answers, read to whatever end they come to."""
 
-    def __init__(self, fixture: Site, engine: Engine) -> None:
+    def __init__(self, fixture: RolloutSite, engine: StreamingEngine) -> None:
         self._place = fixture
         self._engine = engine
         self._begun = asyncio.Semaphore(0)
@@ -209,7 +209,9 @@ class Streams:
             return b"".join(text)
 
 
-async def asking(fixture: Site, engine: Engine, stop: asyncio.Event, bodies) -> list[int]:
+async def asking(
+    fixture: RolloutSite, engine: StreamingEngine, stop: asyncio.Event, bodies
+) -> list[int]:
     """Ask again and again, and every tenth answer makes every stream go on; the statuses."""
     statuses = []
     turns = itertools.cycle(bodies)
@@ -224,7 +226,7 @@ async def asking(fixture: Site, engine: Engine, stop: asyncio.Event, bodies) -> 
 
 
 @contextlib.asynccontextmanager
-async def under_load(fixture: Site, engine: Engine, *bodies: bytes):
+async def under_load(fixture: RolloutSite, engine: StreamingEngine, *bodies: bytes):
     """Requests keep coming while the block runs, and none may fail; then streams end."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -239,10 +241,10 @@ async def under_load(fixture: Site, engine: Engine, *bodies: bytes):
 @pytest.mark.parametrize("template", TEMPLATES)
 async def test_rolling_restart(template):
     """Both pickers are restarted, one after the other: no stream breaks and no request fails."""
-    engine = Engine()
+    engine = StreamingEngine()
     async with playing(engine) as addresses, site(*addresses, template=template) as fixture:
         async with asyncio.TaskGroup() as tasks:
-            streams = Streams(fixture, engine)
+            streams = LongStreams(fixture, engine)
             await streams.start(tasks)
             open_on = [await fixture.metric(n, "extproc_streams_open") for n in range(2)]
             assert all(open_on)
@@ -253,10 +255,10 @@ async def test_rolling_restart(template):
         assert streams.broken == []
 
 
-async def cut_by_death(fixture: Site, engine: Engine) -> tuple[int, int]:
+async def cut_by_death(fixture: RolloutSite, engine: StreamingEngine) -> tuple[int, int]:
     """Kill the first picker; how many streams it watched, and how many broke."""
     async with asyncio.TaskGroup() as tasks:
-        streams = Streams(fixture, engine)
+        streams = LongStreams(fixture, engine)
         await streams.start(tasks)
         watched = int(await fixture.metric(0, "extproc_streams_open"))
         fixture.pickers[0].process.kill()
@@ -269,7 +271,7 @@ async def cut_by_death(fixture: Site, engine: Engine) -> tuple[int, int]:
 @pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES))
 async def test_picker_killed(template):
     """A picker is killed: no later request fails; streams it watched go on but in duplex mode."""
-    engine = Engine()
+    engine = StreamingEngine()
     async with playing(engine) as addresses, site(*addresses, template=template) as fixture:
         watched, broken = await cut_by_death(fixture, engine)
     assert watched
@@ -279,7 +281,7 @@ async def test_picker_killed(template):
 @pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES[1:]))
 async def test_picker_killed_and_failing_closed(template):
     """Without failure_mode_allow, Envoy cuts the answers a killed picker watched, and no others."""
-    engine = Engine()
+    engine = StreamingEngine()
 
     def closed(config):
         installation.processor(config)["failure_mode_allow"] = False
@@ -295,7 +297,7 @@ async def test_picker_killed_and_failing_closed(template):
 @pytest.mark.slow
 async def test_visible_answers():
     """Where pickers see answers too, drain time serves them, and what is quiet then goes on."""
-    engine = Engine()
+    engine = StreamingEngine()
 
     def visible(config):
         mode = installation.processor(config)["processing_mode"]
@@ -303,7 +305,7 @@ async def test_visible_answers():
 
     async with playing(engine) as addresses, site(*addresses, change=visible) as fixture:
         async with asyncio.TaskGroup() as tasks:
-            streams = Streams(fixture, engine)
+            streams = LongStreams(fixture, engine)
             await streams.start(tasks)
             old = fixture.pickers[0].process
             assert await fixture.metric(0, "extproc_streams_open")

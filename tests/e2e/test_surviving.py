@@ -29,7 +29,7 @@ ARGUMENTS = (
 )
 
 
-class Engine:
+class PageEngine:
     """Answers every request with one page."""
 
     def __init__(self):
@@ -59,7 +59,7 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
     """Each is a line and a count; the process stays, and what comes after is read."""
     config = tmp_path / "c.yaml"
     config.write_text(HEAD)
-    engine = Engine()
+    engine = PageEngine()
     async with (
         stack.stack() as children,
         await asyncio.start_server(engine.serve, "127.0.0.1", 0) as listener,

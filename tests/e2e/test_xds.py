@@ -35,7 +35,7 @@ _VISIBLE_S = 300.0
 ASKING, PAUSE_S = 8, 0.1
 
 
-class Site:
+class XdsSite:
     """Two pickers that follow one file of endpoints, and an Envoy told by them.
 
     Attributes:
@@ -136,7 +136,7 @@ class Site:
         split = [line.rpartition(" ") for line in page.splitlines() if line[:1] not in {"#", ""}]
         return {name: float(value) for name, _, value in split}
 
-    async def ask(self) -> http1.Answer:
+    async def ask(self) -> http1.HttpAnswer:
         return await http1.ask(self.port, PATH, CHAT)
 
 
@@ -152,7 +152,7 @@ def complaints(lines):
 
 @contextlib.asynccontextmanager
 async def sited(folder, binary, *addresses):
-    runtime = Site(folder, binary)
+    runtime = XdsSite(folder, binary)
     try:
         runtime.list(*addresses)
         await runtime.start()

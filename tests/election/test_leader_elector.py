@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from extproc.election import leader_elector
 from extproc.election.lease_state import ElectionSettings, LeaseRecord
-from tests.election.world import Fate, Store, World
+from tests.election.world import ElectionWorld, Fate, Store
 from tests.support.seeded import examples
 
 PATIENCE = ElectionSettings()
@@ -31,7 +31,7 @@ ends = st.tuples(
 def world(chosen, **more):
     """A world that uses these fates in turn, over and over."""
     endless = itertools.cycle(chosen)
-    return World(lambda: next(endless), **more)
+    return ElectionWorld(lambda: next(endless), **more)
 
 
 def swift():
@@ -121,7 +121,7 @@ def test_a_leader_that_resigns_is_replaced_at_once(chosen, at):
 def test_a_leader_is_elected_once_the_network_recovers(chosen):
     """After any trouble somebody leads within the longest wait."""
     trouble = iter(chosen)
-    cluster = World(lambda: next(trouble, Fate(0.01, 0.01)))
+    cluster = ElectionWorld(lambda: next(trouble, Fate(0.01, 0.01)))
     for name in NAMES[:3]:
         cluster.add(name, PATIENCE)
     cluster.run(5.0 * len(chosen) + 40.0 + 2 * PATIENCE.duration_s)

@@ -61,7 +61,7 @@ class Fate:
         self.there, self.back = candidates, back
 
 
-class Candidate:
+class ElectionCandidate:
     """A process with an elector, and a clock that need not agree with another's."""
 
     def __init__(self, world, name, settings, *, offset=0.0, rate=1.0):
@@ -129,7 +129,7 @@ class Candidate:
             self._on(answer, last=last)
 
 
-class World:
+class ElectionWorld:
     """Candidates, a store and the time.
 
     Args:
@@ -149,7 +149,7 @@ class World:
 
     def add(self, name, settings, *, at=0.0, **clock):
         """A candidate that starts at some time."""
-        candidate = Candidate(self, name, settings, **clock)
+        candidate = ElectionCandidate(self, name, settings, **clock)
         self.candidates.append(candidate)
         self.at(at, candidate.start)
         return candidate

@@ -32,7 +32,7 @@ def bits_of(names):
     return sum(1 << ENDPOINTS.index(name) for name in set(names))
 
 
-class Fleet:
+class SlotFleet:
     """Endpoints with so many free places, of which requests are told as the dispatcher would.
 
     Args:
@@ -162,7 +162,7 @@ def test_any_budget_dispatches_in_the_same_order(requests, rounds, order, fairne
         wants[item.number] = wanted
     for free, tenant, charged in rounds:
         queue.charge(str(tenant), charged, 0.0)
-        store = Fleet(free, wants)
+        store = SlotFleet(free, wants)
         wished = expected(
             list(waiting.values()), store, queue, order=order, fairness=fairness, shared=1.0
         )
@@ -198,7 +198,7 @@ def test_every_first_request_is_examined_within_bounded_pumps(targets, looks):
 def test_busy_endpoints_block_every_model_they_serve():
     """Two thousand names take one look for each endpoint, and not one for each name."""
     queue = Queue(FlowControlSettings())
-    store = Fleet({})
+    store = SlotFleet({})
     names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
     queue.replace_bits(
         EndpointBits(for_target=lambda name: bits_of(names[name]), for_addresses=bits_of)

@@ -42,7 +42,7 @@ def cluster():
     try:
         with kube_server.cluster() as item:
             yield item
-    except kube_server.Missing as missing:
+    except kube_server.MissingApiServer as missing:
         if os.environ.get("EXTPROC_REQUIRE_KUBERNETES") == "1":
             raise
         raise NoCluster(str(missing)) from missing

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.demo import stack
 from tests.kubernetes.conformance import stand as stands
-from tests.kubernetes.conformance.gateway import Pool, Rule
+from tests.kubernetes.conformance.gateway import GatewayPool, Rule
 from tests.support import kube
 
 NAMES = ("alpha", "beta", "gamma", "delta")
@@ -33,7 +33,7 @@ async def _build(item, port):
     for name in NAMES:
         await item.deploy(name, [port], replicas=2)
     every = [address for name in NAMES for address in item.addresses(name, [port])]
-    item.pools += [Pool(name, every, stack.free_port()) for name in ("written", "brought")]
+    item.pools += [GatewayPool(name, every, stack.free_port()) for name in ("written", "brought")]
     for name in ("alpha", "beta", "gamma"):
         await item.api.create(kube.pool(name, item.namespace, [port]))
     await item.start_picker("written", item.pools[0].picker, config=_written(item.namespace))

@@ -13,6 +13,6 @@ HERE = Path(__file__).parent
 def pytest_runtest_makereport(item, call):
     """Report missing tools as of this folder."""
     report = yield
-    if call.excinfo is not None and call.excinfo.errisinstance(tools.Missing):
+    if call.excinfo is not None and call.excinfo.errisinstance(tools.MissingTool):
         report.longrepr = (str(HERE), 0, str(call.excinfo.value))
     return report

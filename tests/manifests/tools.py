@@ -35,7 +35,7 @@ Document = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Missing(pytest.skip.Exception):
+class MissingTool(pytest.skip.Exception):
     """A tool is not there, and nobody demands it."""
 
 
@@ -53,7 +53,7 @@ def need(*names: str) -> Sequence[str]:
     reason = f"needs {' or '.join(names)}: make kubetools"
     if _REQUIRED:
         pytest.fail(reason)
-    raise Missing(reason)
+    raise MissingTool(reason)
 
 
 @functools.cache

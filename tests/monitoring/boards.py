@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tests.monitoring.grafana import Board, Panel, Query, Row
+from tests.monitoring.grafana import Board, DashboardRow, Panel, Query
 
 #: Colors by bound: fine, look, act.
 _RATIO_BAD = ((0.0, "green"), (0.01, "yellow"), (0.05, "red"))
@@ -162,7 +162,7 @@ OVERVIEW = Board(
     answers="Is anything wrong, and in which pool? Traffic, failures, latency and health of all pools.",
     has_models=True,
     rows=[
-        Row(
+        DashboardRow(
             "Now",
             [
                 Panel(
@@ -253,7 +253,7 @@ OVERVIEW = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "Pools",
             [
                 Panel(
@@ -335,7 +335,7 @@ OVERVIEW = Board(
                 _QUEUE_SIZE,
             ],
         ),
-        Row(
+        DashboardRow(
             "Picker",
             [
                 Panel(
@@ -415,7 +415,7 @@ ONE_POOL = Board(
     one_pool=True,
     has_models=True,
     rows=[
-        Row(
+        DashboardRow(
             "Traffic",
             [
                 Panel(
@@ -447,7 +447,7 @@ ONE_POOL = Board(
                 _TOKENS,
             ],
         ),
-        Row(
+        DashboardRow(
             "Health",
             [
                 _EJECTED,
@@ -494,7 +494,7 @@ ONE_POOL = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "Load",
             [
                 Panel(
@@ -537,7 +537,7 @@ ONE_POOL = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "Models and caches",
             [
                 Panel(
@@ -600,7 +600,7 @@ ONE_POOL = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "Shadow",
             [
                 Panel(
@@ -663,7 +663,7 @@ SLOW = Board(
     answers="Where does the time of a request go: queue, picker, engines or caches? Read it from top to bottom.",
     has_models=True,
     rows=[
-        Row(
+        DashboardRow(
             "What clients see",
             [
                 Panel(
@@ -733,7 +733,7 @@ SLOW = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "1. The queue and the picker",
             [
                 _QUEUE_WAIT,
@@ -776,7 +776,7 @@ SLOW = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "2. Engines",
             [
                 Panel(
@@ -833,7 +833,7 @@ SLOW = Board(
                 _EJECTED,
             ],
         ),
-        Row(
+        DashboardRow(
             "3. Prefix caches",
             [
                 _HIT_RATIO,
@@ -902,7 +902,7 @@ SCALING = Board(
     title="extproc / Scaling and queue",
     answers="Are there enough engines? What waits, what is refused, what the autoscaler wants and what it gets.",
     rows=[
-        Row(
+        DashboardRow(
             "Queue",
             [
                 _QUEUE_SIZE,
@@ -940,7 +940,7 @@ SCALING = Board(
                 ),
             ],
         ),
-        Row(
+        DashboardRow(
             "Autoscaling",
             [
                 Panel(
@@ -1072,7 +1072,7 @@ def block() -> str:
     return "\n".join(parts).rstrip()
 
 
-class Finding(msgspec.Struct, frozen=True):
+class BoardFinding(msgspec.Struct, frozen=True):
     """Trouble, and where it shows in one look.
 
     Attributes:
@@ -1093,25 +1093,29 @@ class Finding(msgspec.Struct, frozen=True):
         return panel.queries
 
 
-SLOW_ENGINE = Finding("An engine is 5 times slower", SLOW, "Slow engines", "ExtprocEndpointSlow")
-HUNG_ENGINE = Finding("An engine hangs", ONE_POOL, "Ejected", "ExtprocEndpointEjected")
-DEAD_ENGINE = Finding("An engine dies", ONE_POOL, "Reachable", "ExtprocEndpointEjected")
-COLD_CACHE = Finding(
+SLOW_ENGINE = BoardFinding(
+    "An engine is 5 times slower", SLOW, "Slow engines", "ExtprocEndpointSlow"
+)
+HUNG_ENGINE = BoardFinding("An engine hangs", ONE_POOL, "Ejected", "ExtprocEndpointEjected")
+DEAD_ENGINE = BoardFinding("An engine dies", ONE_POOL, "Reachable", "ExtprocEndpointEjected")
+COLD_CACHE = BoardFinding(
     "A cache is cold", SLOW, "Observed over predicted", "ExtprocCachePredictionsWrong"
 )
-FULL_QUEUE = Finding("The queue is full", SCALING, "Rejections by cause", "ExtprocQueueFull")
-NO_ENDPOINT = Finding(
+FULL_QUEUE = BoardFinding("The queue is full", SCALING, "Rejections by cause", "ExtprocQueueFull")
+NO_ENDPOINT = BoardFinding(
     "Every endpoint is gone", OVERVIEW, "Endpoints", "ExtprocPoolWithoutEndpoints"
 )
-FAILED_SCRAPES = Finding(
+FAILED_SCRAPES = BoardFinding(
     "Metrics of an engine cannot be read", ONE_POOL, "Failed scrapes", "ExtprocEndpointScrapesFail"
 )
-WRONG_CONFIG = Finding(
+WRONG_CONFIG = BoardFinding(
     "An edit broke the configuration", OVERVIEW, "Configuration", "ExtprocConfigRejected"
 )
-STOPPED_PICKER = Finding("A replica of extproc hangs", OVERVIEW, "Replicas", "ExtprocScrapeFails")
+STOPPED_PICKER = BoardFinding(
+    "A replica of extproc hangs", OVERVIEW, "Replicas", "ExtprocScrapeFails"
+)
 
-FINDINGS: Sequence[Finding] = (
+FINDINGS: Sequence[BoardFinding] = (
     SLOW_ENGINE,
     HUNG_ENGINE,
     DEAD_ENGINE,

@@ -72,7 +72,7 @@ class Panel(msgspec.Struct, frozen=True):
     stacked: bool = False
 
 
-class Row(msgspec.Struct, frozen=True):
+class DashboardRow(msgspec.Struct, frozen=True):
     """Panels under a heading."""
 
     title: str
@@ -94,7 +94,7 @@ class Board(msgspec.Struct, frozen=True):
     uid: str
     title: str
     answers: str
-    rows: Sequence[Row]
+    rows: Sequence[DashboardRow]
     one_pool: bool = False
     has_models: bool = False
 

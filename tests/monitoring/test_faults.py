@@ -80,7 +80,7 @@ def body(number, turn, *, tokens=24):
     return json.dumps({**request, **stream}).encode()
 
 
-class Fleet:
+class WatchedFleet:
     """Two installations, the clients of the first one, and the Prometheus that watches both.
 
     Attributes:
@@ -236,7 +236,7 @@ async def _fleet(folder):
         )
         scaled.alarms.append("engine 1 ended")
         assert (await http1.ask(scaled.port, PATH, body(0, 0))).status == 200
-        fleet = Fleet(place, children, engines, listed, config)
+        fleet = WatchedFleet(place, children, engines, listed, config)
         fleet.prometheus = await prometheus.Prometheus.start(
             children,
             folder,

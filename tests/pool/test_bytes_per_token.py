@@ -22,7 +22,7 @@ def scrape(learned, account, totals):
         account.forget_texts()
 
 
-class Engine:
+class CountingEngine:
     """Counts what finished, by its own tokenizer."""
 
     def __init__(self, tokenizers, *, incarnation=1, seed=1):
@@ -58,7 +58,7 @@ class Engine:
 def test_the_ratio_of_a_model_is_learned_from_counters(truth):
     """Within 5 % after ten scrapes of ten requests."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     assert learned.bytes_per_token("m") == 4.0
     for _ in range(11):
         engine.scrape()
@@ -71,7 +71,7 @@ def test_the_ratio_of_a_model_is_learned_from_counters(truth):
 def test_the_ratio_follows_another_kind_of_text():
     """From English to Chinese: within 10 % after 300 requests."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     for truth in (4.4, 2.2):
         for _ in range(30):
             engine.scrape()
@@ -83,7 +83,7 @@ def test_the_ratio_follows_another_kind_of_text():
 def test_a_single_endpoint_sets_the_ratio_of_the_pool():
     """A tokenizer belongs to the model; an adapter nobody saw has that of the others."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     engine.scrape()
     engine.serve(50, 3.0)
     engine.scrape()
@@ -95,7 +95,7 @@ def test_a_single_endpoint_sets_the_ratio_of_the_pool():
 def test_windows_with_foreign_requests_are_skipped(others):
     """More than a tenth that is not ours: whose tokens these are nobody knows."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     for _ in range(20):
         engine.scrape()
         engine.serve(20, 3.0)
@@ -107,7 +107,7 @@ def test_windows_with_foreign_requests_are_skipped(others):
 def test_tokenized_prompts_do_not_change_the_ratio():
     """They are exact already, and windows full of them have no text to compare."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     for _ in range(10):
         engine.scrape()
         engine.serve(20, 3.0, tokenized=True)
@@ -118,7 +118,7 @@ def test_tokenized_prompts_do_not_change_the_ratio():
 def test_models_on_an_endpoint_have_separate_ratios():
     """Mixed in changing shares, two tokenizers come out within 15 %."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     engine.scrape()
     for tick in range(60):
         share = 18 if tick % 2 else 2
@@ -152,7 +152,7 @@ def test_images_do_not_count_as_text():
 def test_a_restarted_engine_starts_a_window():
     """Counters that went back are compared with nothing."""
     learned = BytesPerTokenEstimator()
-    engine = Engine(learned)
+    engine = CountingEngine(learned)
     engine.serve(100, 3.0)
     engine.scrape()
     engine.finished = engine.tokens = 0

@@ -13,7 +13,7 @@ from extproc.pool.plausibility import (
 from extproc.pool.store import PoolStore
 
 
-class Engine:
+class ReportingEngine:
     """A fleet of one endpoint, and what its pages say."""
 
     def __init__(self):
@@ -41,7 +41,7 @@ class Engine:
 
 def test_a_page_is_frozen_when_answers_do_not_change_it():
     """Three requests sent and answered between two pages have moved any counter there is."""
-    engine = Engine()
+    engine = ReportingEngine()
     engine.scrape(1.0)
     engine.serve(2.0)
     assert engine.scrape(4.0) == "frozen"
@@ -55,7 +55,7 @@ def test_a_page_is_frozen_when_answers_do_not_change_it():
 )
 def test_an_unchanged_page_may_have_other_reasons(served_at, facts):
     """Few answers, those that generate nothing, and those that others tell of prove nothing."""
-    engine = Engine()
+    engine = ReportingEngine()
     if served_at < 1.0:
         engine.serve(served_at, **facts)
     engine.scrape(1.0)
@@ -66,7 +66,7 @@ def test_an_unchanged_page_may_have_other_reasons(served_at, facts):
 
 def test_a_page_may_lag():
     """Counters that are published late are no fault for two seconds."""
-    engine = Engine()
+    engine = ReportingEngine()
     engine.scrape(1.0)
     engine.serve(2.0, times=50)
     assert engine.scrape(2.9) == ""
@@ -75,7 +75,7 @@ def test_a_page_may_lag():
 
 def test_requests_open_at_the_first_page_explain_answers():
     """Requests whose tokens were all counted by then may end without another count."""
-    engine = Engine()
+    engine = ReportingEngine()
     reservations = [engine.send(0.5) for _ in range(5)]
     engine.scrape(1.0, running=5.0)
     for reservation in reservations:
@@ -87,7 +87,7 @@ def test_requests_open_at_the_first_page_explain_answers():
 
 def test_a_page_without_counters_is_never_frozen():
     """Where nothing moves ever, nothing follows from it."""
-    engine = Engine()
+    engine = ReportingEngine()
     for now in (1.0, 9.0):
         load = Load(at=now, waiting=0.0, running=0.0)
         engine.store.observe(engine.store.begin_scrape(engine.member.endpoint), load, now)
@@ -108,7 +108,7 @@ def test_a_page_without_counters_is_never_frozen():
 )
 def test_a_page_below_own_requests_is_understated(count, facts, running, reason):
     """Requests that have been open for two seconds run or wait."""
-    engine = Engine()
+    engine = ReportingEngine()
     for _ in range(count):
         engine.send(1.0, **facts)
     assert engine.scrape(2.9, running=running) == ""
@@ -118,7 +118,7 @@ def test_a_page_below_own_requests_is_understated(count, facts, running, reason)
 
 def test_a_frozen_page_is_ignored():
     """Neither its requests nor its queue are anybody's, and it corrects no queue of ours."""
-    engine = Engine()
+    engine = ReportingEngine()
     engine.scrape(1.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (50.0, 40.0)
     assert engine.store.foreign_traffic.share == 1.0
@@ -133,7 +133,7 @@ def test_a_frozen_page_is_ignored():
 
 def test_missing_values_of_a_page_are_flagged():
     """Each value that imputing can fill in has its bit."""
-    engine = Engine()
+    engine = ReportingEngine()
     engine.scrape(1.0, kv_usage=0.5, kv_blocks=10, block_tokens=16)
     assert engine.member.flaws == 0
     engine.scrape(2.0)

@@ -15,7 +15,7 @@ from extproc.pool.inflight import InflightLoad
 from extproc.simulator import core, engine_request, profiles
 
 
-class Site:
+class LearningSite:
     """One engine, our account of it and the learner, under virtual time."""
 
     def __init__(self, profile, *, seed=1, beat_s=0.5, counts_steps=True):
@@ -108,7 +108,7 @@ class Site:
 def test_every_term_of_an_iteration_is_learned(name, rate):
     """After 150 scrapes of load that comes and goes each of the four is within 30 %."""
     profile = profiles.find(name)
-    runtime = Site(profile)
+    runtime = LearningSite(profile)
     for at in range(30):
         short, long = ((50, 300), (20, 200)), ((800, 2500), (100, 400))
         prompts, outputs = (short, long)[at % 2]
@@ -124,7 +124,7 @@ def test_every_term_of_an_iteration_is_learned(name, rate):
 def test_engines_that_do_not_count_iterations_are_learned_too(beat_s):
     """Tokens and requests running stand in for iterations: step and prefill within 20 %."""
     profile = profiles.find("a100-7b-fp16")
-    runtime = Site(profile, beat_s=beat_s, counts_steps=False)
+    runtime = LearningSite(profile, beat_s=beat_s, counts_steps=False)
     for at in range(30):
         runtime.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
     learned = runtime.learner.rates
@@ -135,7 +135,7 @@ def test_engines_that_do_not_count_iterations_are_learned_too(beat_s):
 
 def test_longer_contexts_show_at_once():
     """From chat to documents the time of an iteration is right within 10 % all the way."""
-    runtime = Site(profiles.find("a100-7b-fp16"))
+    runtime = LearningSite(profiles.find("a100-7b-fp16"))
     for at in range(8):
         if at % 2:
             runtime.run(30, 1.0, prompts=(2000, 3500), outputs=(200, 400))
@@ -148,7 +148,7 @@ def test_longer_contexts_show_at_once():
 def test_a_throttled_engine_is_noticed():
     """Half the speed: the time of an iteration is within 10 % again after 80 scrapes."""
     profile = profiles.find("l4-8b-fp8")
-    runtime = Site(profile)
+    runtime = LearningSite(profile)
     runtime.run(100, 2.0)
     runtime.engine.profile = profile.faster(0.5)
     runtime.run(10, 1.0)
@@ -163,7 +163,7 @@ def test_a_throttled_engine_is_noticed():
 def test_what_an_idle_engine_has_shown_is_forgotten_and_learned_again():
     """Without a jump, its step times become those of the pool; the first work after that counts."""
     usual = profiles.find("l4-8b-fp8")
-    runtime = Site(usual.faster(0.25))
+    runtime = LearningSite(usual.faster(0.25))
     pool = StepTimeModel(
         step_s=usual.base_s,
         prefill_s=usual.prefill_s_per_token,
@@ -193,7 +193,7 @@ def test_what_an_idle_engine_has_shown_is_forgotten_and_learned_again():
 def test_adapter_loads_show_in_the_time_of_steps(load_s):
     """Eight adapters over four slots: the load time is within 25 % after 100 scrapes."""
     profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=load_s)
-    runtime = Site(profile)
+    runtime = LearningSite(profile)
     names = [f"lora-{at}" for at in range(8)]
     learned = runtime.run(100, 0.5, adapters=names)
     assert learned.adapter_load_s == pytest.approx(load_s, rel=0.25)
@@ -204,7 +204,7 @@ def test_adapter_loads_show_in_the_time_of_steps(load_s):
 def test_slower_adapter_loads_are_noticed():
     """A tenth of a second, then a whole one: within 25 % after 120 scrapes."""
     profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=0.1)
-    runtime = Site(profile)
+    runtime = LearningSite(profile)
     names = [f"lora-{at}" for at in range(8)]
     runtime.run(100, 0.5, adapters=names)
     runtime.engine.profile = msgspec.structs.replace(profile, lora_load_s=1.0)
@@ -214,14 +214,14 @@ def test_slower_adapter_loads_are_noticed():
 
 def test_without_loads_their_time_is_the_prior():
     """An engine whose adapters all stay resident says nothing of loading."""
-    runtime = Site(profiles.find("l4-8b-fp8"))
+    runtime = LearningSite(profiles.find("l4-8b-fp8"))
     assert runtime.run(50, 1.0).adapter_load_s == 0.5
 
 
 def test_idle_time_is_not_counted_as_slow_steps():
     """Short requests with nothing in between: time in which nothing ran is not counted."""
     profile = profiles.find("l4-8b-fp8")
-    runtime = Site(profile, beat_s=2.0)
+    runtime = LearningSite(profile, beat_s=2.0)
     learned = runtime.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
     assert learned.step_s == pytest.approx(profile.base_s, rel=0.25)
 
@@ -265,7 +265,7 @@ def test_a_common_prefix_is_read_by_every_sequence(result):
 def test_an_engine_of_another_speed_than_its_pool_is_learned(speed):
     """Its iterations are right within 15 % on average after 20 scrapes under light load."""
     usual = profiles.find("a100-7b-fp16")
-    runtime = Site(usual.faster(speed))
+    runtime = LearningSite(usual.faster(speed))
     runtime.learner.set_prior(
         StepTimeModel(
             step_s=usual.base_s,

@@ -21,7 +21,7 @@ TOKENS = blocks.DEFAULT.tokens
 SPOT = Endpoint("10.0.0.1:8000", incarnation=1)
 
 
-class TrafficFixture:
+class ConversationsFixture:
     """Conversations that come back to a few engines, one request at a time."""
 
     def __init__(self, *, engines=2, conversations=60, stated=1.0, correcting=True, seed=1):
@@ -107,7 +107,7 @@ class TrafficFixture:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_silently_halved_cache_is_detected(seed):
     """Bar 6: within 5 points again 200 requests after the engines lost half their cache."""
-    traffic = TrafficFixture(seed=seed)
+    traffic = ConversationsFixture(seed=seed)
     for _ in range(500):
         traffic.turn()
     predicted, observed = traffic.ratios(200)
@@ -128,7 +128,7 @@ def test_a_silently_halved_cache_is_detected(seed):
 
 def test_without_calibration_the_prediction_stays_wrong():
     """The same town without correction predicts what is not there: the test above can fail."""
-    traffic = TrafficFixture(correcting=False)
+    traffic = ConversationsFixture(correcting=False)
     for _ in range(500):
         traffic.turn()
     for engine in traffic.engines:

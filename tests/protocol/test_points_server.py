@@ -17,7 +17,7 @@ BODY = b'{"model":"m","prompt":"some text"}'
 PLAIN = {**ext_proc_script.PLAIN, ":path": "/v1/completions"}
 
 
-class Broken:
+class BrokenDirector:
     """A director whose decisions have a bug."""
 
     def __init__(self, director: Director) -> None:
@@ -78,7 +78,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
 
     async def test() -> None:
         fixture = build_pool()
-        async with serving.serving(fixture, director=Broken(fixture.director)) as server:
+        async with serving.serving(fixture, director=BrokenDirector(fixture.director)) as server:
             stream = server.stream()
             await stream.say(
                 ext_proc_script.request_headers(PLAIN),
@@ -103,7 +103,7 @@ def test_076_an_exception_without_endpoints_is_a_500_in_json():
 
     async def test() -> None:
         empty = PoolFixture({})
-        async with serving.serving(empty, director=Broken(empty.director)) as server:
+        async with serving.serving(empty, director=BrokenDirector(empty.director)) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
             (reply,) = await stream.rest()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from extproc.scheduling import registry
-from tests.support.xds_fixture import STEP_S, Scene
+from tests.support.xds_fixture import STEP_S, EqualEnginesScene
 
 #: Strategies that count what they send. Those that go by pages alone, as upstream's do, herd between
 #: two of them, whatever the pages say.
@@ -45,7 +45,7 @@ def most(total, size):
 @pytest.mark.parametrize("strategy", READING)
 def test_foreign_work_costs_the_same_whatever_was_sent_before(strategy):
     """Earlier requests to an engine do not change the estimate of those that wait there now."""
-    scene = Scene(strategy, 4, running=8, waiting=4)
+    scene = EqualEnginesScene(strategy, 4, running=8, waiting=4)
     for at, (count, work) in enumerate([(1000, 20), (50, 400), (10, 9000), (0, 0)]):
         account = scene.parts.store.pool.members[at].account
         for _ in range(count):
@@ -58,7 +58,7 @@ def test_foreign_work_costs_the_same_whatever_was_sent_before(strategy):
 @pytest.mark.parametrize("strategy", READING)
 def test_a_refused_prompt_adds_no_cost(strategy):
     """One that was refused costs nothing afterwards, however long it was."""
-    scene = Scene(strategy, 4, running=8, waiting=3)
+    scene = EqualEnginesScene(strategy, 4, running=8, waiting=3)
     scene.step()
     reservation = scene.parts.store.pool.members[0].account.open(
         "m", 100_000, cached_tokens=0, now=scene.now
@@ -72,7 +72,7 @@ def test_a_refused_prompt_adds_no_cost(strategy):
 @pytest.mark.parametrize("strategy", READING)
 def test_queues_of_stale_pages_are_forgotten(strategy):
     """Once no page is fresh, whatever the last ones showed, own requests are all that counts."""
-    scene = Scene(strategy, 4, pages=dict.fromkeys(range(4), "fails"))
+    scene = EqualEnginesScene(strategy, 4, pages=dict.fromkeys(range(4), "fails"))
     for engine, waiting in zip(scene.engines, (0, 4, 13, 19), strict=True):
         engine.foreign = 20, waiting
     scene.step()
@@ -85,7 +85,7 @@ def test_queues_of_stale_pages_are_forgotten(strategy):
 @pytest.mark.parametrize("strategy", READING)
 def test_an_engine_without_a_page_gets_its_share_of_requests(strategy):
     """Consecutive requests do not all go to an endpoint without a known load."""
-    scene = Scene(strategy, 4, running=20, waiting=6, pages={0: "fails"})
+    scene = EqualEnginesScene(strategy, 4, running=20, waiting=6, pages={0: "fails"})
     scene.step()
     scene.turn_bad()
     scene.now += 20.0
@@ -111,7 +111,7 @@ def test_no_engine_has_much_more_than_its_share(data, strategy, size):
     Requests come all at once, or no faster than the engines compute: what is known to be computed on
     one and not on another is no likeness.
     """
-    scene = Scene(
+    scene = EqualEnginesScene(
         strategy,
         size,
         seed=data.draw(st.integers(0, 2**32), "seed"),
@@ -141,7 +141,7 @@ def test_no_engine_has_much_more_than_its_share(data, strategy, size):
 )
 def test_distinct_prompts_spread_over_idle_engines(strategy, size, pages, seed, tokens):
     """Of as many prompts as there are idle engines none gets more than three, whatever pages say."""
-    scene = Scene(strategy, size, seed=seed, pages=pages)
+    scene = EqualEnginesScene(strategy, size, seed=seed, pages=pages)
     scene.serve(20, tokens)
     scene.turn_bad()
     scene.step()
@@ -153,7 +153,9 @@ def runs(strategy, page, *, size, seed, running, waiting):
     """Requests one engine gets of those held open, with the page named and with a true one."""
     counts = []
     for pages in ({0: page}, {}):
-        scene = Scene(strategy, size, seed=seed, running=running, waiting=waiting, pages=pages)
+        scene = EqualEnginesScene(
+            strategy, size, seed=seed, running=running, waiting=waiting, pages=pages
+        )
         scene.serve(30, 200)
         scene.turn_bad()
         scene.serve(30, 200)

@@ -23,7 +23,7 @@ def request(text):
     return HttpRequest({":path": "/v1/completions", ":method": "POST"}, body)
 
 
-class Pool:
+class PublishingPool:
     """Two endpoints whose engines publish, and a prompt of 2,048 bytes: 512 tokens, 32 blocks."""
 
     def __init__(self):
@@ -61,7 +61,7 @@ class Pool:
 
 @pytest.fixture
 def pool():
-    return Pool()
+    return PublishingPool()
 
 
 def test_blocks_in_the_memory_of_the_host_count_by_their_weight(pool):

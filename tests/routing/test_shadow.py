@@ -202,7 +202,7 @@ def test_models_with_rules_of_their_own_are_not_looked_at():
     assert not parts.director.routing.shadow.counts.results
 
 
-class Broken:
+class BrokenPicker:
     """A picker that observes, and raises."""
 
     kind = "broken"
@@ -217,7 +217,7 @@ class Broken:
 
 def test_an_exception_of_a_shadow_is_counted():
     """It reaches nobody."""
-    profile = msgspec.structs.replace(registry.profiles()["adaptive"], picker=Broken())
+    profile = msgspec.structs.replace(registry.profiles()["adaptive"], picker=BrokenPicker())
     parts = build()
     second = shadow.ShadowScheduler(
         profile,

@@ -13,7 +13,7 @@ from extproc.scheduling.lora_affinity import AdapterActive
 from tests.scheduling import builders
 
 
-class Broken(msgspec.Struct, frozen=True):
+class BrokenFilter(msgspec.Struct, frozen=True):
     kind: ClassVar[str] = "broken"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
@@ -47,14 +47,14 @@ def test_an_exception_is_a_failure():
     """The walk goes on with what came in, along the failure branch."""
     candidates = builders.candidates({"a": POD, "b": {**POD, "waiting": 9}})
     drop, queue = FilterTreeNode(filter=DropRequest()), FilterTreeNode(filter=QueueRange())
-    tree = FilterTree(root=FilterTreeNode(filter=Broken(), on_success=drop, on_failure=queue))
+    tree = FilterTree(root=FilterTreeNode(filter=BrokenFilter(), on_success=drop, on_failure=queue))
     assert builders.names(tree.filter(builders.context(), candidates)) == ["a"]
 
 
 def test_an_exception_without_a_successor_is_raised_by_the_tree():
     """The profile then notes it and lets everybody pass, as with any filter."""
     tree = FilterTree(
-        root=FilterTreeNode(filter=LowLatency(), on_success=FilterTreeNode(filter=Broken()))
+        root=FilterTreeNode(filter=LowLatency(), on_success=FilterTreeNode(filter=BrokenFilter()))
     )
     with pytest.raises(ValueError, match="broken"):
         tree.filter(builders.context(), builders.candidates({"a": POD}))
@@ -65,7 +65,7 @@ def test_the_walk_is_recorded():
     candidates = builders.candidates({"a": POD, "b": {**POD, "waiting": 60}})
     kv = FilterTreeNode(filter=KvRange())
     low = FilterTreeNode(
-        filter=LowLatency(), on_success=FilterTreeNode(filter=Broken(), on_failure=kv)
+        filter=LowLatency(), on_success=FilterTreeNode(filter=BrokenFilter(), on_failure=kv)
     )
     passing, branches = FilterTree(root=FilterTreeNode(filter=DropRequest(), on_either=low)).walk(
         builders.context(), candidates

@@ -13,7 +13,7 @@ from extproc.scheduling import registry
 from extproc.scheduling.framework import SchedulingContext
 
 
-class Fleet:
+class PresetFleet:
     """Endpoints without scrapes, a prefix index, and requests that finish in order of arrival."""
 
     def __init__(self, size=8, *, open_requests=64, seed=5, profile="balanced"):
@@ -67,7 +67,7 @@ def text(rng, size):
 @pytest.mark.parametrize("size", [600, 2_000, 8_000, 32_000])
 def test_a_short_common_prefix_does_not_attract_all_traffic(size):
     """1000 prompts that share only their first block stay within 1.2 of an even spread."""
-    store, rng = Fleet(), Random(3)
+    store, rng = PresetFleet(), Random(3)
     common = text(rng, 256)
     for _ in range(1000):
         store.send(common + text(rng, size))
@@ -78,7 +78,7 @@ def test_a_short_common_prefix_does_not_attract_all_traffic(size):
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
 def test_a_long_common_prefix_spreads_under_load(share):
     """A system prompt that all requests share is learned by all endpoints under load."""
-    store, rng = Fleet(open_requests=256), Random(3)
+    store, rng = PresetFleet(open_requests=256), Random(3)
     common = text(rng, int(8192 * share))
     for _ in range(2000):
         store.send(common + text(rng, int(8192 * (1 - share))))
@@ -88,7 +88,7 @@ def test_a_long_common_prefix_spreads_under_load(share):
 
 def test_a_burst_spreads_over_idle_endpoints_without_a_scrape():
     """100 different prompts at once, none finished, within 1.5 of an even spread."""
-    store, rng = Fleet(open_requests=1000), Random(4)
+    store, rng = PresetFleet(open_requests=1000), Random(4)
     for _ in range(100):
         store.send(text(rng, 4000))
     assert store.unevenness <= 1.5
@@ -96,7 +96,7 @@ def test_a_burst_spreads_over_idle_endpoints_without_a_scrape():
 
 def test_a_burst_of_equal_prompts_spreads():
     """The same prompt 400 times at once reaches every endpoint, cached or not."""
-    store, rng = Fleet(open_requests=1000), Random(4)
+    store, rng = PresetFleet(open_requests=1000), Random(4)
     prompt = text(rng, 8192)
     for _ in range(400):
         store.send(prompt)
@@ -106,7 +106,7 @@ def test_a_burst_of_equal_prompts_spreads():
 @pytest.mark.parametrize("system", [0, 2048])
 def test_conversations_stay_on_their_endpoint(system):
     """At least nine of ten follow-up turns go where the turn before went, and load stays even."""
-    store, rng = Fleet(), Random(6)
+    store, rng = PresetFleet(), Random(6)
     common = text(rng, system)
     talks = [common + text(rng, 1024) for _ in range(100)]
     homes = [store.send(talk) for talk in talks]
@@ -125,7 +125,7 @@ def test_conversations_stay_on_their_endpoint(system):
 @pytest.mark.parametrize("name", ["least-request", "round-robin", "random"])
 def test_plain_profiles_spread(name):
     """The one-word profiles spread identical prompts evenly."""
-    store, rng = Fleet(profile=name), Random(6)
+    store, rng = PresetFleet(profile=name), Random(6)
     prompt = text(rng, 2048)
     for _ in range(1600):
         store.send(prompt)

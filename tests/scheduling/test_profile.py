@@ -179,7 +179,7 @@ def test_decisions_are_values():
     assert msgspec.structs.asdict(run())["totals"] == [0.0, 2.0]
 
 
-class Remembers(Says):
+class RememberingScorer(Says):
     """A scorer that asks for keys and tells the client who serves."""
 
     def keys(self, context):
@@ -197,7 +197,7 @@ class Wide(MaxScorePicker):
 
 def test_decision_contains_plugin_keys_and_answer_headers():
     """What a plugin will remember the request by and tells the client stands in the decision."""
-    scheduler_profile = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
+    scheduler_profile = profile(scorers=((RememberingScorer([1.0, 0.0]), 1.0),))
     context = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
     decision = scheduler_profile.run(context, FLEET)
     assert decision.plugin_keys == {"session": "s"}
@@ -206,7 +206,9 @@ def test_decision_contains_plugin_keys_and_answer_headers():
 
 def test_keys_that_raise_are_skipped():
     """A plugin that cannot say its keys costs only them."""
-    decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(builders.context(), FLEET)
+    decision = profile(scorers=((RememberingScorer([1.0, 0.0]), 1.0),)).run(
+        builders.context(), FLEET
+    )
     assert decision.plugin_keys == {}
     assert decision.answer_headers == (("x-served-by", "a"),)
     assert decision.degraded == "keys of says raised KeyError"

@@ -15,7 +15,7 @@ def answer(body=PAGE, *, status="200 OK", fields=()):
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
-class Server:
+class ScriptedServer:
     """Answers each request with the next entry of a script, then with its last one.
 
     An entry is the bytes to send; None hangs. `close_after` closes after each answer.
@@ -64,5 +64,5 @@ async def serving(server, host="127.0.0.1", port=0):
 
 @pytest.fixture
 def http():
-    """This module: `http.Server`, `http.serving`, `http.answer`, `http.PAGE`."""
+    """This module: `http.ScriptedServer`, `http.serving`, `http.answer`, `http.PAGE`."""
     return sys.modules[__name__]

@@ -23,7 +23,7 @@ SIZE = 16
 HOST = "127.0.0.1"
 
 
-class Engine:
+class PublishingEngine:
     """Blocks of an engine, and their publisher."""
 
     def __init__(self, *, blocks=1000, host_blocks=0, **settings):

@@ -33,7 +33,7 @@ def test_the_connection_is_reused(run, http):
     """Many pages come over one connection."""
 
     async def scene():
-        async with http.serving(http.Server()) as server:
+        async with http.serving(http.ScriptedServer()) as server:
             fetch = subject()
             pages = [await fetch.get(at(server)) for _ in range(5)]
             fetch.close()
@@ -46,7 +46,7 @@ def test_a_closed_connection_is_replaced_at_once(run, http):
     """A server that closes after each answer costs a connection, not a page."""
 
     async def scene():
-        async with http.serving(http.Server(close_after=True)) as server:
+        async with http.serving(http.ScriptedServer(close_after=True)) as server:
             fetch = subject()
             pages = [await fetch.get(at(server)) for _ in range(3)]
             fetch.close()
@@ -60,7 +60,7 @@ def test_a_fresh_connection_is_not_tried_twice(run, http):
     """A server that closes without an answer is a failure after one try."""
 
     async def scene():
-        async with http.serving(http.Server(b"", close_after=True)) as server:
+        async with http.serving(http.ScriptedServer(b"", close_after=True)) as server:
             return await subject().get(at(server)), server.connections
 
     assert run(scene()) == (client.FetchFailed("closed"), 1)
@@ -70,7 +70,7 @@ def test_an_idle_connection_is_not_used(run, http):
     """Past the idle time the client takes a fresh connection by itself."""
 
     async def scene():
-        async with http.serving(http.Server()) as server:
+        async with http.serving(http.ScriptedServer()) as server:
             fetch = subject(idle_s=-1.0)
             pages = [await fetch.get(at(server)) for _ in range(2)]
             fetch.close()
@@ -83,7 +83,7 @@ def test_116_a_status_other_than_200_is_a_failure(run, http):
     """Checklist 116: the status is the reason, and the next page is read."""
 
     async def scene():
-        server = http.Server(http.answer(b"no", status="500 Oops"), http.answer())
+        server = http.ScriptedServer(http.answer(b"no", status="500 Oops"), http.answer())
         async with http.serving(server):
             fetch = subject()
             pages = [await fetch.get(at(server)) for _ in range(2)]
@@ -97,7 +97,7 @@ def test_116_a_hanging_server_times_out(run, http):
     """Checklist 116: no answer is a time-out; a late one cannot meet the next request."""
 
     async def scene():
-        async with http.serving(http.Server(None, http.answer())) as server:
+        async with http.serving(http.ScriptedServer(None, http.answer())) as server:
             fetch = subject(timeout_s=0.05)
             first = await fetch.get(at(server))
             # On a busy machine an answer may be late as well.
@@ -115,7 +115,7 @@ def test_a_body_that_stops_halfway_times_out(run, http):
     """A server that sends half a page and hangs is a time-out."""
 
     async def scene():
-        async with http.serving(http.Server(http.answer()[:-5])) as server:
+        async with http.serving(http.ScriptedServer(http.answer()[:-5])) as server:
             return await subject(timeout_s=0.05).get(at(server))
 
     assert run(scene()) == client.FetchFailed("timeout")
@@ -137,7 +137,7 @@ def test_a_page_over_the_cap_is_a_failure(run, http):
     """Memory is bounded by the cap."""
 
     async def scene():
-        async with http.serving(http.Server(http.answer(b"x" * 10_001))) as server:
+        async with http.serving(http.ScriptedServer(http.answer(b"x" * 10_001))) as server:
             return await subject().get(at(server))
 
     assert run(scene()) == client.FetchFailed("too large")
@@ -147,7 +147,7 @@ def test_unexpected_bytes_end_the_connection(run, http):
     """An answer with more behind it is taken, and its connection is not used again."""
 
     async def scene():
-        async with http.serving(http.Server(http.answer() + b"HTTP/1.1 200")) as server:
+        async with http.serving(http.ScriptedServer(http.answer() + b"HTTP/1.1 200")) as server:
             fetch = subject()
             pages = [await fetch.get(at(server)) for _ in range(2)]
             fetch.close()
@@ -160,7 +160,7 @@ def test_a_forgotten_target_is_closed(run, http):
     """After `forget` the server sees the connection end, and another get opens a new one."""
 
     async def scene():
-        async with http.serving(http.Server()) as server:
+        async with http.serving(http.ScriptedServer()) as server:
             fetch = subject()
             await fetch.get(at(server))
             fetch.forget(at(server))
@@ -175,7 +175,7 @@ def test_an_ipv6_endpoint(run, http):
     """Pages come over IPv6."""
 
     async def scene():
-        async with http.serving(http.Server(), "::1") as server:
+        async with http.serving(http.ScriptedServer(), "::1") as server:
             fetch = subject()
             page = await fetch.get(at(server, "::1"))
             fetch.close()

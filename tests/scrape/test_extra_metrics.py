@@ -144,7 +144,7 @@ def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
 
     async def scrape():
         pages = [http.answer(simulated_page(depth)) for depth in (9.0, 2.0, 5.0)]
-        servers = [http.Server(page) for page in pages]
+        servers = [http.ScriptedServer(page) for page in pages]
         async with (
             http.serving(servers[0]) as first,
             http.serving(servers[1]) as second,

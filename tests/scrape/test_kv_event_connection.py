@@ -30,7 +30,7 @@ BROKEN = [
 ]
 
 
-class Peer:
+class PublisherPeer:
     """A server that sends the same to each connection, and a connector to it."""
 
     def __init__(self, sent, *, closes=False):
@@ -89,7 +89,7 @@ def test_a_peer_that_does_not_keep_to_the_protocol_is_connected_to_again(sent, m
     monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.001)
 
     async def test():
-        async with Peer(sent).running() as peer:
+        async with PublisherPeer(sent).running() as peer:
             await peer.until(lambda: peer.num_accepted >= 3)
             assert len(peer.lost) == peer.num_opened - (peer.num_opened > len(peer.lost))
             assert not any(why == "the connection is gone" for why in peer.lost)
@@ -106,7 +106,7 @@ def test_attempts_are_further_and_further_apart(monkeypatch):
         await sleep(0.001)
 
     async def test():
-        async with Peer(GREETING + READY, closes=True).running() as peer:
+        async with PublisherPeer(GREETING + READY, closes=True).running() as peer:
             monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
             async with asyncio.timeout(300):
                 while len(waits) < 9:
@@ -143,7 +143,7 @@ def test_a_silent_peer_that_knows_no_heartbeats_is_left_to_the_system():
     """ZMTP 3.0 has none: it may have nothing to publish."""
 
     async def test():
-        async with Peer(GREETING + READY).running() as peer:
+        async with PublisherPeer(GREETING + READY).running() as peer:
             await peer.until(lambda: peer.num_opened)
             for _ in range(20):
                 peer.now += 1.0
@@ -158,7 +158,7 @@ def test_a_silent_peer_with_heartbeats_is_lost():
 
     async def test():
         sent = GREETING.replace(b"\x7f\x03\x00", b"\x7f\x03\x01") + READY
-        async with Peer(sent).running() as peer:
+        async with PublisherPeer(sent).running() as peer:
             await peer.until(lambda: peer.num_opened)
             for _ in range(4):
                 peer.now += 1.0
@@ -172,7 +172,7 @@ def test_a_peer_that_never_greets_is_given_up():
     """It is no publisher."""
 
     async def test():
-        async with Peer(b"").running() as peer:
+        async with PublisherPeer(b"").running() as peer:
 
             def is_connected_again():
                 # The peer may have accepted a connection before there is one here.

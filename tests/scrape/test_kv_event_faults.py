@@ -11,7 +11,7 @@ import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.scrape import kv_event_connection
-from tests.scrape.kv_event_engines import HOST, Engine, Subscriber, depth, run_async, text
+from tests.scrape.kv_event_engines import HOST, PublishingEngine, Subscriber, depth, run_async, text
 
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
@@ -25,7 +25,7 @@ def _connects_soon(monkeypatch):
     monkeypatch.setattr(kv_event_connection, "_MAX_RECONNECT_S", 0.1)
 
 
-class Site:
+class FaultySite:
     """An engine behind proxies, its subscriber, and a clock that the test moves."""
 
     def __init__(self):
@@ -67,7 +67,7 @@ class Site:
 
     def start_engine(self):
         """Start another engine process, whose cache is empty and whose batches begin at 0."""
-        self.engine = Engine(blocks=60)
+        self.engine = PublishingEngine(blocks=60)
         self.tasks.append(asyncio.ensure_future(self.engine.publisher.run()))
 
     async def restart(self):
@@ -178,7 +178,7 @@ def test_a_hundredth_of_the_messages_is_lost():
     """Each gap is filled, the last one too."""
 
     async def test():
-        async with Site().running() as site:
+        async with FaultySite().running() as site:
             for _ in range(8):
                 site.engine.arm("kv-drop,rate=0.01")
                 await site.serve(60)
@@ -199,7 +199,7 @@ def test_a_replay_socket_that_was_silent_is_asked_again():
     """Nothing was known to be missing, so what is known counts on."""
 
     async def test():
-        async with Site().running() as site:
+        async with FaultySite().running() as site:
             subscription = site.subscriber.subscription
             site.tasks.pop().cancel()  # it answers replays
             site.time += 1.0
@@ -223,7 +223,7 @@ def test_the_connection_is_cut_every_ten_seconds():
     """What was published meanwhile is asked for."""
 
     async def test():
-        async with Site().running() as site:
+        async with FaultySite().running() as site:
             for _ in range(6):
                 await site.serve(200)  # 10 s
                 site.cut()
@@ -240,7 +240,7 @@ def test_the_engine_restarts_under_load():
     """Nothing of its earlier life is left."""
 
     async def test():
-        async with Site().running() as site:
+        async with FaultySite().running() as site:
             for prompts in (3, 80, 1, 20):
                 await site.serve(40)
                 await site.restart()
@@ -256,7 +256,7 @@ def test_a_flood_of_garbage_is_survived():
     """The subscription rests, and learns all anew behind it; memory stays bounded."""
 
     async def test():
-        async with Site().running() as site:
+        async with FaultySite().running() as site:
             for _ in range(3):
                 await site.serve(40)
                 site.garbage(1)
@@ -279,7 +279,7 @@ def test_all_of_it_at_once():
     """Losses, cuts, restarts and garbage in an order by chance."""
 
     async def test():
-        async with Site().running() as site:
+        async with FaultySite().running() as site:
             for _ in range(25):
                 site.engine.arm("kv-drop,rate=0.01")
                 await site.serve(site.rng.randrange(40))

@@ -8,7 +8,7 @@ import pytest
 from extproc.endpoint import Endpoint
 from extproc.scrape import kv_event_connection, kv_event_listener
 from extproc.scrape.kv_event_listener import plain_ip
-from tests.scrape.kv_event_engines import HOST, Engine, Subscriber, depth, run_async, text
+from tests.scrape.kv_event_engines import HOST, PublishingEngine, Subscriber, depth, run_async, text
 from tests.scrape.test_kv_event_connection import BROKEN, GREETING, READY
 
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
@@ -33,7 +33,7 @@ async def listening(*addresses, bind=f"tcp://{HOST}:0", is_bound=True, **setting
 async def connected(subscriber, *, topic=b"", **settings):
     """An engine that publishes to a subscriber, once it knows that it is subscribed to."""
     port = subscriber.events.listeners[0].port
-    engine = Engine(connect=f"tcp://{HOST}:{port}", topic=topic, **settings)
+    engine = PublishingEngine(connect=f"tcp://{HOST}:{port}", topic=topic, **settings)
     task = asyncio.ensure_future(engine.publisher.run())
     try:
         await subscriber.until(lambda: engine.publisher.num_subscriptions)

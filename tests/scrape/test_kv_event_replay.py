@@ -21,7 +21,7 @@ class Socket:
         self.is_closed = True
 
 
-class Site:
+class ReplaySite:
     """A replay, its connections, and a clock."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Site:
 
 def test_each_request_has_a_connection_of_its_own():
     """Answers to an earlier one do not come with it."""
-    site = Site()
+    site = ReplaySite()
     assert not site.replay.is_running
     site.replay.request(7, verify=False)
     site.replay.request(3, verify=True)
@@ -62,7 +62,7 @@ def test_each_request_has_a_connection_of_its_own():
 )
 def test_batches_are_taken_in_order(verify, seqs, expected):
     """What is missing at the beginning is lost; behind one that was taken it is asked for again."""
-    site = Site()
+    site = ReplaySite()
     site.replay.request(3, verify=verify)
     following, results = 4, []
     for seq in seqs:
@@ -88,14 +88,14 @@ def test_batches_are_taken_in_order(verify, seqs, expected):
 )
 def test_messages_are_read_in_both_forms(frames, expected):
     """Any other is malformed."""
-    assert Site().replay.read(frames) == expected
+    assert ReplaySite().replay.read(frames) == expected
 
 
 @pytest.mark.parametrize("bound", ["_MAX_BATCHES", "_MAX_BYTES"])
 def test_answers_without_end_count_as_silence(bound, monkeypatch):
     """As does a time without any."""
     monkeypatch.setattr(kv_event_replay, bound, 20)
-    site = Site()
+    site = ReplaySite()
     site.replay.request(0, verify=False)
     frames = [b"", (0).to_bytes(8), b""]
     for _ in range(2):

@@ -13,7 +13,7 @@ from extproc.errors import ConfigError
 from extproc.scrape import kv_event_replay
 from tests.scrape.kv_event_engines import (
     HOST,
-    Engine,
+    PublishingEngine,
     Subscriber,
     depth,
     run_async,
@@ -48,7 +48,7 @@ def test_subscription_learns_what_was_published_before_it_and_since(form):
     """A replay has the beginning, in both forms; what is evicted is gone."""
 
     async def test():
-        engine = Engine(form=form, blocks=12)
+        engine = PublishingEngine(form=form, blocks=12)
         engine.run_prompt(text(1))
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
@@ -73,7 +73,7 @@ def test_adapters_have_blocks_of_their_own():
     """The name of the adapter comes with the events."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
             engine.run_prompt(text(1), adapter="ad")
@@ -87,7 +87,7 @@ def test_batches_that_were_lost_are_asked_for_again():
     """With a replay socket no block is missed, whatever share is lost."""
 
     async def test():
-        engine = Engine(blocks=40)
+        engine = PublishingEngine(blocks=40)
         engine.arm("kv-drop,rate=0.3")
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
@@ -114,7 +114,7 @@ def test_a_last_batch_that_was_lost_is_asked_for():
     """No later one shows that it is missing."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
             engine.run_prompt(text(1))
@@ -132,7 +132,7 @@ def test_without_replay_a_lost_batch_leaves_what_is_known_partial():
     """It is wiped, and never taken for exact; a cleared cache is exact again."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         labels = {"kv-events-port": engine.ports["kv-events-port"]}
         async with running(engine, labels=labels) as subscriber:
             await subscriber.until(lambda: subscriber.state == "catching_up")
@@ -158,7 +158,7 @@ def test_what_is_partial_is_exact_once_known_blocks_fill_the_cache():
     """What was there before has been evicted by then."""
 
     async def test():
-        engine = Engine(blocks=8)
+        engine = PublishingEngine(blocks=8)
         engine.run_prompt(text(1))
         labels = {"kv-events-port": engine.ports["kv-events-port"]}
         async with running(engine, labels=labels) as subscriber:
@@ -181,7 +181,7 @@ def test_a_late_subscriber_without_replay_is_partial():
     """It says nothing of what was stored before."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         engine.run_prompt(text(1))
         labels = {"kv-events-port": engine.ports["kv-events-port"]}
         async with running(engine, labels=labels) as subscriber:
@@ -199,7 +199,7 @@ def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
     """Whether it has published less or more than before, its earlier life is wiped."""
 
     async def test():
-        first = Engine()
+        first = PublishingEngine()
         first.run_prompt(text(1))
         first.run_prompt(text(2))
         async with running(first) as subscriber:
@@ -208,7 +208,9 @@ def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
             await first.close()
             await subscriber.until(lambda: subscriber.state == "lost")
             assert not subscriber.subscription.engine.is_live
-            second = Engine(port=first.publisher.port, replay_port=first.publisher.replay_port)
+            second = PublishingEngine(
+                port=first.publisher.port, replay_port=first.publisher.replay_port
+            )
             for number in range(num_batches):
                 second.run_prompt(text(100 + number))
             answering = asyncio.ensure_future(second.publisher.run())
@@ -229,7 +231,7 @@ def test_garbage_is_counted_and_ends_the_subscription_for_a_while():
     """What it left is forgotten, and nothing more is read."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
             engine.arm("kv-garble")
@@ -249,7 +251,7 @@ def test_a_replay_socket_that_is_silent_does_not_stop_the_subscription(monkeypat
     monkeypatch.setattr("extproc.scrape.kv_event_replay._TIMEOUT_S", 0.05)
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         engine.run_prompt(text(1))
         labels = engine.ports | {"kv-events-replay-port": "9"}
         async with running(engine, labels=labels) as subscriber:
@@ -264,9 +266,9 @@ def test_a_replay_socket_that_is_silent_does_not_stop_the_subscription(monkeypat
 async def neighbors():
     """Two engines on ports that follow each other; other processes take ports as well."""
     for _ in range(100):
-        first = Engine()
+        first = PublishingEngine()
         with contextlib.suppress(zmq.ZMQError):
-            return first, Engine(port=first.publisher.port + 1, rank=1)
+            return first, PublishingEngine(port=first.publisher.port + 1, rank=1)
         await first.close()
     raise OSError("expected two free ports that follow each other, found none in 100 attempts")
 
@@ -296,9 +298,9 @@ def test_a_publisher_whose_port_is_taken_closes_its_sockets():
     """An open one would be found by the collector of garbage, in another test."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         with pytest.raises(zmq.ZMQError):
-            Engine(port=engine.publisher.port)
+            PublishingEngine(port=engine.publisher.port)
         gc.collect()
         await engine.close()
 
@@ -310,7 +312,7 @@ def test_a_subscription_that_raises_rests_and_stops_no_other(step, monkeypatch):
     """Whatever a bug does with what one engine sends, the others are followed."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         addresses = (f"{HOST}:8000", f"{HOST}:8001")
         async with running(engine, addresses=addresses) as subscriber:
             first, second = subscriber.events.subscriptions
@@ -332,7 +334,7 @@ def test_an_endpoint_that_leaves_takes_its_blocks_along():
     """Sockets are closed, and its blocks are swept."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         engine.run_prompt(text(1))
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
@@ -348,7 +350,7 @@ def test_messages_of_other_forms_are_malformed():
     """Any frames have an answer."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         async with running(engine) as subscriber:
             await subscriber.until(lambda: subscriber.state == "exact")
             send = engine.publisher.send
@@ -407,7 +409,7 @@ def test_a_replay_without_end_is_given_up(monkeypatch):
     monkeypatch.setattr(kv_event_replay, "_MAX_BATCHES", 200)
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         engine.run_prompt(text(1))
 
         async def answer_without_end():
@@ -442,7 +444,7 @@ def test_a_turn_does_as_much_as_its_events_cost(event, most):
     """Engines choose what is in a message; the event loop is held for as long by any of them."""
 
     async def test():
-        engine = Engine()
+        engine = PublishingEngine()
         async with running(engine) as subscriber:
             subscription = subscriber.subscription
             events = [msgspec.Raw(msgspec.msgpack.encode(event))] * 200
@@ -457,7 +459,7 @@ def test_an_index_with_losses_and_lost_connections_equals_the_engine():
     """A hundredth of the batches is lost, and the connection is cut time and again."""
 
     async def test():
-        engine = Engine(blocks=40)
+        engine = PublishingEngine(blocks=40)
         engine.arm("kv-drop,rate=0.01")
         connections = []
 
@@ -508,4 +510,4 @@ def test_a_publisher_needs_the_extra(monkeypatch):
     """Only simulated engines use libzmq; without it the error says how to install it."""
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[kv-events\]'"):
-        Engine()
+        PublishingEngine()

@@ -12,7 +12,7 @@ LISTED = ServedModels(frozenset({"m"}), frozenset({"lora"}))
 PAGE = b"vllm:num_requests_waiting 3\n"
 
 
-class Engine:
+class ListingEngine:
     """Answers both pages; a list may be a failure. The clock stands unless a test moves it."""
 
     def __init__(self, *labelled, interval_s=30.0):
@@ -68,7 +68,7 @@ def test_a_new_endpoint_is_polled_at_once_and_then_rarely():
     """Once at once, then once an interval, however often loads are scraped."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         assert await engine.at(0) == 1
         assert engine.models == LISTED
         assert await engine.at(0.2, 5, 29.9) == 1
@@ -85,7 +85,7 @@ def test_a_disabled_poller_never_polls():
     """Without an interval nobody is asked."""
 
     async def scene():
-        engine = Engine(interval_s=None)
+        engine = ListingEngine(interval_s=None)
         assert await engine.at(0, 100, 1000) == 0
         assert engine.models is None
 
@@ -100,7 +100,7 @@ def test_a_failed_poll_keeps_the_models_and_retries_sooner(failure):
     """After 2, 4, 8 s and at last every interval; the names stay."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         await engine.at(0)
         engine.list = failure
         assert await engine.at(30.0, 31.9) == 2
@@ -123,7 +123,7 @@ def test_an_endpoint_without_a_model_list_stays_unknown():
     """No list is not an empty list."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         engine.list = client.FetchFailed("status 404")
         await engine.at(0, 2, 6)
         assert engine.models is None
@@ -136,7 +136,7 @@ def test_an_unreachable_endpoint_is_not_polled(reason):
     """A refused or hung scrape is not followed by a second one."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         engine.page = client.FetchFailed(reason)
         assert await engine.at(0, 1) == 0
         engine.page = client.FetchFailed("status 404")
@@ -149,7 +149,7 @@ def test_a_restarted_engine_is_polled_at_once():
     """Another process may serve other models."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         engine.page = PAGE + b"process_start_time_seconds 1000\n"
         assert await engine.at(0, 1) == 1
         engine.page = PAGE + b"process_start_time_seconds 2000\n"
@@ -164,7 +164,7 @@ def test_requests_for_unlisted_models_trigger_a_poll():
     """Once after each such request, and never within 5 s of the last list."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         assert await engine.at(0, 3) == 1
         engine.missed += 1
         assert await engine.at(3.2, 4.9) == 1
@@ -182,7 +182,7 @@ def test_a_large_pool_lists_no_oftener_than_its_budget():
     """Neither failures nor made-up names make 1,000 endpoints list more than 40 times a second."""
 
     async def scene():
-        engine = Engine()
+        engine = ListingEngine()
         engine.scraper.endpoint_counts.all = 1000
         engine.list = client.FetchFailed("status 500")
         assert await engine.at(0, 24.9) == 1
@@ -199,7 +199,7 @@ def test_models_are_polled_on_the_serving_port():
     """A metrics-port label moves the metrics only; both connections are closed at the end."""
 
     async def scene():
-        engine = Engine(("metrics-port", "9100"))
+        engine = ListingEngine(("metrics-port", "9100"))
         await engine.at(0)
         assert engine.requests == [(9100, "/metrics"), (8000, "/v1/models")]
         async with asyncio.TaskGroup() as tasks:
@@ -238,7 +238,7 @@ def test_both_pages_share_a_connection(http):
     """Over sockets: the metrics page, then the list, on one kept connection."""
 
     async def scene():
-        served = http.Server(http.answer(PAGE), http.answer(LIST))
+        served = http.ScriptedServer(http.answer(PAGE), http.answer(LIST))
         async with http.serving(served, "127.0.0.1"):
             queued = store.PoolStore(lambda _: None)
             queued.set_endpoints([Endpoint(f"127.0.0.1:{served.port}")], 0.0)

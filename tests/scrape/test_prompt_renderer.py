@@ -18,7 +18,7 @@ from extproc.prefix_cache.kv_events import BlockStored
 from extproc.request import HttpRequest, InferenceRequest, MediaSpan
 from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings, _UnmappedPrompt
 from extproc.supervision import Supervisor
-from tests.scrape.conftest import Server, answer, serving
+from tests.scrape.conftest import ScriptedServer, answer, serving
 
 CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob("*.json"))
 CHAIN = [11, 12]
@@ -61,7 +61,7 @@ def exact():
 @contextlib.asynccontextmanager
 async def running(*script, settings=ALONE, prefixes=None):
     """A renderer beside an engine that answers by a script."""
-    async with serving(Server(*script)) as server:
+    async with serving(ScriptedServer(*script)) as server:
         clock = asyncio.get_running_loop().time
         prefixes = prefixes or exact()
         renderer = PromptRenderer(
@@ -164,7 +164,7 @@ def test_redirects_are_not_followed(status):
     """No engine makes extproc send requests to an address of its choice."""
 
     async def test():
-        async with serving(Server(reply(RENDERED))) as other:
+        async with serving(ScriptedServer(reply(RENDERED))) as other:
             location = f"location: http://127.0.0.1:{other.port}/v1/chat/completions/render"
             async with running(answer(b"", status=status, fields=[location])) as (
                 server,
@@ -348,7 +348,7 @@ def test_a_server_for_rendering_is_asked_before_the_engine():
     """With the name of its model, which replaces an adapter of the request."""
 
     async def test():
-        async with serving(Server(reply(RENDERED))) as renders:
+        async with serving(ScriptedServer(reply(RENDERED))) as renders:
             settings = RenderSettings(f"http://127.0.0.1:{renders.port}", "base")
             async with running(settings=settings) as (server, prefixes, renderer):
                 body = b'{"model": "ad", "a": 1}'
@@ -374,7 +374,7 @@ def test_the_engine_is_asked_where_the_server_fails(failure):
     """The server rests meanwhile."""
 
     async def test():
-        async with serving(Server(failure)) as renders:
+        async with serving(ScriptedServer(failure)) as renders:
             settings = RenderSettings(f"http://127.0.0.1:{renders.port}")
             script = (reply(RENDERED), reply(RENDERED))
             async with running(*script, settings=settings) as (server, _, renderer):
@@ -403,7 +403,7 @@ def test_an_engine_that_hangs_has_its_share_of_the_renderer():
     async def test():
         async with (
             running(None) as (hung, _, renderer),
-            serving(Server(reply(RENDERED))) as other,
+            serving(ScriptedServer(reply(RENDERED))) as other,
         ):
             for number in range(20):
                 renderer.note(decision(hung, chain=[100 + number]), HttpRequest({}, b"{}"))

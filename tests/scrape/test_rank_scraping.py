@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Endpoint
 from extproc.scrape import client
-from tests.scrape.test_scraper import QUICK, Scene
+from tests.scrape.test_scraper import QUICK, ScraperScene
 
 ENGINE = "10.0.0.1:1"
 
@@ -23,7 +23,7 @@ def vllm_page(ranks: Mapping[int, tuple[int, int]]) -> bytes:
     )
 
 
-def addresses(scene: Scene) -> list[str]:
+def addresses(scene: ScraperScene) -> list[str]:
     return [member.endpoint.address for member in scene.store.pool.members]
 
 
@@ -31,7 +31,7 @@ def test_ranks_on_a_page_become_endpoints_with_their_loads():
     """The first page splits the engine, and its loads are there at once."""
 
     async def scene():
-        scene = Scene(ENGINE, p1=vllm_page({0: (1, 0), 1: (2, 5)}))
+        scene = ScraperScene(ENGINE, p1=vllm_page({0: (1, 0), 1: (2, 5)}))
         watch = scene.watch()
         await watch.step()
         assert addresses(scene) == [f"{ENGINE}@0", f"{ENGINE}@1"]
@@ -48,7 +48,7 @@ def test_a_changed_number_of_ranks_keeps_the_accounts_of_those_that_stay():
     """Two more ranks come and go; requests on the first two stay counted, and close."""
 
     async def scene():
-        scene = Scene(ENGINE, p1=vllm_page({0: (0, 0), 1: (0, 0)}))
+        scene = ScraperScene(ENGINE, p1=vllm_page({0: (0, 0), 1: (0, 0)}))
         watch = scene.watch()
         await watch.step()
         accounts = [member.account for member in scene.store.pool.members]
@@ -75,7 +75,7 @@ def test_a_request_that_ran_before_the_ranks_were_known_closes_its_account():
     """Its engine chose the rank, where it counts as work of others until it ends."""
 
     async def scene():
-        scene = Scene(ENGINE, p1=vllm_page({0: (1, 0), 1: (0, 0)}))
+        scene = ScraperScene(ENGINE, p1=vllm_page({0: (1, 0), 1: (0, 0)}))
         account = scene.store.pool.members[0].account
         opened = account.open("m", 100, cached_tokens=0, now=0.0)
         await scene.watch().step()
@@ -90,7 +90,7 @@ def test_ranks_share_one_loop_that_goes_on_after_the_split():
     """An engine is scraped once whatever its ranks, and its loop is not started anew."""
 
     async def scene():
-        scene = Scene(ENGINE, "10.0.0.2:2", p1=vllm_page({0: (0, 0), 1: (0, 0)}))
+        scene = ScraperScene(ENGINE, "10.0.0.2:2", p1=vllm_page({0: (0, 0), 1: (0, 0)}))
         running = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: len(scene.store.pool.members) == 3)
         watch = scene.subject.watches[ENGINE]
@@ -108,7 +108,7 @@ def test_a_failed_scrape_makes_all_ranks_unreachable_once():
     """Failures count for the engine: two of them, not one for each rank, take it out."""
 
     async def scene():
-        scene = Scene(ENGINE, "10.0.0.2:2", p1=vllm_page({0: (0, 0), 1: (0, 0), 2: (0, 0)}))
+        scene = ScraperScene(ENGINE, "10.0.0.2:2", p1=vllm_page({0: (0, 0), 1: (0, 0), 2: (0, 0)}))
         watch = scene.watch()
         await watch.step()
         scene.fetcher.answers["p1"] = client.FetchFailed("timeout")
@@ -127,7 +127,7 @@ def test_ranks_can_be_left_together():
 
     async def scene():
         settings = msgspec.structs.replace(QUICK, ranks=False)
-        scene = Scene(ENGINE, settings=settings, p1=vllm_page({0: (1, 0), 1: (2, 5)}))
+        scene = ScraperScene(ENGINE, settings=settings, p1=vllm_page({0: (1, 0), 1: (2, 5)}))
         await scene.watch().step()
         assert addresses(scene) == [ENGINE]
         assert scene.load().running == 3.0
@@ -140,7 +140,7 @@ def test_a_page_that_arrives_after_its_engine_left_changes_nothing():
 
     async def scene():
         answer = asyncio.Event()
-        scene = Scene(ENGINE, p1=answer)
+        scene = ScraperScene(ENGINE, p1=answer)
         step = asyncio.ensure_future(scene.watch().step())
         await scene.fetcher.until(lambda: scene.fetcher.requests)
         scene.hold(Endpoint(ENGINE, uid="other"))

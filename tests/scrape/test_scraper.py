@@ -57,7 +57,7 @@ class Fetcher:
             await self.moved.wait()
 
 
-class Scene:
+class ScraperScene:
     def __init__(self, *endpoints, settings=QUICK, **answers):
         self.clock = Clock()
         self.fetcher = Fetcher(self.clock, **answers)
@@ -93,7 +93,7 @@ def test_a_page_reaches_the_store_with_its_time():
     """A step hands over the load, timed at its arrival, and says so."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1")
+        scene = ScraperScene("10.0.0.1:1")
         await scene.watch().step()
         assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
         assert scene.facts == [scraper.ScrapeResult("10.0.0.1:1", "ok", 0.25, "vllm")]
@@ -106,7 +106,7 @@ def test_the_scrape_token_is_taken_before_the_request():
 
     async def scene():
         flow_controller = asyncio.Event()
-        scene = Scene("10.0.0.1:1", p1=flow_controller)
+        scene = ScraperScene("10.0.0.1:1", p1=flow_controller)
         scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         marks = []
         begin = scene.store.begin_scrape
@@ -135,7 +135,7 @@ def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
     """Checklist 116: failures are named, counted, and do not touch the load."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1")
+        scene = ScraperScene("10.0.0.1:1")
         watch = scene.watch()
         await watch.step()
         scene.fetcher.answers["p1"] = answer
@@ -163,7 +163,7 @@ def test_117_each_rank_is_scraped_on_its_own_port():
             Endpoint("10.0.0.1:8003", labels={"metrics-port": "none"}),
             Endpoint("10.0.0.1:8004", labels={"metrics-port": "65536"}),
         ]
-        scene = Scene("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", *moved)
+        scene = ScraperScene("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", *moved)
         for at in range(6):
             await scene.watch(at).step()
         assert scene.fetcher.requests == [
@@ -185,7 +185,7 @@ def test_115_the_engine_label_is_honored(key):
     async def scene():
         labelled = Endpoint("10.0.0.1:1", labels={key: "sglang"})
         page = b"vllm:num_requests_waiting 1\nsglang:num_queue_reqs 2\n"
-        scene = Scene(labelled, p1=page)
+        scene = ScraperScene(labelled, p1=page)
         await scene.watch().step()
         assert (scene.load().engine, scene.load().waiting) == ("sglang", 2.0)
 
@@ -196,7 +196,7 @@ def test_traffic_sets_the_pace():
     """Busy are endpoints with open requests or with picks since the last scrape."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1")
+        scene = ScraperScene("10.0.0.1:1")
         watch = scene.watch()
         account = scene.store.pool.members[0].account
         await watch.step()
@@ -224,7 +224,7 @@ def test_an_idle_endpoint_is_scraped_soon_after_a_request():
     pace = schedule.ScrapeSchedule(fast_s=0.001, slow_s=1e6, scrapes_per_s=1e9, tick_s=0.001)
 
     async def scene():
-        scene = Scene(
+        scene = ScraperScene(
             "10.0.0.1:1",
             "10.0.0.2:2",
             settings=scraper.ScraperSettings(follow_s=0.0, schedule=pace),
@@ -250,7 +250,7 @@ def test_a_request_to_one_endpoint_ends_the_rest_of_all():
     )
 
     async def scene():
-        scene = Scene(
+        scene = ScraperScene(
             "10.0.0.1:1",
             "10.0.0.2:2",
             settings=scraper.ScraperSettings(follow_s=0.0, schedule=pace),
@@ -281,7 +281,7 @@ def test_a_hanging_endpoint_delays_no_other():
     """While one endpoint never answers, the other is scraped again and again."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=asyncio.Event())
+        scene = ScraperScene("10.0.0.1:1", "10.0.0.2:2", p1=asyncio.Event())
         task = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.2", 2)) >= 20)
         assert scene.fetcher.requests.count(("10.0.0.1", 1)) == 1
@@ -297,7 +297,7 @@ def test_the_loops_follow_the_endpoint_set():
     """Who joins is scraped, who leaves is not, who stays keeps its loop."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1", "10.0.0.2:2")
+        scene = ScraperScene("10.0.0.1:1", "10.0.0.2:2")
         async with asyncio.TaskGroup() as tasks:
             await scene.subject.step(tasks)
             stays = scene.subject.watches["10.0.0.2:2"]
@@ -320,7 +320,7 @@ def test_a_new_incarnation_or_new_labels_restart_the_loop():
     """An address that left and came back, or moved its metrics port, is started afresh."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1")
+        scene = ScraperScene("10.0.0.1:1")
         async with asyncio.TaskGroup() as tasks:
             await scene.subject.step(tasks)
             first = scene.subject.watches["10.0.0.1:1"]
@@ -344,7 +344,7 @@ def test_a_scrape_of_a_removed_endpoint_is_dropped():
 
     async def scene():
         flow_controller = asyncio.Event()
-        scene = Scene("10.0.0.1:1", p1=flow_controller)
+        scene = ScraperScene("10.0.0.1:1", p1=flow_controller)
         step = asyncio.ensure_future(scene.watch().step())
         await scene.fetcher.until(lambda: scene.fetcher.requests)
         scene.hold()
@@ -360,7 +360,7 @@ def test_real_engines_are_scraped_over_sockets(http):
     """The shells together: two addresses of loopback, one page each, into the pool."""
 
     async def scene():
-        first, second = http.Server(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
+        first, second = http.ScriptedServer(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
         async with http.serving(first, "127.0.0.1"), http.serving(second, "127.0.0.2"):
             fleet_ = store.PoolStore(lambda _: None)
             fleet_.set_endpoints(
@@ -384,7 +384,7 @@ def test_a_refused_endpoint_is_scraped_again_within_two_seconds_of_recovery(reas
     """Back-off from refused connections ends at 2 s, from others at its own cap."""
 
     async def scene():
-        scene = Scene(
+        scene = ScraperScene(
             "10.0.0.1:1", settings=scraper.ScraperSettings(), p1=client.FetchFailed(reason)
         )
         watch = scene.watch()
@@ -403,7 +403,9 @@ def test_many_endpoints_that_fail_at_once_stay_near_the_budget(reason):
         settings = scraper.ScraperSettings(
             models=model_list_poller.ModelListSettings(interval_s=30.0)
         )
-        scene = Scene(*(f"10.0.{at // 250}.{at % 250}:1" for at in range(500)), settings=settings)
+        scene = ScraperScene(
+            *(f"10.0.{at // 250}.{at % 250}:1" for at in range(500)), settings=settings
+        )
         counts, clock, fetcher = scene.subject.endpoint_counts, scene.clock, Pages(scene.clock)
         scene.subject.client = fetcher
         counts.busy = counts.all = 500
@@ -456,7 +458,7 @@ def test_a_page_that_raises_stops_no_other_endpoint(caplog):
     """Its load ages as if it did not answer; the others are scraped on, and it heals."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=POISON)
+        scene = ScraperScene("10.0.0.1:1", "10.0.0.2:2", p1=POISON)
         poisoned(scene.store)
         task = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.2", 2)) >= 20)
@@ -484,7 +486,7 @@ def test_a_callback_that_raises_stops_no_scraping():
         await asyncio.sleep(0)
 
     async def scene():
-        scene = Scene("10.0.0.1:1")
+        scene = ScraperScene("10.0.0.1:1")
         scene.subject.supervisor = Supervisor(sleep=no_pause)
         scene.subject.on_result = {}.__getitem__
         task = asyncio.ensure_future(scene.subject.run())
@@ -502,7 +504,7 @@ def test_a_large_page_is_read_in_a_thread(monkeypatch, extra_bytes):
     """One that takes longer than the loop may be held is read by a thread, and reads alike."""
     line = b"vllm:num_requests_waiting 3\n"
     padding = b"#" * (scraper.INLINE_BYTES - len(line) + extra_bytes)
-    scene = Scene("10.0.0.1:1", p1=line + padding)
+    scene = ScraperScene("10.0.0.1:1", p1=line + padding)
     threads = []
     read = metrics_page.MetricsPageReader.read_ranks
 

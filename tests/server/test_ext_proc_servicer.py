@@ -14,7 +14,7 @@ from tests.support.pool_fixture import PoolFixture
 BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
 
 
-class Context:
+class SilentContext:
     """A call whose client says nothing until the test does."""
 
     def __init__(self):
@@ -26,7 +26,7 @@ class Context:
         return await self.next_read
 
 
-class Writing(Context):
+class WritingContext(SilentContext):
     """A call that is decided by its first message, and whose answer takes as long as the test wants."""
 
     def __init__(self):
@@ -50,7 +50,7 @@ async def test_a_write_in_progress_completes_before_the_end():
     async with serving.serving(
         PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio"
     ) as scene:
-        context = Writing()
+        context = WritingContext()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
         released = asyncio.ensure_future(scene.drain(5.0, apart_s=0.0))
@@ -68,7 +68,7 @@ async def test_a_write_in_progress_is_not_cancelled():
     async with serving.serving(
         PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio"
     ) as scene:
-        context = Writing()
+        context = WritingContext()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
         handler.cancel()
@@ -85,7 +85,7 @@ async def test_a_write_in_progress_is_not_cancelled():
 async def test_a_reset_after_the_last_message_cancels_the_handler():
     """A status that is sent to a client that left would cost memory in gRPC for good."""
     async with serving.serving(PoolFixture({}), transport="grpcio") as scene:
-        context = Context()
+        context = SilentContext()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.began.wait()
         context.next_read.set_result(grpc.aio.EOF)
@@ -100,7 +100,7 @@ async def test_a_reset_after_the_last_message_cancels_the_handler():
 async def test_a_read_in_progress_is_not_cancelled():
     """When the client leaves: gRPC would lose memory for good with each that is cancelled."""
     async with serving.serving(PoolFixture({}), transport="grpcio") as scene:
-        context = Context()
+        context = SilentContext()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.began.wait()
         handler.cancel()

@@ -8,7 +8,7 @@ from extproc.server.flow_control_shell import Admission
 from tests.server.flow_control_fixture import A, FlowControlFixture, answered
 
 
-class BrokenError(Exception):
+class QueueBugError(Exception):
     """A bug."""
 
 
@@ -20,7 +20,7 @@ async def test_a_decision_that_raises_is_answered_and_blocks_no_other(caplog):
 
     def broken(prepared, now, *, may_defer=True):
         if prepared in (queued[0].prepared, queued[2].prepared):
-            raise BrokenError
+            raise QueueBugError
         return decide(prepared, now, may_defer=may_defer)
 
     fixture.pool_fixture.director.decide = broken
@@ -47,13 +47,13 @@ async def test_a_dispatch_that_raises_is_answered_500():
     def broken(decision, now):
         if not failed:
             failed.append(decision)
-            raise BrokenError
+            raise QueueBugError
         return commit(decision, now)
 
     fixture.pool_fixture.director.reserve = broken
     fixture.come(A)
     refused, granted = await answered(first, second)
-    assert (refused.status, refused.message) == (500, "the decision failed (BrokenError)")
+    assert (refused.status, refused.message) == (500, "the decision failed (QueueBugError)")
     assert isinstance(granted, Admission)
     assert fixture.pool_fixture.in_flight == 1
     assert fixture.flow_controller.outcomes == {"failed": 1, "dispatched": 1}
@@ -69,7 +69,7 @@ async def test_a_pump_that_raises_is_retried(caplog):
 
     def breaking(now, **more):
         if broken:
-            raise BrokenError
+            raise QueueBugError
         return expired(now, **more)
 
     queue.expired = breaking
@@ -88,10 +88,10 @@ async def test_a_request_that_raises_while_queued_is_removed():
     fixture = FlowControlFixture()
 
     def broken():
-        raise BrokenError
+        raise QueueBugError
 
     fixture.flow_controller.add_arrival_listener(broken)
-    with pytest.raises(BrokenError):
+    with pytest.raises(QueueBugError):
         fixture.ask()
     assert fixture.flow_controller.queue.count == 0
     fixture.flow_controller.close()

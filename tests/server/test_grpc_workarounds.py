@@ -5,7 +5,7 @@ import pytest
 from extproc.server import grpc_workarounds
 
 
-class Calls:
+class ReadingCall:
     """Reads that end on demand, and their results."""
 
     def __init__(self):
@@ -23,7 +23,7 @@ class Calls:
 
 @pytest.fixture
 def calls():
-    return Calls()
+    return ReadingCall()
 
 
 async def begun(calls, count):

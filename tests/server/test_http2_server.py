@@ -40,7 +40,7 @@ WIDE = frame(SETTINGS, 0, 0, http2_frames.setting(4, 0x7FFF_FFFF)) + frame(
 USUAL = Keepalive()
 
 
-class Call(ServerCall):
+class RecordingCall(ServerCall):
     """A call that notes what it hears, and answers each message with what `answer` holds."""
 
     answer = b""
@@ -61,7 +61,7 @@ class Call(ServerCall):
         self.over.set()
 
 
-class Scene:
+class Http2Scene:
     """A server of one method, and raw clients of it."""
 
     def __init__(self, keepalive):
@@ -81,7 +81,7 @@ class Scene:
         self.decoder = hpack.Decoder()
 
     def open(self, connection, stream_id):
-        self.calls.append(Call(connection, stream_id))
+        self.calls.append(RecordingCall(connection, stream_id))
         self._is_called.set()
         return self.calls[-1]
 
@@ -116,7 +116,7 @@ class Scene:
 @contextlib.asynccontextmanager
 async def serving_calls(keepalive=USUAL):
     """A started server."""
-    scene = Scene(keepalive)
+    scene = Http2Scene(keepalive)
     await scene.server.start()
     try:
         yield scene
@@ -153,17 +153,17 @@ async def test_unknown_method_is_unimplemented():
 async def test_peer_that_reads_nothing_is_not_read_and_loses_its_connection():
     """It cannot make the process hold its answers for ever."""
     async with serving_calls(Keepalive(0.05, 0.05)) as scene:
-        Call.answer = LARGE
+        RecordingCall.answer = LARGE
         _, writer = await scene.connect()
         writer.write(scene.head(1) + frame(DATA, 0, 1, http2_frames.message(b"x")))
         await scene.called()
         await scene.calls[0].over.wait()
         # A busy machine may not have filled what the kernel holds by then.
         assert scene.counts["slow_reader"] + scene.counts["keepalive"] == 1
-        Call.answer = b""
+        RecordingCall.answer = b""
 
 
-class Transport(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     """Transport that notes whether it reads, and what is written."""
 
     reads = True
@@ -191,7 +191,7 @@ class Transport(asyncio.Transport):
 async def test_a_connection_delivers_a_mebibyte_in_a_turn():
     """The rest of a large body waits until other connections had their turn."""
     async with serving_calls() as scene:
-        connection, transport = http2_protocol.Http2Protocol(scene.server), Transport()
+        connection, transport = http2_protocol.Http2Protocol(scene.server), RecordingTransport()
         connection.connection_made(transport)
         connection.data_received(PREFACE + WIDE + scene.head(1))
         message = http2_frames.message(bytes(2 << 20))
@@ -214,7 +214,7 @@ async def test_a_connection_delivers_a_mebibyte_in_a_turn():
 async def test_gathered_answers_leave_in_one_write():
     """Answers of three turns of the event loop are written together."""
     async with serving_calls() as scene:
-        connection, transport = http2_protocol.Http2Protocol(scene.server), Transport()
+        connection, transport = http2_protocol.Http2Protocol(scene.server), RecordingTransport()
         connection.connection_made(transport)
         connection.data_received(PREFACE + WIDE + scene.head(1) + scene.head(3) + scene.head(5))
         del transport.written[:]
@@ -232,7 +232,7 @@ async def test_gathered_answers_leave_in_one_write():
 async def test_a_read_takes_gathered_answers_along():
     """What is read is answered at once, with all that waits."""
     async with serving_calls() as scene:
-        connection, transport = http2_protocol.Http2Protocol(scene.server), Transport()
+        connection, transport = http2_protocol.Http2Protocol(scene.server), RecordingTransport()
         connection.connection_made(transport)
         connection.data_received(PREFACE + WIDE + scene.head(1))
         del transport.written[:]

@@ -19,7 +19,7 @@ def frame(kind, flags, payload=b""):
     return len(payload).to_bytes(3, "big") + bytes([kind, flags, 0, 0, 0, 0]) + payload
 
 
-class Peer:
+class PingPeer:
     """An HTTP/2 client that answers pings only where it is to."""
 
     def __init__(self, reader, writer):
@@ -48,7 +48,7 @@ async def connected(keepalive):
         reader, writer = await asyncio.open_connection(LOCAL, port)
         writer.write(PREFACE + frame(SETTINGS, 0))
         try:
-            yield Peer(reader, writer)
+            yield PingPeer(reader, writer)
         finally:
             writer.close()
 

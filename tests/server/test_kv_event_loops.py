@@ -23,7 +23,7 @@ from extproc.server.kv_event_loops import KvEventLoops
 from extproc.simulator.http.kv_publisher import KvPublisherSettings
 
 
-class Pool:
+class KvEventPool:
     """Parts of a pool over one engine, with loops of KV events."""
 
     def __init__(self, server, client, **events):
@@ -88,7 +88,7 @@ async def running(*, budget_ms=0.0, **engine):
     settings = KvPublisherSettings(**engine)
     machine = {"kv_tokens": 4096, "block_tokens": 16}
     async with engine_server.engine(kv_events=settings, machine=machine) as (server, client):
-        pool = Pool(server, client, render_budget_ms=budget_ms)
+        pool = KvEventPool(server, client, render_budget_ms=budget_ms)
         tasks = [asyncio.ensure_future(loop()) for loop in pool.loops.loops()]
         try:
             # What is published before the subscription has come in does not reach it.

@@ -23,7 +23,7 @@ NAME, PLACE = "l", "n"
 ALL = f"/apis/coordination.k8s.io/v1/namespaces/{PLACE}/leases"
 
 
-class Api:
+class LeaseApi:
     """One Lease behind HTTP: creates, reads, and replaces where the version fits."""
 
     def __init__(self, folder):
@@ -101,7 +101,7 @@ async def opened(kubeconfig, **times):
 @contextlib.asynccontextmanager
 async def lease_fixture(folder, **times):
     """A server, and a way to its Lease."""
-    api = Api(folder)
+    api = LeaseApi(folder)
     async with api.serving(), opened(api.kubeconfig(), **times) as client:
         yield api, client
 
@@ -171,7 +171,7 @@ async def test_an_invalid_answer_is_a_failure(tmp_path):
 
 async def test_a_server_without_an_answer_times_out(tmp_path):
     """Every call ends within half of what a leader has."""
-    api = Api(tmp_path)
+    api = LeaseApi(tmp_path)
     with socket.create_server(("127.0.0.1", api._port)):
         async with opened(api.kubeconfig(), renew_s=0.2, retry_s=0.1) as client:
             async with asyncio.timeout(300):

@@ -9,7 +9,7 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 
 
-class Scene:
+class StallScene:
     def __init__(self):
         self.counters = ProcessCounters()
         self.now = self.computed = 0.0
@@ -29,7 +29,7 @@ class Scene:
 
 async def test_lateness_is_recorded():
     """A timer that is due and not called was held up; one that is in time was not."""
-    scene = Scene()
+    scene = StallScene()
     scene.counters.streams_open = 1
     scene.subject.start()
     for _ in range(5):
@@ -43,7 +43,7 @@ async def test_lateness_is_recorded():
 
 async def test_time_of_other_processes_is_separate():
     """Lateness without computing is a machine with no core to spare, or a call that blocks."""
-    scene = Scene()
+    scene = StallScene()
     scene.subject.start()
     scene.pass_(health.QUIET_S + 2.0, computing=0.004)
     assert (scene.above(1), scene.above(0.005, cpu=True)) == (1, 0)
@@ -55,7 +55,7 @@ async def test_time_of_other_processes_is_separate():
 
 async def test_a_stream_that_opens_shortens_the_interval():
     """Nobody waits while no stream is open; from the first one on holds are seen within 20 ms."""
-    scene = Scene()
+    scene = StallScene()
     loop = asyncio.get_running_loop()
     began = loop.time()
     scene.subject.start()

@@ -26,7 +26,7 @@ from tests.support import ext_proc_script, serving
 from tests.support.canary import CANARY
 
 
-class Serving:
+class ServeTask:
     """`serve` in a task, and the handles that signals would turn."""
 
     def __init__(self, monkeypatch, settings):
@@ -117,7 +117,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
     settings = msgspec.structs.replace(
         serving.settings("127.0.0.11:9"), xds=XdsSection(enabled=True, port=0)
     )
-    scene = Serving(monkeypatch, settings)
+    scene = ServeTask(monkeypatch, settings)
     async with scene.running() as task:
         names = {*loops(scene.picker), "reload"}
         assert {"pools", "autoscaling", "xds", "reload"} <= names <= set(supervision.LOOPS)
@@ -142,7 +142,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
 
 async def test_a_callback_that_raises_does_not_end_the_process(monkeypatch, caplog):
     """An exception in a timer or in a task without an owner is logged and counted once."""
-    scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
+    scene = ServeTask(monkeypatch, serving.settings("127.0.0.11:9"))
     async with scene.running() as task:
         asyncio.get_running_loop().call_later(0.0, {}.__getitem__, CANARY)
         failures = scene.picker.counters.supervisor.failures
@@ -158,7 +158,7 @@ async def test_a_callback_that_raises_does_not_end_the_process(monkeypatch, capl
 @pytest.mark.parametrize("stage", ["start", "sync"])
 async def test_an_error_at_the_start_ends_the_process(monkeypatch, stage):
     """A port that is taken, a file that is wrong: on the short list of what is not survived."""
-    scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
+    scene = ServeTask(monkeypatch, serving.settings("127.0.0.11:9"))
 
     async def wrong(_):
         raise ConfigError("x", wanted="a", got="b", fix="c")
@@ -180,18 +180,18 @@ async def test_an_error_at_the_start_ends_the_process(monkeypatch, stage):
 async def test_an_exit_ends_the_process(monkeypatch):
     """What calls for the end of the process from within a loop gets it."""
 
-    class PluginExitError(BaseException):
+    class LoopExitError(BaseException):
         """As SystemExit, which asyncio would also raise out of the test's own loop."""
 
     async def leaving(_):
-        raise PluginExitError
+        raise LoopExitError
 
     monkeypatch.setattr(reload.Reloader, "run", leaving)
-    scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
+    scene = ServeTask(monkeypatch, serving.settings("127.0.0.11:9"))
     source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
     with pytest.raises(BaseExceptionGroup) as raised:
         await lifecycle.serve(scene.settings, source, announce=scene.announce)
-    assert raised.value.subgroup(PluginExitError) is not None
+    assert raised.value.subgroup(LoopExitError) is not None
 
 
 async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
@@ -341,7 +341,7 @@ async def test_a_candidate_that_raises_competes_again(caplog):
     assert not leases.closed
 
 
-class Line(redis_peer_channel.RedisPeerChannel):
+class OfflineChannel(redis_peer_channel.RedisPeerChannel):
     """A line without a server."""
 
     def __init__(self, registry):
@@ -370,7 +370,7 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
             return batches.pop()
 
     supervisor = Supervisor()
-    line = Line(types.SimpleNamespace(supervisor=supervisor))
+    line = OfflineChannel(types.SimpleNamespace(supervisor=supervisor))
     line._settings = types.SimpleNamespace(stream="s")
     line._reading = Reading()
     line._failing_tasks = set()

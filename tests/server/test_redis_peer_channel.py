@@ -40,7 +40,7 @@ pools:
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
-class Server:
+class RedisServer:
     """A Redis on a socket of its own, without persistence."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def server():
         if os.environ.get("EXTPROC_REQUIRE_REDIS") == "1":
             pytest.fail("neither redis-server nor valkey-server is on the PATH")
         pytest.skip("neither redis-server nor valkey-server is on the PATH")
-    redis_server = Server()
+    redis_server = RedisServer()
     redis_server.start()
     yield redis_server
     redis_server.stop()

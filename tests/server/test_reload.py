@@ -24,7 +24,7 @@ RAW = HttpRequest({":method": "POST", ":path": "/v1/completions"}, b'{"model": "
 TURNS = examples(60)
 
 
-class Scene:
+class ReloadScene:
     """An endpoint picker that follows its configuration file; `on_read` is called after a read."""
 
     def __init__(self, path):
@@ -57,7 +57,7 @@ class Scene:
 def scene(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(HEAD + "scheduling: {strategy: random}\n")
-    return Scene(path)
+    return ReloadScene(path)
 
 
 def test_a_changed_file_routes_the_next_request(scene):
@@ -136,7 +136,7 @@ def test_a_changed_symlink_is_a_change(tmp_path):
         (tmp_path / name / "config.yaml").write_text(text)
     link = tmp_path / "now"
     link.symlink_to(tmp_path / "one")
-    scene = Scene(link / "config.yaml")
+    scene = ReloadScene(link / "config.yaml")
     link.unlink()
     link.symlink_to(tmp_path / "two")
     asyncio.run(scene.reloader.step())

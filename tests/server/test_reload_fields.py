@@ -12,7 +12,7 @@ from extproc.decision import Deferral, Rejection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
-from tests.support.reloading import PLUGIN, Scene, read
+from tests.support.reloading import PLUGIN, ReloadingScene, read
 
 #: Rules that split prefill from decode.
 SPLIT = (
@@ -231,7 +231,7 @@ LIVE = {
     "limits.max_body_bytes": (
         "limits: {max_body_bytes: 1000}",
         "limits: {max_body_bytes: 20}",
-        Scene.answers,
+        ReloadingScene.answers,
     ),
     "limits.max_streams": (
         "limits: {max_streams: 7}",
@@ -391,11 +391,11 @@ def test_a_live_field_applies_at_once(field, tmp_path):
     look = LIVE[field][2]
 
     async def scenario():
-        old = look(Scene(before))
-        reloaded = Scene(before)
+        old = look(ReloadingScene(before))
+        reloaded = ReloadingScene(before)
         reloaded.read_again(after)
         observed = look(reloaded)
-        fresh = Scene(after)
+        fresh = ReloadingScene(after)
         fresh.picker.apply_settings(after)  # sets the level, as `run` does
         assert observed == look(fresh)
         assert observed != old
@@ -411,7 +411,7 @@ def test_flow_control_is_enabled_by_a_restart_only():
 
     async def scenario():
         for started, wanted in (("false", "true"), ("true", "false")):
-            untouched, reloaded = (Scene(read(BUSY % started)) for _ in range(2))
+            untouched, reloaded = (ReloadingScene(read(BUSY % started)) for _ in range(2))
             reloaded.read_again(read(BUSY % wanted))
             assert busy(reloaded) == busy(untouched)
             assert list(reloaded.picker.pool_registry.flow_controllers) == list(
@@ -425,7 +425,7 @@ def test_attained_service_keeps_its_decay():
     """A half-life that a restart changes is neither shown nor used before."""
 
     async def scenario():
-        scene = Scene(read(HOLDING % "half_life_s: 60"))
+        scene = ReloadingScene(read(HOLDING % "half_life_s: 60"))
         scene.read_again(read(HOLDING % "half_life_s: 1, order: edf, fairness: none"))
         queue = scene.flow_controller.queue
         assert queue.settings.half_life_s == queue.fair_share._half_life_s == 60.0
@@ -438,7 +438,9 @@ def test_pools_discovered_later_use_the_new_settings():
     """A pool that Kubernetes brings after a reload has live fields as read, and no others."""
 
     async def scenario():
-        scene = Scene(read("cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 7}\n"))
+        scene = ReloadingScene(
+            read("cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 7}\n")
+        )
         scene.read_again(
             read(
                 "cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 9}\n"

@@ -11,7 +11,7 @@ from extproc.config import loader
 from extproc.decision import Decision
 from extproc.errors import ConfigError
 from extproc.server import reload
-from tests.support.reloading import ADDRESSES, HEAD, PLUGIN, Scene, read
+from tests.support.reloading import ADDRESSES, HEAD, PLUGIN, ReloadingScene, read
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def level():
     ours.setLevel(before)
 
 
-class Following:
+class ReloadedFile:
     """A reloader over a file, and what it does."""
 
     def __init__(self, path, text):
@@ -52,7 +52,7 @@ class Following:
 
 def test_restart_fields_are_not_applied(tmp_path):
     """Live fields are put in force and named; the others are named until they are as they were."""
-    scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
     result = scene.write(
         "log: {level: debug}\nserver: {grpc_port: 5}\nflow_control: {enabled: true}\n"
     )
@@ -69,7 +69,7 @@ def test_restart_fields_are_not_applied(tmp_path):
 
 def test_live_fields_that_depend_on_a_restart_are_refused(tmp_path):
     """Nothing is put in force that does not go together with what is running; the error says so."""
-    scene = Following(tmp_path / "c.yaml", "limits: {max_assembly_bytes: 6000000000}\n")
+    scene = ReloadedFile(tmp_path / "c.yaml", "limits: {max_assembly_bytes: 6000000000}\n")
     result = scene.write("limits: {max_assembly_bytes: 24000000000, max_body_bytes: 2000000000}\n")
     assert "max_assembly_bytes" in result.error
     assert "only a restart changes limits.max_assembly_bytes" in result.error
@@ -97,7 +97,7 @@ NONSENSE = [
 @pytest.mark.parametrize("text", NONSENSE, ids=range(len(NONSENSE)))
 def test_no_file_ends_the_process(tmp_path, text):
     """Whatever is written, it is an error of the reload, and a mended file heals it."""
-    scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
     scene.path.write_bytes((HEAD + text).encode("utf-8", "surrogatepass"))
     asyncio.run(scene.subject.step())
     assert scene.results[-1].error
@@ -110,12 +110,12 @@ def test_no_file_ends_the_process(tmp_path, text):
 def test_a_plugin_file_without_a_possible_name_is_refused():
     """A NUL in a name is a mistake in the configuration, not a bug of ours."""
     with pytest.raises(ConfigError, match="a readable Python file"):
-        Scene(read('scheduling: {plugin_files: ["a\\0b"]}'))
+        ReloadingScene(read('scheduling: {plugin_files: ["a\\0b"]}'))
 
 
 def test_a_reader_that_raises_is_an_error_of_the_reload(tmp_path, monkeypatch):
     """An unexpected exception is reported with its location and without its message."""
-    scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
 
     def raising(_):
         raise MemoryError("a secret")
@@ -145,7 +145,7 @@ def test_plugin_state_survives_a_reload_with_equal_rules(tmp_path):
     def settings(level, picker):
         return read((SESSIONS % (level, picker)).replace("FILE", str(file)))
 
-    scene = Scene(settings("info", "random"))
+    scene = ReloadingScene(settings("info", "random"))
     director = scene.runtime.parts.director
 
     def asks():
@@ -178,7 +178,7 @@ def test_an_edited_plugin_starts_with_new_state(tmp_path):
     settings = read(
         f"scheduling: {{plugin_files: ['{file}'], profile: {{picker: {{kind: first}}}}}}"
     )
-    scene = Scene(settings)
+    scene = ReloadingScene(settings)
     before = scene.runtime.parts.director.routing.profile
     scene.read_again(settings)
     assert scene.runtime.parts.director.routing.profile is before
@@ -192,7 +192,7 @@ def test_an_edited_plugin_file_is_named(tmp_path):
     """The result names the field when only the content of a plugin file changed."""
     file = tmp_path / "first.py"
     file.write_text(PLUGIN)
-    scene = Following(tmp_path / "c.yaml", f"scheduling: {{plugin_files: ['{file}']}}\n")
+    scene = ReloadedFile(tmp_path / "c.yaml", f"scheduling: {{plugin_files: ['{file}']}}\n")
     file.write_text(f"{PLUGIN}# edited\n")
     asyncio.run(scene.subject.step())
     assert scene.results[-1].changed == ("scheduling.plugin_files",)
@@ -203,7 +203,7 @@ def test_an_edited_plugin_file_is_named(tmp_path):
 
 def test_learned_rates_survive_every_reload():
     """Learned values of endpoints stay in the store across reloads."""
-    scene = Scene(read("scheduling: {strategy: adaptive}"))
+    scene = ReloadingScene(read("scheduling: {strategy: adaptive}"))
     rates = [member.rates for member in scene.store.pool.members]
     scene.observe(3.0)
     members = scene.store.pool.members

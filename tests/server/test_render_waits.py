@@ -8,14 +8,14 @@ import grpc
 import pytest
 
 from extproc.endpoint import Endpoint
-from tests.server.test_stream_flow_control import A, StreamFixture, refusals, turned
+from tests.server.test_stream_flow_control import A, WaitingStreamFixture, refusals, turned
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture
 
 BODY = json.dumps({"model": "m", "prompt": "x" * 400}).encode()
 
 
-class Listener:
+class RenderListener:
     """Lets requests wait until the test ends it, as often as it is set to."""
 
     def __init__(self, count=1):
@@ -36,7 +36,7 @@ class Listener:
 async def waiting(transport, *addresses):
     """A served pool with a stream whose request waits."""
     house = PoolFixture(dict.fromkeys(addresses or (ext_proc_script.ADDRESS,)))
-    listener = Listener()
+    listener = RenderListener()
     house.director.set_prompt_listener(listener)
     async with serving.serving(house, transport=transport) as scene:
         stream = scene.stream()
@@ -102,8 +102,8 @@ async def test_a_drain_waits_for_a_request_that_waits(transport):
 
 async def test_a_request_is_queued_behind_its_wait():
     """Flow control sees it once its tokens are there, and a rejection is answered."""
-    fixture = StreamFixture(A, timeout_s=5.0)
-    listener = Listener()
+    fixture = WaitingStreamFixture(A, timeout_s=5.0)
+    listener = RenderListener()
     fixture.pool_fixture.director.set_prompt_listener(listener)
     stream, answers = fixture.send()
     assert not answers
@@ -122,8 +122,8 @@ async def test_a_request_is_queued_behind_its_wait():
 
 async def test_a_request_that_left_is_labelled_by_its_model():
     """It counts as abandoned before an endpoint was chosen."""
-    fixture = StreamFixture(A)
-    fixture.pool_fixture.director.set_prompt_listener(Listener())
+    fixture = WaitingStreamFixture(A)
+    fixture.pool_fixture.director.set_prompt_listener(RenderListener())
     stream, _ = fixture.send()
     stream.finish("cancelled")
     assert stream.unrendered is None
@@ -133,10 +133,10 @@ async def test_a_request_that_left_is_labelled_by_its_model():
 
 async def test_a_bug_in_the_wait_costs_no_request():
     """One that raises is counted, and so is one of the choice behind it."""
-    fixture = StreamFixture(A)
+    fixture = WaitingStreamFixture(A)
     director = fixture.pool_fixture.director
 
-    class Faulty(Listener):
+    class Faulty(RenderListener):
         def render_ahead(self, decision, raw):
             raise ValueError
 
@@ -145,7 +145,7 @@ async def test_a_bug_in_the_wait_costs_no_request():
     assert answers
     assert not stream.is_waiting
     stream.finish()
-    listener = Listener()
+    listener = RenderListener()
     director.set_prompt_listener(listener)
     stream, _ = fixture.send()
     director.decide = None

@@ -7,7 +7,7 @@ import asyncio
 from extproc.demo import stack
 from extproc.server import pool_runtime
 from tests.e2e import http1
-from tests.support.reloading import Scene, read
+from tests.support.reloading import ReloadingScene, read
 
 CONFIG = "scheduling: {strategy: random, shadow: {strategy: adaptive, sample_ratio: 1.0}}\n"
 
@@ -32,7 +32,7 @@ def test_the_shadow_decides_after_the_turn(monkeypatch):
         port = stack.free_port()
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
         settings = read(CONFIG + server)
-        scene = Scene(settings)
+        scene = ReloadingScene(settings)
         await scene.picker.start_admin()
         try:
             route(scene, 20)
@@ -63,7 +63,7 @@ def test_a_shadow_that_is_turned_off_leaves_nothing():
     """What waited for it is dropped with it."""
 
     async def test():
-        scene = Scene(read(CONFIG))
+        scene = ReloadingScene(read(CONFIG))
         route(scene, 3)
         scene.read_again(read("scheduling: {strategy: adaptive}"))
         assert scene.runtime.parts.director.routing.shadow is None

@@ -32,7 +32,7 @@ A = "10.0.0.1:8000"
 MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
 
-class StreamFixture:
+class WaitingStreamFixture:
     """Real streams over a real flow controller and director, at the time of the pool."""
 
     def __init__(self, *addresses, **holding):
@@ -111,7 +111,7 @@ async def turned(stream):
 
 async def test_a_finished_answer_dispatches_a_queued_request():
     """At once, and not with the next scrape or timer."""
-    fixture = StreamFixture(A)
+    fixture = WaitingStreamFixture(A)
     # 100 us for each of 6000 tokens: more than the half second from which an endpoint is busy.
     served, _ = fixture.send(prompt="a " + "word " * 4800)
     waiting, answers = fixture.send(prompt="b " + "word " * 4800)
@@ -127,7 +127,7 @@ async def test_a_finished_answer_dispatches_a_queued_request():
 
 async def test_streams_apply_the_limit_of_the_tenant():
     """What is over the limit is answered 429, and nothing is charged to an endpoint for it."""
-    fixture = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
+    fixture = WaitingStreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
     first, answers = fixture.send()
     assert refusals(answers) == []
     second, answers = fixture.send()
@@ -145,7 +145,7 @@ async def test_streams_apply_the_limit_of_the_tenant():
 @pytest.mark.parametrize("is_admitted", [False, True])
 async def test_a_client_that_leaves_the_queue_is_counted_and_logged(caplog, is_admitted):
     """With status 499 and its model, and not as a refusal, also just after its admission."""
-    fixture = StreamFixture(timeout_s=300.0)
+    fixture = WaitingStreamFixture(timeout_s=300.0)
     stream, _ = fixture.send()
     if is_admitted:
         fixture.list_endpoints(A)
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_the_queue_is_counted_and_logged(caplog, is_a
 
 async def test_a_refused_client_that_leaves_is_not_abandoned():
     """It is counted once, by its refusal, and one without a request not at all."""
-    fixture = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
+    fixture = WaitingStreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
     routed, _ = fixture.send()
     refused, answers = fixture.send()
     assert refusals(answers) == [429]
@@ -177,7 +177,7 @@ async def test_a_refused_client_that_leaves_is_not_abandoned():
 async def test_a_routed_request_keeps_no_prompt(limited):
     """While its answer runs a stream keeps tenant and tokens, whether the request waited or not."""
     limit = RateLimit(tokens_per_s=1e9) if limited else None
-    fixture = StreamFixture(limit=limit, timeout_s=300.0)
+    fixture = WaitingStreamFixture(limit=limit, timeout_s=300.0)
     mib = 1 << 20
     tracemalloc.start()
     try:
@@ -208,7 +208,7 @@ async def test_a_routed_request_keeps_no_prompt(limited):
 async def test_tokens_of_unserved_requests_are_refunded():
     """Refused at once, expired, displaced or left: the tenant may take all of it again."""
     limit = RateLimit(requests_per_s=0.001, tokens_per_s=0.001, burst_s=1000.0)
-    fixture = StreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
+    fixture = WaitingStreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
     waiting, _ = fixture.send(max_tokens=100)
     for _ in range(20):
         refused, answers = fixture.send(max_tokens=100)
@@ -238,7 +238,7 @@ async def test_tokens_of_unserved_requests_are_refunded():
 async def test_a_request_that_an_engine_refuses_takes_no_tokens(status):
     """Nothing was computed; it counts as a request, so that no client may refuse itself for nothing."""
     limit = RateLimit(requests_per_s=0.011, tokens_per_s=0.2, burst_s=1000.0)
-    fixture = StreamFixture(A, limit=limit)
+    fixture = WaitingStreamFixture(A, limit=limit)
     for _ in range(10):
         refused, answers = fixture.send(max_tokens=100)
         assert refusals(answers) == []
@@ -267,7 +267,7 @@ def test_the_token_allowance_is_conserved(steps, seed):
 
 async def _conserved(steps, rng):
     limit = RateLimit(requests_per_s=0.0, tokens_per_s=0.0)
-    fixture = StreamFixture(A, limit=limit, max_requests=3, timeout_s=5.0)
+    fixture = WaitingStreamFixture(A, limit=limit, max_requests=3, timeout_s=5.0)
     open_, served = [], 0
     # A rate of nothing fills nothing up, so that levels are exact.
     account = fixture.flow_controller.rate_limiter._account("t", fixture.pool_fixture.now)

@@ -89,13 +89,13 @@ class StreamFixture:
         return self.pool_fixture.in_flight, self.budget.held_bytes
 
 
-class BrokenError(Exception):
+class StreamBugError(Exception):
     """What broken parts raise."""
 
 
 def broken(*_, **__):
     """Any method with a bug."""
-    raise BrokenError(CANARY)
+    raise StreamBugError(CANARY)
 
 
 def test_stream_learns_from_the_usage_of_answers():
@@ -169,7 +169,7 @@ def test_a_stream_releases_everything_despite_an_exception(monkeypatch, step):
     counted = scene.counters.for_pool("")
     assert (counted.responses, counted.usage["prompt"]) == ({(FIRST, "200"): 1}, 10)
     assert {kind: count for (kind, _), count in scene.counters.exceptions.items()} == {
-        "BrokenError": 1
+        "StreamBugError": 1
     }
 
 
@@ -179,7 +179,7 @@ def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypa
     scene = StreamFixture()
     monkeypatch.setattr(getattr(scene.pool_fixture, part), name, broken)
     stream, _ = scene.begin(HEADERS)
-    with pytest.raises(BrokenError):
+    with pytest.raises(StreamBugError):
         list(stream.handle(BODY))
     (response,) = stream.fail()
     assert (response.status, stream.is_over) == (500, True)
@@ -192,7 +192,7 @@ def test_a_stream_that_fails_after_the_pick_releases_its_request(monkeypatch):
     scene = StreamFixture()
     stream, _ = scene.begin(HEADERS)
     monkeypatch.setattr(type(stream.exchange), "apply_outcome", broken)
-    with pytest.raises(BrokenError):
+    with pytest.raises(StreamBugError):
         list(stream.handle(BODY))
     (response,) = stream.fail()
     assert isinstance(response, ImmediateResponse)

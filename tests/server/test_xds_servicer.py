@@ -26,7 +26,7 @@ FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 EXTENSIONS = [core.Extension(name=f"envoy.{at}", category="envoy.http") for at in range(300)]
 
 
-class Scene:
+class XdsScene:
     """A server over one pool, and a client's channel to it."""
 
     def __init__(self):
@@ -56,7 +56,7 @@ class Scene:
 @contextlib.asynccontextmanager
 async def serving():
     """A scene whose discovery looks at its pools."""
-    scene = Scene()
+    scene = XdsScene()
     server = ext_proc_servicer.build_server(1 << 24)
     control_plane_servers.register(server, scene.discovery)
     port = ext_proc_servicer.bind(server, f"{LOCAL}:0", flag="--xds-port")
@@ -282,7 +282,7 @@ def test_draining_ends_streams_with_ok_and_takes_no_more():
     run(test())
 
 
-class Writing:
+class XdsWriting:
     """A call that asks once, and whose answer takes as long as the test wants."""
 
     def __init__(self):
@@ -304,7 +304,7 @@ def test_a_write_in_progress_completes_before_the_end():
 
     async def test():
         async with serving() as scene:
-            call = Writing()
+            call = XdsWriting()
             handler = asyncio.ensure_future(scene.discovery.stream_sotw(None, call))
             await call.writes.wait()
             released = asyncio.ensure_future(scene.discovery.release())

@@ -24,7 +24,7 @@ _SEEN_S = 300.0
 _PATH = {":method": "GET", ":path": "/any", "x-request-id": "r"}
 
 
-class Picker:
+class PodPicker:
     """A running picker.
 
     Attributes:
@@ -122,4 +122,4 @@ async def picker(
         aiohttp.ClientSession() as http,
     ):
         child = await children.start("extproc", argv, ready=ready)
-        yield Picker(child, pages, channel, http)
+        yield PodPicker(child, pages, channel, http)

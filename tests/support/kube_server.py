@@ -240,7 +240,7 @@ class ApiServer(Cluster):
         ]
 
 
-class Missing(Exception):  # noqa: N818 - an answer, with what to do as its text
+class MissingApiServer(Exception):  # noqa: N818 - an answer, with what to do as its text
     """There is no API server to be had; the text says what would change that."""
 
 
@@ -253,7 +253,7 @@ def cluster():
     inference objects by ours, and delete the namespaces they make); else K3s in a container.
 
     Raises:
-        Missing: None of them.
+        MissingApiServer: None of them.
     """
     with tempfile.TemporaryDirectory(prefix="extproc-kube-") as name:
         folder = Path(name)
@@ -300,7 +300,7 @@ def access(kubeconfig: str) -> Access:
 @contextlib.contextmanager
 def _k3s():
     if shutil.which("docker") is None or not _docker_answers():
-        raise Missing(
+        raise MissingApiServer(
             "no Kubernetes API server: run `make envtest`, set KUBEBUILDER_ASSETS, set KUBECONFIG "
             "with EXTPROC_TEST_CLUSTER=1, or start Docker"
         )

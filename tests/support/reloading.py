@@ -39,7 +39,7 @@ def read(text):
     return loader.settings(loader.parse(HEAD + text, where="c.yaml"))
 
 
-class Scene:
+class ReloadingScene:
     """A picker with three endpoints at one moment."""
 
     def __init__(self, settings):

@@ -6,7 +6,7 @@ import asyncio
 import selectors
 
 
-class _Selector(selectors.DefaultSelector):
+class _InstantSelector(selectors.DefaultSelector):
     """Waits for no file: the time that it would wait for passes at once."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, begins_s: float = 0.0) -> None:
         self._begins_s = begins_s
-        self._virtual = _Selector()
+        self._virtual = _InstantSelector()
         super().__init__(self._virtual)
 
     def time(self) -> float:

@@ -26,7 +26,7 @@ STEP_S = 0.05
 _KV_BLOCKS, _BLOCK_TOKENS = 20_000, 16
 
 
-class Engine:
+class SharedEngine:
     """One engine: requests of ours, which run, and those of others, which run or wait."""
 
     def __init__(self, address: str, *, running: int, waiting: int) -> None:
@@ -51,7 +51,7 @@ class Engine:
         )
 
 
-class Scene:
+class EqualEnginesScene:
     """Engines that are in the same state but for what we send them.
 
     Args:
@@ -87,7 +87,9 @@ class Scene:
         self.now = 100.0
         addresses = [f"10.0.0.{n}:8000" for n in range(size)]
         self.parts.store.set_endpoints([Endpoint(address) for address in addresses], self.now)
-        self.engines = [Engine(address, running=running, waiting=waiting) for address in addresses]
+        self.engines = [
+            SharedEngine(address, running=running, waiting=waiting) for address in addresses
+        ]
         self._of = {engine.address: engine for engine in self.engines}
         self._pages: dict[int, Page] = {}
         self._planned = pages or {}
@@ -95,7 +97,7 @@ class Scene:
         self._due = [self.now] * size
         self._last: list[Load | None] = [None] * size
         self._sent = 0
-        self._ending: deque[tuple[float, Engine, Reservation]] = deque()
+        self._ending: deque[tuple[float, SharedEngine, Reservation]] = deque()
         self.picks: Counter[str] = Counter()
 
     def turn_bad(self) -> None:
@@ -154,7 +156,7 @@ class Scene:
                 self.step()
         return [self.picks[engine.address] for engine in self.engines]
 
-    def _end(self, engine: Engine, ticket: Reservation) -> None:
+    def _end(self, engine: SharedEngine, ticket: Reservation) -> None:
         del engine.open[ticket]
         director = self.parts.director
         director.on_response_headers(ticket, "200", self.now)
@@ -172,7 +174,7 @@ class Scene:
             self._last[at] = page
             store.observe(mark, page, self.now)
 
-    def _page(self, at: int, engine: Engine) -> Load | None:
+    def _page(self, at: int, engine: SharedEngine) -> Load | None:
         true, last = engine.page(self.now), self._last[at]
         change = msgspec.structs.replace
         match self._pages.get(at, TRUE):

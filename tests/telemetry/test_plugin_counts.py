@@ -8,7 +8,7 @@ from tests.scheduling import builders
 from tests.support.pool_fixture import PoolFixture
 
 
-class Broken:
+class BrokenScorer:
     kind = "broken"
     needs = frozenset()
 
@@ -22,7 +22,7 @@ def test_external_plugins_are_counted_by_role_and_kind():
     ticks = iter(range(9))
     guards = GuardFactory(lambda: float(next(ticks)), counters.plugins, GuardLimits(max_overruns=1))
     with pytest.raises(ValueError, match="bug"):
-        GuardedPlugin(Broken(), guards).score(builders.context(), [])
+        GuardedPlugin(BrokenScorer(), guards).score(builders.context(), [])
     page = Exposition(
         counters,
         lambda: {"": PoolView(pool_fixture.store.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},

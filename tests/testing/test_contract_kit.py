@@ -13,7 +13,7 @@ from extproc.testing import contract
 NOTHING = frozenset()
 
 
-class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class ScriptedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A plugin whose answers come from the test."""
 
     kind: ClassVar[str] = "odd"
@@ -23,12 +23,12 @@ class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 def scorer(answer, needs=NOTHING):
     """Build a scorer class from a function of context and candidates."""
 
-    class Odd(Plugin, frozen=True):
+    class OddScorer(ScriptedPlugin, frozen=True):
         def score(self, context, candidates):
             return answer(context, candidates)
 
-    Odd.needs = needs
-    return Odd
+    OddScorer.needs = needs
+    return OddScorer
 
 
 def complaint(check, cls):
@@ -108,16 +108,16 @@ def test_declarations_are_checked():
         kind: ClassVar[str] = "ignores"
         needs: ClassVar[frozenset[Signal]] = NOTHING
 
-    class Asks(Plugin, frozen=True):
+    class Asks(ScriptedPlugin, frozen=True):
         size: int
 
         def score(self, context, candidates):
             return [0.5] * len(candidates)
 
-    class Shouts(Plugin, frozen=True):
+    class Shouts(ScriptedPlugin, frozen=True):
         kind: ClassVar[str] = "LOUD"
 
-    class Greedy(Plugin, frozen=True):
+    class Greedy(ScriptedPlugin, frozen=True):
         needs: ClassVar[list[str]] = ["waiting"]
 
     for cls, wanted in (
@@ -132,12 +132,12 @@ def test_declarations_are_checked():
 
 
 def filtering(answer, needs=NOTHING):
-    class Odd(Plugin, frozen=True):
+    class OddFilter(ScriptedPlugin, frozen=True):
         def filter(self, context, candidates):
             return answer(context, candidates)
 
-    Odd.needs = needs
-    return Odd
+    OddFilter.needs = needs
+    return OddFilter
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_a_filter_of_scraped_values_lets_unknown_pass():
 
 
 def pricing(answer):
-    class Odd(Plugin, frozen=True):
+    class OddCost(ScriptedPlugin, frozen=True):
         def cost(self, context, candidates):
             return answer(candidates)
 
-    return Odd
+    return OddCost
 
 
 def test_costs():
@@ -196,11 +196,11 @@ def test_costs():
 
 
 def picking(answer):
-    class Odd(Plugin, frozen=True):
+    class OddPicker(ScriptedPlugin, frozen=True):
         def pick(self, context, candidates, totals, *, count):
             return answer(context, candidates, totals, count)
 
-    return Odd
+    return OddPicker
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_picker_may_be_random():
     contract.check_picker(picking(answer))
 
 
-class Remembers(Plugin, frozen=True):
+class AlternatingScorer(ScriptedPlugin, frozen=True):
     """Scores lower the endpoints that were chosen before."""
 
     @cached_property
@@ -253,13 +253,13 @@ class Remembers(Plugin, frozen=True):
 
 def test_state_may_change_in_on_committed():
     """An observer passes when its answers change with choices only."""
-    contract.check_scorer(Remembers)
+    contract.check_scorer(AlternatingScorer)
 
 
 def test_on_committed_accepts_any_decision():
     """An observer that raises on a plain decision is refused."""
 
-    class Picky(Remembers, frozen=True):
+    class Picky(AlternatingScorer, frozen=True):
         def on_committed(self, decision, now):
             raise KeyError(decision.picker)
 
@@ -270,11 +270,11 @@ def test_on_committed_accepts_any_decision():
 def test_keys_and_answer_headers_are_text():
     """Keys and response headers of a plugin must be text."""
 
-    class Numbers(Remembers, frozen=True):
+    class Numbers(AlternatingScorer, frozen=True):
         def answer_headers(self, context, chosen):
             return [("x-place", 5)]
 
-    class Sessions(Remembers, frozen=True):
+    class Sessions(AlternatingScorer, frozen=True):
         def keys(self, turn):
             return {"session": turn.headers["x-session"]}
 
@@ -290,7 +290,7 @@ def test_state_is_not_shared_between_instances():
     """Instances of a plugin must not share state."""
     decisions = []
 
-    class Shares(Plugin, frozen=True):
+    class Shares(ScriptedPlugin, frozen=True):
         def score(self, context, candidates):
             return [1 / (1 + len(decisions))] * len(candidates)
 
@@ -303,7 +303,7 @@ def test_state_is_not_shared_between_instances():
 def test_an_invalid_answer_after_on_committed_is_reported():
     """The answer is checked again after a decision."""
 
-    class Grows(Remembers, frozen=True):
+    class Grows(AlternatingScorer, frozen=True):
         def score(self, context, candidates):
             return [float(2 * len(self.addresses))] * len(candidates)
 

@@ -38,7 +38,7 @@ def as_tuples(replies):
     ]
 
 
-class Script:
+class DeltaScript:
     """One stream; the snapshot is there from the start."""
 
     def __init__(self, first=None):
@@ -56,7 +56,7 @@ class Script:
 @pytest.fixture
 def script():
     """A stream on which Envoy has taken pools `a` and `b` in their first version."""
-    session = Script(snapshot(a="1", b="1"))
+    session = DeltaScript(snapshot(a="1", b="1"))
     assert session.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1", "b": "1"}, set())]
     assert session.envoy(CLUSTER, nonce="1") == []
     assert session.envoy(ASSIGNMENT, "a", "b") == [(ASSIGNMENT, "2", {"a": "1", "b": "1"}, set())]
@@ -126,7 +126,7 @@ def test_an_unknown_name_is_removed(script):
 
 def test_a_reconnected_envoy_receives_only_differences():
     """An Envoy from another replica is told only what differs, and always that we are here."""
-    script = Script(snapshot(a="1", b="2"))
+    script = DeltaScript(snapshot(a="1", b="2"))
     queued = {"a": "1", "b": "1", "c": "1"}
     assert script.envoy(CLUSTER, initial_versions={"a": "1", "b": "1"}) == [
         (CLUSTER, "1", {}, set())
@@ -138,7 +138,7 @@ def test_a_reconnected_envoy_receives_only_differences():
 
 def test_nothing_is_sent_before_the_first_snapshot():
     """A stream that opens before discovery has spoken waits."""
-    script = Script()
+    script = DeltaScript()
     assert script.envoy(CLUSTER) == []
     assert script.envoy(ASSIGNMENT, "a") == []
     assert script.pool() == [(CLUSTER, "1", {}, set()), (ASSIGNMENT, "2", {}, {"a"})]
@@ -157,7 +157,7 @@ def test_other_resource_types_are_not_answered(script):
     assert script.envoy("type.googleapis.com/envoy.config.listener.v3.Listener") == []
 
 
-class Envoy:
+class DeltaEnvoy:
     """What Envoy does with answers, as far as the protocol goes."""
 
     def __init__(self, held=None):
@@ -198,11 +198,11 @@ GOOD = st.dictionaries(
 )
 
 
-class Line:
+class DeltaLine:
     """A stream between an Envoy and us."""
 
     def __init__(self):
-        self.envoy = Envoy()
+        self.envoy = DeltaEnvoy()
         self.conversation = sessions.DeltaSession()
 
     def publish(self, pools):
@@ -224,7 +224,7 @@ class Line:
 @given(steps=st.lists(st.one_of(st.sampled_from(["hear", "take"]), POOLS), max_size=60), last=GOOD)
 def test_envoy_converges_to_the_latest_snapshot(steps, last):
     """Whatever crosses whatever: once all is said, Envoy holds the last pools and waits for none."""
-    line = Line()
+    line = DeltaLine()
     for step in steps:
         if isinstance(step, dict):
             line.publish(step)

@@ -38,7 +38,7 @@ def as_tuples(replies):
     ]
 
 
-class Script:
+class SotwScript:
     """One stream; the snapshot is there from the start."""
 
     def __init__(self, first=None):
@@ -56,7 +56,7 @@ class Script:
 @pytest.fixture
 def script():
     """A stream on which Envoy has taken pool `a` in its first version."""
-    session = Script(snapshot(a="1"))
+    session = SotwScript(snapshot(a="1"))
     assert session.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1"})]
     assert session.envoy(CLUSTER, nonce="1") == []
     assert session.envoy(ASSIGNMENT, "a") == [(ASSIGNMENT, "2", {"a": "1"})]
@@ -73,7 +73,7 @@ def test_a_change_is_sent_once(script):
 
 def test_nothing_is_sent_before_the_first_snapshot():
     """A stream that opens before discovery has spoken waits, and is not told of an empty pool."""
-    script = Script()
+    script = SotwScript()
     assert script.envoy(CLUSTER) == []
     assert script.envoy(ASSIGNMENT, "a") == []
     assert script.pool(a="1") == [(CLUSTER, "1", {"a": "1"}), (ASSIGNMENT, "2", {"a": "1"})]
@@ -81,7 +81,7 @@ def test_nothing_is_sent_before_the_first_snapshot():
 
 def test_an_empty_snapshot_is_sent():
     """Envoy waits for its clusters even if there are none."""
-    assert Script(snapshot()).envoy(CLUSTER) == [(CLUSTER, "1", {})]
+    assert SotwScript(snapshot()).envoy(CLUSTER) == [(CLUSTER, "1", {})]
 
 
 def test_changes_wait_for_the_response_in_flight(script):
@@ -176,7 +176,7 @@ def test_fewer_names_are_sent_again(script):
 
 def test_only_named_clusters():
     """Clusters may be asked for by name; the star is all of them, whatever stands beside it."""
-    script = Script(snapshot(a="1", b="1"))
+    script = SotwScript(snapshot(a="1", b="1"))
     assert script.envoy(CLUSTER, "b", "c") == [(CLUSTER, "1", {"b": "1"})]
     assert script.envoy(CLUSTER, "*", "b", nonce="1") == [(CLUSTER, "2", {"a": "1", "b": "1"})]
     assert script.envoy(CLUSTER, "b", nonce="2") == []
@@ -185,7 +185,7 @@ def test_only_named_clusters():
 
 def test_unsubscribing_from_all_clusters_is_not_a_wildcard():
     """An empty list after names is nothing; only the first request may leave it open."""
-    script = Script(snapshot(a="1", b="1"))
+    script = SotwScript(snapshot(a="1", b="1"))
     script.envoy(CLUSTER, "b")
     assert script.envoy(CLUSTER, nonce="1") == []
     assert script.pool(a="1", c="1") == []
@@ -210,7 +210,7 @@ def test_a_version_depends_on_the_content_only():
     assert len(versions) == 1
 
 
-class Envoy:
+class SotwEnvoy:
     """What Envoy does with answers, as far as the protocol goes.
 
     Attributes:
@@ -255,7 +255,7 @@ class Envoy:
         self.out.append(SotwRequest(type_url, names, self.nonces[type_url], error))
 
 
-class Line:
+class SotwLine:
     """A stream between an Envoy and us."""
 
     def __init__(self, envoy):
@@ -293,7 +293,7 @@ GOOD = st.dictionaries(
 )
 def test_envoy_converges_to_the_latest_snapshot(steps, last):
     """Whatever crosses whatever: once all is said, Envoy holds the last pools and waits for none."""
-    line = Line(Envoy({"bad"}))
+    line = SotwLine(SotwEnvoy({"bad"}))
     for step in steps:
         if isinstance(step, dict):
             line.publish(step)

@@ -187,7 +187,7 @@ async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     assert set(fixture.subject.metrics()) == {"a/y"}
 
 
-class Cluster:
+class StateCluster:
     """Keeps what is written to it."""
 
     async def open(self):
@@ -218,7 +218,7 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     loop.scaler.step(demands.demand(now=1.0, spec=1))
     remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
     fixture = AutoscalerFixture()
-    fixture.subject._cluster = Cluster()
+    fixture.subject._cluster = StateCluster()
     fixture.listed = False
     await fixture.subject.start()
     await fixture.subject._save(fixture.subject._state_store)

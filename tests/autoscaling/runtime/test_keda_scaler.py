@@ -65,7 +65,7 @@ def message_class(name):
     return KEDA[f"externalscaler.{name}"]
 
 
-class Client:
+class KedaClient:
     """What KEDA does."""
 
     def __init__(self, channel, **metadata):
@@ -128,7 +128,7 @@ async def picker():
 async def test_a_queued_request_is_pushed_to_keda():
     """KEDA listens, hears that nothing is wanted, and hears otherwise when a request waits."""
     async with picker() as (running, channel):
-        keda = Client(channel)
+        keda = KedaClient(channel)
         received = keda.stream()
         assert (await received.read()).result is False
         assert await keda.active() is False
@@ -142,7 +142,7 @@ async def test_a_queued_request_is_pushed_to_keda():
             assert (await received.read()).result is True
             assert await keda.active() is True
             assert await keda.value(name) == (1, 1.0)
-            depth = Client(channel, metric="queue-depth", target="2.5")
+            depth = KedaClient(channel, metric="queue-depth", target="2.5")
             name, *target = await depth.spec()
             assert (name, target) == ("queue-depth", [3, 2.5])
             assert await depth.value(name) == (1, 1.0)
@@ -158,7 +158,7 @@ async def test_a_queued_request_is_pushed_to_keda():
 async def test_the_stream_of_a_removed_pool_ends():
     """Its stream ends, so that KEDA hears of the loop that comes after."""
     async with picker() as (running, channel):
-        received = Client(channel).stream()
+        received = KedaClient(channel).stream()
         await received.read()
         scaler = running.picker.autoscaler
         running.picker.control_planes.keda.gone(scaler.loops[""])
@@ -178,7 +178,7 @@ async def test_unknown_pools_and_metrics_are_refused(metadata, code):
     """An unknown pool or metric, or a target that is none, has a status of its own."""
     async with picker() as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await Client(channel, **metadata).spec()
+            await KedaClient(channel, **metadata).spec()
         assert refused.value.code() == code
 
 
@@ -189,7 +189,7 @@ async def test_an_unknown_metric_is_not_zero():
         serving.running(settings) as running,
         grpc.aio.insecure_channel(f"127.0.0.1:{running.ports.keda}") as channel,
     ):
-        for ask in (Client(channel).active(), Client(channel).value("desired-replicas")):
+        for ask in (KedaClient(channel).active(), KedaClient(channel).value("desired-replicas")):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await ask
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -206,22 +206,22 @@ async def test_a_call_that_raises_ends_no_other_call(caplog):
         loop = running.picker.autoscaler.loops[""]
         kind = type(loop)
 
-        class Broken(kind):
+        class BrokenActivity(kind):
             @property
             def active(self):
                 raise OverflowError("what KEDA said")
 
-        await Client(channel).active()
-        loop.__class__ = Broken
-        for call in (Client(channel).active(), Client(channel).stream().read()):
+        await KedaClient(channel).active()
+        loop.__class__ = BrokenActivity
+        for call in (KedaClient(channel).active(), KedaClient(channel).stream().read()):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call
             assert raised.value.code() is grpc.StatusCode.INTERNAL
         assert supervisor.failures["keda"] == 2
         loop.__class__ = kind
-        assert await Client(channel).active() is False
+        assert await KedaClient(channel).active() is False
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await Client(channel, pool="nobody").active()
+            await KedaClient(channel, pool="nobody").active()
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
         assert supervisor.failures["keda"] == 2
     assert "what KEDA said" not in caplog.text

@@ -45,13 +45,13 @@ def test_state_store_uses_a_single_config_map(namespace, name):
     """Whatever it is called."""
     paths = []
 
-    class Cluster:
+    class ScaleCluster:
         async def send(self, method, path, body=None):
             paths.append(path)
             return b"{}"
 
     subject = state_store.ConfigMapStateStore(
-        Cluster(), namespace=namespace, name=name, clock=lambda: 0.0, time=lambda: 0.0
+        ScaleCluster(), namespace=namespace, name=name, clock=lambda: 0.0, time=lambda: 0.0
     )
     asyncio.run(subject.load())
     (path,) = paths

@@ -150,14 +150,14 @@ async def test_scale_writes_further_events_after_an_event_raised():
     """An Event that raises is counted, and the look for rivals is not begun anew."""
     reasons, written = [], asyncio.Event()
 
-    class Broken(ApiFixture):
+    class BrokenApi(ApiFixture):
         async def write_event(self, about, reason, note, *, warning=False):
             reasons.append(reason)
             if len(reasons) == 1:
                 raise ValueError(note)
             written.set()
 
-    api, supervisor = Broken(scale=b"{}"), Supervisor()
+    api, supervisor = BrokenApi(scale=b"{}"), Supervisor()
     subject = scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True, supervisor)
     async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(subject.run())

@@ -62,7 +62,7 @@ def test_unreadable_states_are_skipped():
     assert list(state_store.decode_states(broken, 60.0, 1000.0)[0]) == ["p"]
 
 
-class Cluster:
+class ConfigMapCluster:
     """An API server with one ConfigMap, or refusals."""
 
     def __init__(self, *refusals):
@@ -92,7 +92,7 @@ def config_map_store(cluster):
 
 async def test_a_missing_config_map_is_created():
     """First created, then patched, then read."""
-    cluster = Cluster()
+    cluster = ConfigMapCluster()
     subject = config_map_store(cluster)
     assert await subject.load() == ({}, 0.0)
     await subject.save({"p": Watched().state})
@@ -104,7 +104,7 @@ async def test_a_missing_config_map_is_created():
 
 async def test_missing_permissions_are_logged_once(caplog):
     """With what to grant."""
-    subject = config_map_store(Cluster(("PATCH", 403), ("GET", 403)))
+    subject = config_map_store(ConfigMapCluster(("PATCH", 403), ("GET", 403)))
     await subject.save({})
     await subject.save({})
     (message,) = caplog.messages

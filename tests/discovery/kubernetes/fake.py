@@ -27,7 +27,7 @@ def key_of(value):
     return group, PLURALS[value["kind"]]
 
 
-class ApiServer:
+class FakeApiServer:
     def __init__(self):
         self.version = 100
         self.oldest = 0

@@ -19,7 +19,7 @@ REF = settings.InferencePoolRef("default", "pool")
 KEY = REF.key
 
 
-class Scene:
+class FollowerScene:
     """A follower of a fake API server, and the pools that it published."""
 
     def __init__(self, server, folder, *sources, **wanted):
@@ -87,10 +87,10 @@ class Scene:
 @contextlib.asynccontextmanager
 async def following(folder, *objects, sources=(), prepare=lambda server: None, **wanted):
     """A started and running follower of a server with these objects."""
-    server = await fake.ApiServer().start()
+    server = await fake.FakeApiServer().start()
     server.put(*objects)
     prepare(server)
-    scene = Scene(server, folder, *sources, **wanted)
+    scene = FollowerScene(server, folder, *sources, **wanted)
     try:
         await scene.subject.start()
         running = asyncio.ensure_future(scene.subject.run())

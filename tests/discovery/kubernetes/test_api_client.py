@@ -178,7 +178,7 @@ def test_renewing_credentials_does_not_end_open_watches(tmp_path):
     """A watch goes on over the old credentials; of many that ask at once the first renews."""
 
     async def scene():
-        fakes = await fake.ApiServer().start()
+        fakes = await fake.FakeApiServer().start()
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
             generation = server.generation
             async with server.watch(PODS, "1000", 60) as stream:
@@ -196,7 +196,7 @@ def test_every_watch_has_a_connection(tmp_path):
     """The client's default of 100 would leave the last ones waiting for ever."""
 
     async def scene():
-        fakes = await fake.ApiServer().start()
+        fakes = await fake.FakeApiServer().start()
         async with (
             connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server,
             contextlib.AsyncExitStack() as stack,
@@ -217,7 +217,7 @@ def test_retry_after_is_read(tmp_path, header, seconds):
     """Retry-After in seconds, within reason."""
 
     async def scene():
-        fakes = await fake.ApiServer().start()
+        fakes = await fake.FakeApiServer().start()
 
         async def busy(_):
             return fake.refuse(429, "slow down", **({"Retry-After": header} if header else {}))
@@ -235,7 +235,7 @@ def test_an_error_without_a_status_object_is_reported(tmp_path):
     """A proxy in between answers in its own words."""
 
     async def scene():
-        fakes = await fake.ApiServer().start()
+        fakes = await fake.FakeApiServer().start()
 
         async def gateway(_):
             return web.Response(status=502, text="<html>bad gateway</html>")

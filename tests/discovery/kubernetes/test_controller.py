@@ -7,7 +7,7 @@ import contextlib
 
 from extproc.discovery.kubernetes import settings
 from tests.discovery.kubernetes import builders, fake
-from tests.discovery.kubernetes.follower_scene import KEY, Scene, following
+from tests.discovery.kubernetes.follower_scene import KEY, FollowerScene, following
 
 
 def test_a_pool_is_reported_when_start_returns(tmp_path):
@@ -108,9 +108,9 @@ def test_start_without_an_api_server_continues_unready(tmp_path):
     """After a while start gives up waiting and says for what; run goes on trying."""
 
     async def scene():
-        server = await fake.ApiServer().start()
+        server = await fake.FakeApiServer().start()
         server.put(builders.pool(), builders.pod("a"))
-        scene = Scene(server, tmp_path, start_s=0.1)
+        scene = FollowerScene(server, tmp_path, start_s=0.1)
         await server.stop()
         await scene.subject.start()
         assert not scene.subject.synced

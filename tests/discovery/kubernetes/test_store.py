@@ -9,7 +9,7 @@ REF = settings.InferencePoolRef("default", "pool")
 SEL = settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel")
 
 
-class World:
+class StoreWorld:
     """A cluster that is told of objects as the server writes them."""
 
     def __init__(self, *sources, listed=True, **wanted):
@@ -68,7 +68,7 @@ class World:
 
 def test_a_configured_pool_that_is_missing_is_reported():
     """It does not exist, which is another thing than having no endpoints."""
-    world = World()
+    world = StoreWorld()
     assert world.pools == {"default/pool": DiscoveredPool(exists=False)}
     world.put(builders.pool())
     assert world.pools == {"default/pool": DiscoveredPool()}
@@ -76,7 +76,7 @@ def test_a_configured_pool_that_is_missing_is_reported():
 
 def test_nothing_is_reported_before_all_collections_are_listed():
     """A pool without its pods, or without its priorities, would be wrong."""
-    world = World(listed=False)
+    world = StoreWorld(listed=False)
     for collection in world.subject.collections:
         assert world.collect() == set()
         assert not world.subject.synced
@@ -96,7 +96,7 @@ def test_nothing_is_reported_before_all_collections_are_listed():
 )
 def test_forbidden_policies_count_as_listed_and_pods_do_not(presence, optional, synced):
     """Nobody can pick from pods nobody may see; priorities may stay unknown."""
-    world = World(listed=False)
+    world = StoreWorld(listed=False)
     for collection in world.subject.collections:
         if collection.resource.optional is optional:
             world.subject.set_status(collection, presence)
@@ -108,7 +108,7 @@ def test_forbidden_policies_count_as_listed_and_pods_do_not(presence, optional, 
 def test_only_changed_pools_are_reported():
     """A pod of one pool is nothing to the other; nor is a change nothing depends on."""
     other = settings.InferencePoolRef("default", "other")
-    world = World(REF, other)
+    world = StoreWorld(REF, other)
     world.put(builders.pool(), builders.pool("other", app="x"))
     assert world.put(builders.pod("a")) == {"default/pool"}
     assert world.put(builders.pod("b", app="x", ip="10.0.0.2")) == {"default/other"}
@@ -120,14 +120,14 @@ def test_only_changed_pools_are_reported():
 
 def test_a_pod_of_another_namespace_is_not_a_member():
     """Selectors look at their own namespace (docs/reference/protocol-conformance.md#point-60)."""
-    world = World(settings.AllPools())
+    world = StoreWorld(settings.AllPools())
     world.put(builders.pool(), builders.pod("a", "elsewhere"))
     assert world.addresses() == []
 
 
 def test_all_labels_must_match():
     """A pool that asks for two takes no pod with one."""
-    world = World()
+    world = StoreWorld()
     selector = {"matchLabels": {"app": "vllm", "tier": "gold"}}
     world.put(builders.pool(selector=selector), builders.pod("a"))
     assert world.addresses() == []
@@ -137,7 +137,7 @@ def test_all_labels_must_match():
 
 def test_a_list_replaces_earlier_objects():
     """What is not in it is gone."""
-    world = World()
+    world = StoreWorld()
     world.list(builders.pool(), builders.pod("a"), builders.pod("b", ip="10.0.0.2"))
     assert world.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"]
     assert world.list(builders.pool(), builders.pod("b", ip="10.0.0.2")) == {"default/pool"}
@@ -146,7 +146,7 @@ def test_a_list_replaces_earlier_objects():
 
 def test_a_pod_with_a_reused_address_is_another_endpoint():
     """Name and address may be the same; the uid is not."""
-    world = World()
+    world = StoreWorld()
     world.list(builders.pool(), builders.pod("a", uid="one"))
     assert world.put(builders.pod("a", uid="two")) == {"default/pool"}
     assert [endpoint.uid for endpoint in world.pools["default/pool"].endpoints] == ["two"]
@@ -154,7 +154,7 @@ def test_a_pod_with_a_reused_address_is_another_endpoint():
 
 def test_a_deleted_pool_is_removed_and_may_return():
     """A shared picker forgets it."""
-    world = World(settings.AllPools())
+    world = StoreWorld(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
     assert world.delete(builders.pool()) == {"default/pool"}
     assert world.pools == {}
@@ -165,7 +165,7 @@ def test_a_deleted_pool_is_removed_and_may_return():
 
 def test_a_recreated_pool_is_not_removed():
     """Between two reports only the last state counts."""
-    world = World(settings.AllPools())
+    world = StoreWorld(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
     for collection in world.collections(builders.pool()):
         world.subject.apply(collection, ("default", "pool"), None)
@@ -176,7 +176,7 @@ def test_a_recreated_pool_is_not_removed():
 def test_the_new_group_of_a_pool_wins():
     """While both are there, as in a migration."""
     old = settings.AllPools(group=builders.OLD_GROUP)
-    world = World(settings.AllPools(), old)
+    world = StoreWorld(settings.AllPools(), old)
     world.put(builders.old_pool(port=1), builders.pod("a"))
     assert world.addresses() == ["10.0.0.1:1"]
     world.put(builders.pool())
@@ -187,7 +187,7 @@ def test_the_new_group_of_a_pool_wins():
 
 def test_a_pool_of_another_group_is_ignored():
     """The group is part of the question."""
-    world = World(settings.InferencePoolRef("default", "pool", builders.OLD_GROUP))
+    world = StoreWorld(settings.InferencePoolRef("default", "pool", builders.OLD_GROUP))
     world.put(builders.pod("a"))
     assert not world.pools["default/pool"].exists
     world.put(builders.old_pool())
@@ -196,7 +196,7 @@ def test_a_pool_of_another_group_is_ignored():
 
 def test_pods_by_label_and_a_pool_side_by_side():
     """One list of pods serves both."""
-    world = World(REF, SEL)
+    world = StoreWorld(REF, SEL)
     world.put(builders.pool(ports=(1,)), builders.pod("a"))
     assert world.addresses("default/sel") == ["10.0.0.1:8000"]
     assert world.addresses() == ["10.0.0.1:1"]
@@ -206,7 +206,7 @@ def test_protocol_and_annotations_of_a_pool_are_passed_on():
     """Its protocol and annotations."""
     value = builders.pool(appProtocol="kubernetes.io/h2c")
     value["metadata"]["annotations"] = {"a": "b"}
-    world = World()
+    world = StoreWorld()
     world.put(value)
     pool = world.pools["default/pool"]
     assert (pool.app_protocol, pool.annotations) == ("kubernetes.io/h2c", {"a": "b"})
@@ -214,7 +214,7 @@ def test_protocol_and_annotations_of_a_pool_are_passed_on():
 
 def test_only_objectives_of_the_pool_count():
     """By name and group, and of its namespace (docs/reference/protocol-conformance.md#point-82)."""
-    world = World()
+    world = StoreWorld()
     world.put(
         builders.pool(),
         builders.objective("mine", priority=-5),
@@ -234,7 +234,7 @@ def test_only_objectives_of_the_pool_count():
 
 def test_the_group_of_a_reference_may_be_left_out():
     """It is that of InferencePool v1 then."""
-    world = World()
+    world = StoreWorld()
     world.put(builders.pool(), builders.objective(priority=3, pool_ref={"name": "pool"}))
     assert world.pools["default/pool"].policy.priorities == {"high": 3}
 
@@ -244,7 +244,7 @@ def test_older_rewrites_come_first():
 
     Source: docs/reference/protocol-conformance.md#point-83.
     """
-    world = World()
+    world = StoreWorld()
     new = builders.rewrite("a", rules=[(["3"], {"x": 1})], created="2026-01-03T00:00:00Z")
     old = builders.rewrite("b", rules=[(["1"], {"x": 1}), (["2"], {"x": 1})])
     twin = builders.rewrite("c", rules=[([], {"x": 70, "y": 30})])
@@ -256,7 +256,7 @@ def test_older_rewrites_come_first():
 
 def test_where_both_groups_are_installed_only_the_new_one_is_read():
     """Even if it has no objects (docs/reference/protocol-conformance.md#point-88)."""
-    world = World(listed=False)
+    world = StoreWorld(listed=False)
     for collection in world.subject.collections:
         if collection.resource == watch_plan.OBJECTIVES:
             world.subject.set_status(collection, store.CollectionStatus.ABSENT)
@@ -279,7 +279,7 @@ def test_where_both_groups_are_installed_only_the_new_one_is_read():
 
 def test_policies_are_watched_only_where_enabled():
     """They take rights of their own."""
-    world = World(policies=False)
+    world = StoreWorld(policies=False)
     assert {collection.resource.plural for collection in world.subject.collections} == {
         "inferencepools",
         "pods",

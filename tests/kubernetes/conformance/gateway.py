@@ -20,7 +20,7 @@ _TYPE = "type.googleapis.com/envoy."
 _DESTINATION = "x-gateway-destination-endpoint"
 
 
-class Pool(msgspec.Struct, frozen=True):
+class GatewayPool(msgspec.Struct, frozen=True):
     """An InferencePool as its gateway sees it.
 
     Attributes:
@@ -55,7 +55,9 @@ class Rule(msgspec.Struct, frozen=True):
     backends: dict[str, int] = {}
 
 
-def configuration(admin: int, listeners: dict[str, int], pools: Sequence[Pool], folder: Path):
+def configuration(
+    admin: int, listeners: dict[str, int], pools: Sequence[GatewayPool], folder: Path
+):
     """The configuration of one Envoy.
 
     Args:
@@ -127,7 +129,7 @@ def _switched_on(pool: str) -> dict[str, Any]:
     return {f"picker.{pool}": {"@type": f"{_TYPE}config.route.v3.FilterConfig", "config": here}}
 
 
-def _manager(listener: str, pools: Sequence[Pool], folder: Path) -> dict[str, Any]:
+def _manager(listener: str, pools: Sequence[GatewayPool], folder: Path) -> dict[str, Any]:
     source = {
         "path_config_source": {
             "path": str(_file(folder, listener)),
@@ -166,7 +168,7 @@ def _header_guard() -> dict[str, Any]:
     }
 
 
-def _processor(pool: Pool) -> dict[str, Any]:
+def _processor(pool: GatewayPool) -> dict[str, Any]:
     """As the shipped profiles have it: streamed, or buffered where a body may go unpicked."""
     body, trailers = ("BUFFERED", "SKIP") if pool.fail_open else ("FULL_DUPLEX_STREAMED", "SEND")
     return {
@@ -193,7 +195,7 @@ def _processor(pool: Pool) -> dict[str, Any]:
     }
 
 
-def _engines(pool: Pool) -> dict[str, Any]:
+def _engines(pool: GatewayPool) -> dict[str, Any]:
     if pool.direct:
         return {
             "name": pool.name,
@@ -228,7 +230,7 @@ def _engines(pool: Pool) -> dict[str, Any]:
     }
 
 
-def _picker(pool: Pool) -> dict[str, Any]:
+def _picker(pool: GatewayPool) -> dict[str, Any]:
     name = f"picker.{pool.name}"
     tls = "extensions.transport_sockets.tls.v3.UpstreamTlsContext"
     return {

@@ -30,7 +30,7 @@ SCRAPED = "scrape: {idle_interval_s: 0.2, models: false}"
 _SEEN_S = 300.0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class GatewayAnswer(msgspec.Struct, frozen=True):
     """What a client got.
 
     Attributes:
@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True):
         return str(self.said.get("pod", ""))
 
 
-class Picker(msgspec.Struct):
+class PickerDeployment(msgspec.Struct):
     """A Deployment of one endpoint picker.
 
     Attributes:
@@ -78,8 +78,8 @@ class Stand:
         self.api = api
         self.namespace = namespace
         self.pods: dict[str, list[kube_echo.Echo]] = {}
-        self.pickers: dict[str, Picker] = {}
-        self.pools: list[gateway.Pool] = []
+        self.pickers: dict[str, PickerDeployment] = {}
+        self.pools: list[gateway.GatewayPool] = []
         self.gateways: dict[str, int] = {}
         self.lines: list[str] = []
         self.children = stack.Stack(log=self.lines.append)
@@ -123,7 +123,7 @@ class Stand:
 
     async def pool(
         self, name: str, ports: Sequence[int], *, deployment: str, named: bool = True, **spec: Any
-    ) -> gateway.Pool:
+    ) -> gateway.GatewayPool:
         """Create an InferencePool over a deployment; returns what a gateway makes of it."""
         port = stack.free_port()
         picker = {"name": f"{name}-epp", "port": {"number": 9002}}
@@ -137,7 +137,7 @@ class Stand:
             **spec,
         )
         await self.api.create(item)
-        built = gateway.Pool(
+        built = gateway.GatewayPool(
             name,
             self.addresses(deployment, ports),
             port,
@@ -155,7 +155,7 @@ class Stand:
 
     async def start_picker(
         self, name: str, port: int = 0, *, config: str = "", scrape: str = UNSCRAPED
-    ) -> Picker:
+    ) -> PickerDeployment:
         """Start the picker of a pool with the arguments of the suite's Deployment.
 
         Args:
@@ -167,7 +167,7 @@ class Stand:
         fields = ["apiVersion: extproc/v1alpha1", "kind: ExtProcConfig", scrape]
         fields += ["scheduling: {strategy: least-request}", *([config] if config else [])]
         picker = self.pickers.setdefault(
-            name, Picker(name, None, port or stack.free_port(), stack.free_port())
+            name, PickerDeployment(name, None, port or stack.free_port(), stack.free_port())
         )
         words = () if config else ("--pool-name", name, "--pool-namespace", self.namespace)
         picker.child = await self.children.extproc(
@@ -214,7 +214,7 @@ class Stand:
         through: str = "primary",
         more: Mapping[str, str] | None = None,
         arrives: bytes | None = None,
-    ) -> Answer:
+    ) -> GatewayAnswer:
         """One request; a GET without a body where there is none.
 
         What came back must be what was sent, as the suite's own assertions have it.
@@ -235,7 +235,7 @@ class Stand:
         async with self._session.request(method, url, data=body, headers=headers) as answer:
             result = {name.lower(): value for name, value in answer.headers.items()}
             if answer.status != 200:
-                return Answer(answer.status, result, {})
+                return GatewayAnswer(answer.status, result, {})
             text = await answer.json()
         assert (text["method"], text["path"], text["host"]) == (method, path, host)
         assert text["namespace"] == self.namespace
@@ -245,13 +245,15 @@ class Stand:
             assert text["headers"].get(name) == (None if control else [value])
         wanted = body if arrives is None else arrives
         assert arrives == b"" or text["body"] == (wanted or b"").decode()
-        return Answer(answer.status, result, text)
+        return GatewayAnswer(answer.status, result, text)
 
-    async def many(self, count: int, at_once: int, *arguments: Any, **how: Any) -> list[Answer]:
+    async def many(
+        self, count: int, at_once: int, *arguments: Any, **how: Any
+    ) -> list[GatewayAnswer]:
         """So many equal requests, so many at a time; all must be answered with 200."""
         places = asyncio.Semaphore(at_once)
 
-        async def item() -> Answer:
+        async def item() -> GatewayAnswer:
             async with places:
                 answer = await self.ask(*arguments, **how)
             assert answer.status == 200, answer
@@ -259,7 +261,9 @@ class Stand:
 
         return list(await asyncio.gather(*(item() for _ in range(count))))
 
-    async def until(self, holds: Callable[[Answer], bool], *arguments: Any, **how: Any) -> Answer:
+    async def until(
+        self, holds: Callable[[GatewayAnswer], bool], *arguments: Any, **how: Any
+    ) -> GatewayAnswer:
         """Ask until the answer is as wanted: what changed is seen sooner or later."""
         observed: Counter[int] = Counter()
         try:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from extproc.demo import stack
 from tests.kubernetes.conformance import stand as stands
-from tests.kubernetes.conformance.gateway import Pool, Rule
+from tests.kubernetes.conformance.gateway import GatewayPool, Rule
 from tests.support import kube, serving
 
 HOST, OTHER = "primary.example.com", "secondary.example.com"
@@ -58,7 +58,7 @@ async def _build(item, port):
     ]
     await item.pool("nobody", [port], deployment=ONE)
     # The gateway knows where its picker would be; the pool itself comes later.
-    later = Pool("later", item.addresses(ONE, [port]), stack.free_port())
+    later = GatewayPool("later", item.addresses(ONE, [port]), stack.free_port())
     item.pools.append(later)
     async with asyncio.TaskGroup() as group:
         for pool in [*built, later]:

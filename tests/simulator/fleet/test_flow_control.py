@@ -18,7 +18,7 @@ from tests.simulator.fleet.builders import a_scenario, advance, exactly, indepen
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 
 
-class FlowControlFixture:
+class FleetFlowControlFixture:
     """Flow control in front of a fleet with so many free places."""
 
     def __init__(self, *, free=0, waits_s=60.0, **facts):
@@ -61,7 +61,7 @@ class FlowControlFixture:
 
 def test_whoever_came_first_goes_first():
     """An event lets as many go on as there are places."""
-    fixture = FlowControlFixture()
+    fixture = FleetFlowControlFixture()
     for name in "abc":
         fixture.hold(name)
     fixture.opens(2)
@@ -71,7 +71,7 @@ def test_whoever_came_first_goes_first():
 
 def test_priority_comes_first_and_tenants_take_turns():
     """A tenant that attained less goes before one that came earlier."""
-    fixture = FlowControlFixture()
+    fixture = FleetFlowControlFixture()
     for name in "abc":
         fixture.hold(name, tenant="big")
     fixture.hold("d", tenant="small")
@@ -82,7 +82,7 @@ def test_priority_comes_first_and_tenants_take_turns():
 
 def test_the_estimate_wakes_without_an_event():
     """`waits_s` later it is tried again."""
-    fixture = FlowControlFixture(waits_s=0.25)
+    fixture = FleetFlowControlFixture(waits_s=0.25)
     fixture.hold("a")
     fixture.free = 1
     advance(fixture.timeline, 0.2)
@@ -93,7 +93,7 @@ def test_the_estimate_wakes_without_an_event():
 
 def test_the_deadline_ends_a_wait():
     """429 where endpoints are busy, 503 and another time limit where there is none."""
-    fixture = FlowControlFixture(timeout_s=2.0, empty_timeout_s=5.0)
+    fixture = FleetFlowControlFixture(timeout_s=2.0, empty_timeout_s=5.0)
     fixture.hold("a")
     fixture.hold("b", decision.no_endpoints_yet())
     advance(fixture.timeline, 3.0)
@@ -104,7 +104,7 @@ def test_the_deadline_ends_a_wait():
 
 def test_a_client_that_left_waits_no_longer():
     """Only once, and nothing happens to it later."""
-    fixture = FlowControlFixture(timeout_s=2.0)
+    fixture = FleetFlowControlFixture(timeout_s=2.0)
     sim_request = fixture.hold("a")
     assert fixture.flow_controller.cancel(sim_request)
     assert not fixture.flow_controller.cancel(sim_request)
@@ -116,7 +116,7 @@ def test_a_client_that_left_waits_no_longer():
 
 def test_a_full_queue_makes_room_for_priority():
     """The last of the lowest is displaced; without one the newcomer is refused."""
-    fixture = FlowControlFixture(max_requests=2)
+    fixture = FleetFlowControlFixture(max_requests=2)
     fixture.hold("a")
     fixture.hold("b")
     fixture.hold("c", priority=1)
@@ -131,7 +131,7 @@ def test_a_full_queue_makes_room_for_priority():
 
 def test_what_waiting_cannot_change_is_refused():
     """A refusal that will stay ends the wait."""
-    fixture = FlowControlFixture()
+    fixture = FleetFlowControlFixture()
     fixture.hold("a")
     fixture.refusal = Rejection(404, "there is no such model")
     fixture.flow_controller.notify_capacity()
