@@ -27,8 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench import chaos_site, rig, steady_client
-from bench import hostile_requests as bodies
+from bench import chaos_site, hostile_requests, rig, steady_client
 from bench.chaos_site import ChaosEngine, ChaosSite
 from bench.hostile_watch import MIB
 from extproc.routing import peer_sync
@@ -112,7 +111,7 @@ class Chaos:
         self._rng = rng
         self._seconds = seconds
         self._end = 0.0
-        self._bodies = [bodies.hostile(size) for size in (1_000, 64_000, 1_000_000)]
+        self._bodies = [hostile_requests.hostile(size) for size in (1_000, 64_000, 1_000_000)]
         self._room = asyncio.Semaphore(MOST_CLIENTS)
 
     async def run(self) -> None:
@@ -141,31 +140,33 @@ class Chaos:
     async def _requests(self) -> None:
         while await self._until(0.25):
             name, request = self._rng.choice([*self._rng.choice(self._bodies).items()])
-            status = await bodies.send(self.site.picker.port, request)
+            status = await hostile_requests.send(self.site.picker.port, request)
             self.answers[f"{name}: {status}"] += 1
 
     async def _names(self) -> None:
-        for request in bodies.names():
+        for request in hostile_requests.names():
             if not await self._until(0.2):
                 return
-            self.answers[f"new name: {await bodies.send(self.site.picker.port, request)}"] += 1
+            self.answers[
+                f"new name: {await hostile_requests.send(self.site.picker.port, request)}"
+            ] += 1
 
     async def _clients(self) -> None:
         async def run_client(name: str) -> None:
             async with self._room:
-                end = await bodies.CLIENTS[name](self.site.picker.port, self._rng)
+                end = await hostile_requests.CLIENTS[name](self.site.picker.port, self._rng)
             self.answers[f"{name}: {end}"] += 1
 
         async with asyncio.TaskGroup() as tasks:
             while await self._until(0.25):
-                tasks.create_task(run_client(self._rng.choice([*bodies.CLIENTS])))
+                tasks.create_task(run_client(self._rng.choice([*hostile_requests.CLIENTS])))
 
     async def _floods(self) -> None:
         """Flood the port of ext_proc with frames of every kind in turn, beside Envoy."""
         for limit, frames in itertools.cycle(build_floods(native_ext_proc.PATH).items()):
             if not await self._until(FLOOD_S):
                 return
-            end = await bodies.flood(self.site.picker.ext_proc, frames)
+            end = await hostile_requests.flood(self.site.picker.ext_proc, frames)
             self.answers[f"{limit}: {end}"] += 1
 
     async def _engines(self) -> None:

@@ -11,6 +11,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import bench.arena.report
+import bench.kv_events
+import bench.peers.report
+import bench.peers.routing
 from bench import (
     agreement,
     capacity,
@@ -23,10 +27,6 @@ from bench import (
     scaling,
     summary,
 )
-from bench import kv_events as kv_event_costs
-from bench.arena import report as arena_report
-from bench.peers import report as peers_report
-from bench.peers import routing as peers_routing
 from bench.real_vllm import kv_events, report
 
 
@@ -70,7 +70,7 @@ def arena_block() -> str:
     """Adaptive beside published strategies on random scenarios."""
     if not (rig.RESULTS / "arena.json").exists():
         return "Nothing measured yet."
-    return arena_report.block(run.read("arena"))
+    return bench.arena.report.block(run.read("arena"))
 
 
 def real_block() -> str:
@@ -118,7 +118,7 @@ def match_sources_block() -> str:
 
 def kv_events_block() -> str:
     """Costs of KV events."""
-    return kv_event_costs.block(run.read("kv_events"))
+    return bench.kv_events.block(run.read("kv_events"))
 
 
 def ranks_block() -> str:
@@ -144,14 +144,14 @@ def peers_block() -> str:
     """Cost beside llm-d's picker."""
     if not (rig.RESULTS / "peers.json").exists():
         return "Nothing measured yet."
-    return peers_report.block(run.read("peers"))
+    return bench.peers.report.block(run.read("peers"))
 
 
 def peers_routing_block() -> str:
     """Hits and times beside llm-d's picker."""
-    if not (rig.RESULTS / "peers_routing.json").exists():
+    if not (rig.RESULTS / "bench.peers.routing.json").exists():
         return "Nothing measured yet."
-    return peers_routing.block(run.read("peers_routing"))
+    return bench.peers.routing.block(run.read("peers_routing"))
 
 
 def collectors_block() -> str:

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench import hostile_engine, hostile_kv, hostile_watch
-from bench import hostile_requests as bodies
+from bench import hostile_engine, hostile_kv, hostile_requests, hostile_watch
 from bench.hostile_watch import MIB, WatchedPicker
 from bench.rig import ROOT, write
 from extproc.demo import stack
@@ -232,28 +231,36 @@ def judge(row: HostileRow, quiet: HostileRow, size_bytes: int) -> HostileRow:
 
 async def requests(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Bodies of every kind through Envoy, each kind at a picker that saw none before."""
-    for name, request in bodies.hostile(bounds.size_bytes).items():
+    for name, request in hostile_requests.hostile(bounds.size_bytes).items():
         if bounds.only in name:
             async with picker([lean_engine()]) as server:
-                await asyncio.gather(*(bodies.send(server.port, request) for _ in range(CLIENTS)))
+                await asyncio.gather(
+                    *(hostile_requests.send(server.port, request) for _ in range(CLIENTS))
+                )
 
-                async def step(request: bodies.Request = request, port: int = server.port) -> str:
-                    return await bodies.send(port, request)
+                async def step(
+                    request: hostile_requests.Request = request, port: int = server.port
+                ) -> str:
+                    return await hostile_requests.send(port, request)
 
                 yield await measured(name, server, step, bounds)
 
 
 async def large(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """The same kinds as long as the picker takes them: the event loop is not held longer for it."""
-    kinds = bodies.hostile(LARGEST_BYTES) | {"harmless": bodies.harmless(LARGEST_BYTES)}
+    kinds = hostile_requests.hostile(LARGEST_BYTES) | {
+        "harmless": hostile_requests.harmless(LARGEST_BYTES)
+    }
     few = msgspec.structs.replace(bounds, requests=LARGE_REQUESTS, seconds=600.0)
     for name, request in kinds.items():
         # Some kinds are as short as ever.
         if bounds.only in f"large {name}" and len(request.body) > LARGEST_BYTES // 2:
             async with picker([lean_engine()]) as server:
 
-                async def step(request: bodies.Request = request, port: int = server.port) -> str:
-                    return await bodies.send(port, request)
+                async def step(
+                    request: hostile_requests.Request = request, port: int = server.port
+                ) -> str:
+                    return await hostile_requests.send(port, request)
 
                 first_bytes = await least_memory_bytes(server, step)
                 row = await measured(f"large {name}", server, step, few, at_once=1)
@@ -274,25 +281,30 @@ async def least_memory_bytes(server: WatchedPicker, step: Step) -> int:
 async def clients(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Clients that stall, vanish and drip, and names that nobody used before."""
     rng = random.Random(1)
-    for name, client in bodies.CLIENTS.items():
+    for name, client in hostile_requests.CLIENTS.items():
         if bounds.only in name:
             async with picker([lean_engine()]) as server:
 
-                async def step(client: bodies.Client = client, port: int = server.port) -> str:
+                async def step(
+                    client: hostile_requests.Client = client, port: int = server.port
+                ) -> str:
                     return await client(port, rng)
 
                 yield await measured(name, server, step, bounds, at_once=64, first=64)
     if bounds.only in "distinct names":
         async with picker([lean_engine()]) as server:
-            fresh = bodies.names()
+            fresh = hostile_requests.names()
             yield await measured(
-                "distinct names", server, lambda: bodies.send(server.port, next(fresh)), bounds
+                "distinct names",
+                server,
+                lambda: hostile_requests.send(server.port, next(fresh)),
+                bounds,
             )
 
 
 async def pages(bounds: Bounds) -> AsyncIterator[HostileRow]:
     """Pages of one engine of two, while requests come in."""
-    request = bodies.harmless(1000)
+    request = hostile_requests.harmless(1000)
     quick = msgspec.structs.replace(bounds, requests=min(bounds.requests, 400))
     for kind in hostile_engine.PAGES:
         if bounds.only in f"page {kind}":
@@ -300,7 +312,7 @@ async def pages(bounds: Bounds) -> AsyncIterator[HostileRow]:
 
                 async def step(port: int = server.port) -> str:
                     await asyncio.sleep(0.02)
-                    return await bodies.send(port, request)
+                    return await hostile_requests.send(port, request)
 
                 yield await measured(f"page {kind}", server, step, quick)
 
@@ -325,13 +337,13 @@ async def _published(group: str, kinds: Iterable[str], bounds: Bounds) -> AsyncI
             engine = [sys.executable, "-m", "bench.hostile_kv", kind, *map(str, ports)]
             section = f"{{enabled: true, port: {ports[0]}, replay_port: {ports[1]}}}"
             async with picker([engine], "--config-text", f"{HEAD}kv_events: {section}") as server:
-                fresh = bodies.prompts()
+                fresh = hostile_requests.prompts()
 
                 async def step(
-                    fresh: Iterator[bodies.Request] = fresh, port: int = server.port
+                    fresh: Iterator[hostile_requests.Request] = fresh, port: int = server.port
                 ) -> str:
                     await asyncio.sleep(0.02)
-                    return await bodies.send(port, next(fresh))
+                    return await hostile_requests.send(port, next(fresh))
 
                 yield await measured(f"{group} {kind}", server, step, quick)
 
@@ -382,12 +394,12 @@ async def waiting(bounds: Bounds) -> AsyncIterator[HostileRow]:
         return
     text = HEAD + "flow_control: {enabled: true, timeout_s: 5, busy_s: 0.001}\n"
     async with picker([lying_engine("half")] * 2, "--config-text", text) as server:
-        fresh = bodies.names()
+        fresh = hostile_requests.names()
         once = msgspec.structs.replace(bounds, requests=4_000)
         yield await measured(
             "waiting models",
             server,
-            lambda: bodies.send(server.port, next(fresh)),
+            lambda: hostile_requests.send(server.port, next(fresh)),
             once,
             at_once=2_000,
             first=2_000,
@@ -430,10 +442,10 @@ async def main() -> int:
     parser.add_argument("--write", action="store_true", help="write bench/results/hostile*.json")
     wanted = parser.parse_args()
     bounds = Bounds(wanted.requests, wanted.seconds, wanted.size, wanted.only)
-    harmless = bodies.harmless(bounds.size_bytes)
+    harmless = hostile_requests.harmless(bounds.size_bytes)
     async with picker([lean_engine()]) as server:
         quiet = await measured(
-            "harmless", server, lambda: bodies.send(server.port, harmless), bounds
+            "harmless", server, lambda: hostile_requests.send(server.port, harmless), bounds
         )
     rows = [quiet]
     print(line(quiet, quiet), flush=True)

@@ -31,8 +31,7 @@ from typing import Any
 
 import grpc
 
-from bench import rig, soak_kinds
-from bench import soak_messages as messages
+from bench import rig, soak_kinds, soak_messages
 from extproc.config.pool_sections import PoolSource
 from extproc.config.settings import DecisionsSection, FlowControlSection, ServerSection, Settings
 from extproc.demo import stack
@@ -113,7 +112,7 @@ class Chats:
     def request(self) -> tuple[bytes, bytes]:
         """The headers and the body of the next request, as messages of Envoy."""
         headers, body = self.chat()
-        return messages.headers(headers), messages.body(body)
+        return soak_messages.headers(headers), soak_messages.body(body)
 
     def answer(self, prompt_bytes: int) -> tuple[bytes, bytes]:
         """The headers and the body of an answer, with its usage."""
@@ -126,8 +125,8 @@ class Chats:
         body = {"choices": [{"message": {"content": "x" * 200}}], "usage": usage}
         headers = {":status": "200", "content-type": "application/json"}
         return (
-            messages.headers(headers, response=True),
-            messages.body(json.dumps(body).encode(), response=True),
+            soak_messages.headers(headers, response=True),
+            soak_messages.body(json.dumps(body).encode(), response=True),
         )
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bench import soak_messages as messages
+from bench import soak_messages
 
 #: Bytes of what clients choose at will: as long as Envoy lets a header be, and longer in bodies.
 LONG_HEADER = 32 * 1024
@@ -46,14 +46,14 @@ def _post(
     usage = {"prompt_tokens": 40, "completion_tokens": 1}
     return Hostile(
         [
-            messages.headers({**named, **(headers or {})}, subset=subset),
-            messages.body(json.dumps(body).encode()),
+            soak_messages.headers({**named, **(headers or {})}, subset=subset),
+            soak_messages.body(json.dumps(body).encode()),
         ],
         [
-            messages.headers(
+            soak_messages.headers(
                 {":status": status, "content-type": "application/json"}, response=True
             ),
-            messages.body(json.dumps({"usage": usage}).encode(), response=True),
+            soak_messages.body(json.dumps({"usage": usage}).encode(), response=True),
         ],
     )
 
@@ -74,24 +74,24 @@ def _image(number: int, kind: str) -> list[dict[str, object]]:
 
 def _cut_upload(number: int) -> Hostile:
     posted = _post(number)
-    return Hostile([posted.request[0], messages.body(b"x" * 100_000, ends=False)], [])
+    return Hostile([posted.request[0], soak_messages.body(b"x" * 100_000, ends=False)], [])
 
 
 def _cut_answer(number: int) -> Hostile:
     posted = _post(number)
-    begun = messages.body(b"x" * 10_000, response=True, ends=False)
+    begun = soak_messages.body(b"x" * 10_000, response=True, ends=False)
     return Hostile(posted.request, [posted.answer[0], begun])
 
 
 def _usage(number: int) -> Hostile:
     usage = {_long(number, 2000): number, "prompt_tokens": 10**300, "completion_tokens": -1}
-    body = messages.body(json.dumps({"usage": usage}).encode(), response=True)
+    body = soak_messages.body(json.dumps({"usage": usage}).encode(), response=True)
     return Hostile(_post(number).request, [_post(number).answer[0], body])
 
 
 def _no_json(number: int) -> Hostile:
     request = _post(number).request
-    return Hostile([request[0], messages.body(b"{" + b"\\" * 1000 + b"%d" % number)], [])
+    return Hostile([request[0], soak_messages.body(b"{" + b"\\" * 1000 + b"%d" % number)], [])
 
 
 KINDS: Mapping[str, Callable[[int], Hostile]] = {
@@ -140,7 +140,7 @@ KINDS: Mapping[str, Callable[[int], Hostile]] = {
     "long usage": _usage,
     "no JSON": _no_json,
     "no body": lambda n: Hostile(
-        [messages.headers({":method": "GET", ":path": f"/v1/models/{n}"}, ends=True)], []
+        [soak_messages.headers({":method": "GET", ":path": f"/v1/models/{n}"}, ends=True)], []
     ),
 }
 

@@ -6,8 +6,8 @@ date.
 
 from __future__ import annotations
 
+import bench.peers.report
 from bench import bars, replicas, run
-from bench.peers import report as peers_report
 from bench.real_vllm import report
 
 
@@ -160,7 +160,7 @@ def _beside_llm_d() -> str:
     result = run.read("peers")
     ratios = {cell["name"]: cell["ratios"] for cell in result["cells"]}
     small, large = ratios["c32 2 kB"], ratios["c32 400 kB"]
-    outcomes = list(peers_report.bars(result))
+    outcomes = list(bench.peers.report.bars(result))
     met = sum(outcome.is_met for outcome in outcomes)
     return (
         "CPU of a request with the same scorers and scrape interval, times that of llm-d's picker, 32 "

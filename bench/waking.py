@@ -27,7 +27,7 @@ import grpc
 from bench import rig
 from extproc.demo import stack
 from extproc.wire.pb import keda_pb2
-from tests.kubernetes import test_scaling as scaling
+from tests.kubernetes import test_scaling
 from tests.support import kube, kube_picker, kube_server
 
 #: A window that is soon over, so that rounds begin at zero.
@@ -45,13 +45,13 @@ async def patched(rounds: int) -> list[tuple[float, float]]:
         tls = cluster.admin.tls()
         async with (
             kube.api(cluster.admin) as api,
-            scaling.place(api, cluster) as (namespace, kubeconfig),
-            scaling.scaler(namespace, kubeconfig, 8000, **POLICY) as picker,
+            test_scaling.place(api, cluster) as (namespace, kubeconfig),
+            test_scaling.scaler(namespace, kubeconfig, 8000, **POLICY) as picker,
             watching(cluster.admin.url, tls, namespace) as watch,
         ):
             leader = "extproc_leader"
             await picker.until(
-                lambda: scaling.read_metric(picker, leader), lambda value: value == 1.0
+                lambda: test_scaling.read_metric(picker, leader), lambda value: value == 1.0
             )
             return [await one_round(picker, watch.until) for _ in range(rounds)]
 
@@ -61,9 +61,9 @@ async def one_round(picker, heard) -> tuple[float, float]:
     await picker.connected()
     await heard(0)
     look = 'extproc_scaling_replicas{pool="",state="spec"}'
-    await picker.until(lambda: scaling.read_metric(picker, look), lambda value: value == 0.0)
+    await picker.until(lambda: test_scaling.read_metric(picker, look), lambda value: value == 0.0)
     began = time.perf_counter()
-    stream = await scaling.held(picker)
+    stream = await test_scaling.held(picker)
     await heard(1)
     took = time.perf_counter() - began
     stream.call.cancel()
@@ -71,9 +71,11 @@ async def one_round(picker, heard) -> tuple[float, float]:
     wakes = 'extproc_scaling_changes_total{pool="",reason="wake"}'
     before = picker.__dict__.setdefault("wakes", 0.0)
     picker.wakes = await picker.until(
-        lambda: scaling.read_metric(picker, wakes), lambda value: (value or 0.0) > before
+        lambda: test_scaling.read_metric(picker, wakes), lambda value: (value or 0.0) > before
     )
-    return took, await scaling.read_metric(picker, 'extproc_scaling_from_zero_seconds{pool=""}')
+    return took, await test_scaling.read_metric(
+        picker, 'extproc_scaling_from_zero_seconds{pool=""}'
+    )
 
 
 class ReplicaWatch:

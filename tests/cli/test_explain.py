@@ -9,8 +9,7 @@ import pytest
 from aiohttp import web
 
 from extproc.cli import explain, main
-from extproc.config import factory
-from extproc.config import settings as sections
+from extproc.config import factory, settings
 from extproc.decision import model_not_found
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
@@ -186,7 +185,7 @@ def decisions():
 @pytest.fixture
 def server(decisions):
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
-    parts = factory.build(sections.Settings())
+    parts = factory.build(settings.Settings())
     parts.store.set_endpoints(
         [Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0
     )

@@ -4,7 +4,7 @@ from operator import attrgetter
 import pytest
 
 from extproc.cli import flag_table, flags
-from extproc.config import settings as sections
+from extproc.config import settings
 from extproc.errors import ConfigError
 
 ENDPOINTS = "--endpoints=10.0.0.1:8000"
@@ -112,7 +112,7 @@ def test_every_flag_is_in_the_table_above():
 def test_every_path_is_a_setting():
     """The table of flags names settings that exist."""
     for flag in flag_table.FLAGS:
-        attrgetter(".".join(flag.path))(sections.Settings())
+        attrgetter(".".join(flag.path))(settings.Settings())
 
 
 def test_endpoints_repeat_and_split():

@@ -10,7 +10,7 @@ from extproc.config.pool_sections import (
     PoolSource,
 )
 from extproc.config.settings import Settings
-from extproc.election.lease_state import ElectionSettings as Lease
+from extproc.election.lease_state import ElectionSettings
 from extproc.errors import ConfigError
 
 INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NAMESPACE": "here"}
@@ -57,7 +57,7 @@ def test_leader_election_is_off_by_default():
         ({"discover_pools": "namespace"}, "epp-here-pools.llm-d.ai"),
         ({"discover_pools": "cluster", "pool": vllm()}, "epp-here-pools.llm-d.ai"),
         ({"pool": PoolSource(name="p", endpoints=("10.0.0.1:1",))}, "epp-here-p.llm-d.ai"),
-        ({"pool": vllm(), "lease": Lease(name="mine")}, "mine"),
+        ({"pool": vllm(), "lease": ElectionSettings(name="mine")}, "mine"),
     ],
 )
 def test_the_name_of_the_lease(arguments, name):
@@ -78,7 +78,7 @@ def test_several_configured_pools_share_a_lease():
 def test_the_lease_is_in_the_namespace_of_the_process():
     """Wherever the pool is: rights to Leases are granted where the replicas run."""
     assert planned(pool=vllm(namespace="there")).lease.namespace == "here"
-    lease = Lease(namespace="elsewhere")
+    lease = ElectionSettings(namespace="elsewhere")
     assert planned(pool=vllm(), lease=lease).lease.namespace == "elsewhere"
 
 
@@ -103,7 +103,7 @@ def test_election_without_kubernetes_is_refused():
 def test_an_invalid_lease_name_is_refused(name):
     """It is refused before anybody is asked."""
     with pytest.raises(ConfigError, match=r"cluster\.lease\.name"):
-        planned(pool=vllm(), lease=Lease(name=name))
+        planned(pool=vllm(), lease=ElectionSettings(name=name))
     with pytest.raises(ConfigError, match="name the Lease yourself"):
         planned(pool=PoolSource(name=name, endpoints=("10.0.0.1:1",)))
 
@@ -120,4 +120,4 @@ def test_an_invalid_lease_name_is_refused(name):
 def test_inconsistent_lease_times_are_refused(times):
     """A leader gives up before others may take over, and has time to try again."""
     with pytest.raises(ConfigError, match="below renew_s, and renew_s below duration_s"):
-        planned(pool=vllm(), lease=Lease(**times))
+        planned(pool=vllm(), lease=ElectionSettings(**times))

@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.config import factory, loader, profile_builder
-from extproc.config import settings as sections
+from extproc.config.settings import ScrapeSection, Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -212,7 +212,7 @@ def test_subset_may_be_ignored():
 
 def test_equal_seeds_give_equal_draws():
     """A seed fixes every draw."""
-    first, second = (factory.build(sections.Settings(seed=4)).rng.random() for _ in range(2))
+    first, second = (factory.build(Settings(seed=4)).rng.random() for _ in range(2))
     assert first == second
 
 
@@ -232,9 +232,9 @@ def test_a_removed_endpoint_loses_its_prefix_blocks_before_the_callback():
 
 def test_scrape_tls():
     """Plain HTTP has no context; https checks certificates only when asked to."""
-    assert factory.build_scrape_tls(sections.ScrapeSection()) is None
-    loose = factory.build_scrape_tls(sections.ScrapeSection(scheme="https"))
-    strict = factory.build_scrape_tls(sections.ScrapeSection(scheme="https", verify_tls=True))
+    assert factory.build_scrape_tls(ScrapeSection()) is None
+    loose = factory.build_scrape_tls(ScrapeSection(scheme="https"))
+    strict = factory.build_scrape_tls(ScrapeSection(scheme="https", verify_tls=True))
     assert not loose.check_hostname
     assert strict.check_hostname
 

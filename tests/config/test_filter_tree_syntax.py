@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from extproc.config import loader, pool_sections, profile_builder
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 
@@ -32,7 +32,7 @@ def resolve(params, **more):
         profile=pool_sections.ProfileEntry(filters=(keep,)),
         plugin_files=tuple(more.pop("plugin_files", ())),
     )
-    settings = sections.Settings(scheduling=scheduling)
+    settings = Settings(scheduling=scheduling)
     profiles = profile_builder.resolve_all(settings, where="extproc.yaml", **more)
     return profiles.profile.filters[0]
 

@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import kubernetes_plan, loader
-from extproc.discovery.kubernetes import settings as watching
+from extproc.discovery.kubernetes.settings import (
+    AllPools,
+    InferencePoolRef,
+    KubernetesSettings,
+    PodSelector,
+    ServiceRef,
+)
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -32,11 +38,11 @@ pools:
 """,
         NAMESPACE="here",
     )
-    assert watched.settings == watching.KubernetesSettings(
+    assert watched.settings == KubernetesSettings(
         sources=[
-            watching.InferencePoolRef("y", "x"),
-            watching.PodSelector("here", {"l": "v"}, (80,), "b"),
-            watching.ServiceRef("here", "s", "http"),
+            InferencePoolRef("y", "x"),
+            PodSelector("here", {"l": "v"}, (80,), "b"),
+            ServiceRef("here", "s", "http"),
         ],
         kubeconfig="k",
         context="c",
@@ -57,7 +63,7 @@ pools:
 def test_all_pools_of_a_namespace_or_cluster_are_planned(text, namespace):
     """Of the cluster, of the own namespace, or of another."""
     watched = plan(text, NAMESPACE="here")
-    assert watched.settings.sources == [watching.AllPools(namespace)]
+    assert watched.settings.sources == [AllPools(namespace)]
     assert watched.pools == {}
 
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from extproc.config import loader
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -175,7 +175,7 @@ def test_a_file_without_version_and_kind_is_refused(text, wanted, actual, fix):
 
 def test_empty_file_body_means_defaults():
     """A file with only version and kind is the default configuration."""
-    assert settings("") == sections.Settings()
+    assert settings("") == Settings()
 
 
 def test_yaml_and_json_give_the_same_settings():
@@ -251,5 +251,5 @@ def test_a_file_is_read_from_its_path(tmp_path):
 
 def test_defaults_are_finite():
     """No default would be refused if it were written in a file."""
-    assert math.isfinite(sections.Settings().scrape.stale_after_s)
+    assert math.isfinite(Settings().scrape.stale_after_s)
     loader.settings(loader.EMPTY)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from extproc.config import factory, lint, loader, pool_sections, pools, reloading
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -145,7 +145,7 @@ pool:
 OBJECTIVE = "x-llm-d-inference-objective"
 
 
-def settings(text: str) -> sections.Settings:
+def settings(text: str) -> Settings:
     return loader.settings(loader.parse(HEAD + text, where="pool.yaml"))
 
 

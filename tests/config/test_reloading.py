@@ -7,7 +7,6 @@ import pytest
 from msgspec import inspect
 
 from extproc.config import loader, pool_sections, reloading
-from extproc.config import settings as sections
 from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import Settings
 
@@ -165,6 +164,6 @@ def test_changes_name_the_full_path():
         ("seed", "null", "3"),
     ]
     assert not list(reloading.find_changes(new, new))
-    long = Settings(pool=sections.pool_sections.PoolSource(endpoints=("10.0.0.1:8000",) * 50))
+    long = Settings(pool=pool_sections.PoolSource(endpoints=("10.0.0.1:8000",) * 50))
     (change,) = reloading.find_changes(Settings(), long)
     assert len(change.after) == 60

@@ -4,15 +4,14 @@ import re
 import msgspec
 import pytest
 
-from extproc.config import lint, pool_sections
-from extproc.config import settings as sections
+from extproc.config import lint, pool_sections, settings
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 
 
 def structs():
     return [
         member
-        for module in (sections, pool_sections)
+        for module in (settings, pool_sections)
         for _, member in inspect.getmembers(module, inspect.isclass)
         if issubclass(member, msgspec.Struct) and member.__module__ == module.__name__
     ]
@@ -59,61 +58,61 @@ def test_sections_are_strict_and_frozen(section):
 )
 def test_grpc_address(host, address):
     """No host means every address of both families; IPv6 stands in brackets."""
-    assert sections.ServerSection(host=host).grpc_address(1) == address
+    assert settings.ServerSection(host=host).grpc_address(1) == address
 
 
 ENDPOINTS = pool_sections.PoolSource(endpoints=("10.0.0.1:8000",))
 
 ADVISED = {
     "xds without fallbacks": (
-        sections.Settings(pool=ENDPOINTS, xds=sections.XdsSection(enabled=True)),
+        settings.Settings(pool=ENDPOINTS, xds=settings.XdsSection(enabled=True)),
         "scheduling.fallbacks",
     ),
-    "no endpoints": (sections.Settings(), "503"),
+    "no endpoints": (settings.Settings(), "503"),
     "stale while idle": (
-        sections.Settings(pool=ENDPOINTS, scrape=sections.ScrapeSection(stale_after_s=2)),
+        settings.Settings(pool=ENDPOINTS, scrape=settings.ScrapeSection(stale_after_s=2)),
         "stale_after_s",
     ),
     "busy slower than idle": (
-        sections.Settings(pool=ENDPOINTS, scrape=sections.ScrapeSection(busy_interval_s=3)),
+        settings.Settings(pool=ENDPOINTS, scrape=settings.ScrapeSection(busy_interval_s=3)),
         "busy_interval_s",
     ),
     "message below body": (
-        sections.Settings(pool=ENDPOINTS, limits=sections.LimitsSection(max_message_bytes=1)),
+        settings.Settings(pool=ENDPOINTS, limits=settings.LimitsSection(max_message_bytes=1)),
         "max_message_bytes",
     ),
     "share without feedback": (
-        sections.Settings(
+        settings.Settings(
             pool=ENDPOINTS,
-            responses=sections.ResponsesSection(feedback=False, stream_sample_ratio=0.5),
+            responses=settings.ResponsesSection(feedback=False, stream_sample_ratio=0.5),
         ),
         "stream_sample_ratio",
     ),
     "bound events of several replicas": (
-        sections.Settings(
+        settings.Settings(
             pool=ENDPOINTS,
             kv_events=KvEventsSection(enabled=True, bind="tcp://*:5557"),
-            peer_sync=sections.PeerSyncSection(url="redis://redis"),
+            peer_sync=settings.PeerSyncSection(url="redis://redis"),
         ),
         "kv_events.bind and peer_sync.url",
     ),
-    "conformance": (sections.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
-    "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
+    "conformance": (settings.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
+    "seed": (settings.Settings(pool=ENDPOINTS, seed=1), "seed"),
     "subset ignored": (
-        sections.Settings(
+        settings.Settings(
             pool=ENDPOINTS, scheduling=pool_sections.SchedulingSection(respect_subset=False)
         ),
         "respect_subset",
     ),
     "shadow of itself": (
-        sections.Settings(
+        settings.Settings(
             pool=ENDPOINTS,
             scheduling=pool_sections.SchedulingSection(shadow=pool_sections.ShadowRules()),
         ),
         "nothing to compare",
     ),
     "shadow of no request": (
-        sections.Settings(
+        settings.Settings(
             pool=ENDPOINTS,
             scheduling=pool_sections.SchedulingSection(
                 shadow=pool_sections.ShadowRules(strategy="random", sample_ratio=0)
@@ -122,9 +121,9 @@ ADVISED = {
         "sample_ratio",
     ),
     "reject without lists": (
-        sections.Settings(
+        settings.Settings(
             pool=ENDPOINTS,
-            scrape=sections.ScrapeSection(models=False),
+            scrape=settings.ScrapeSection(models=False),
             scheduling=pool_sections.SchedulingSection(unknown_model="reject"),
         ),
         "unknown_model",
@@ -135,11 +134,11 @@ ADVISED = {
 @pytest.mark.parametrize("name", ADVISED)
 def test_advice(name):
     """A setting that is probably not meant draws exactly one sentence that names it."""
-    settings, word = ADVISED[name]
-    (warning,) = lint.find_warnings(settings)
+    advised, word = ADVISED[name]
+    (warning,) = lint.find_warnings(advised)
     assert word in warning
 
 
 def test_defaults_need_no_advice():
     """With endpoints given, the defaults have nothing to be warned of."""
-    assert not list(lint.find_warnings(sections.Settings(pool=ENDPOINTS)))
+    assert not list(lint.find_warnings(settings.Settings(pool=ENDPOINTS)))

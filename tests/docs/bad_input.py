@@ -28,10 +28,10 @@ from tests.support.pool_fixture import PoolFixture
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
-ONE = "10.0.0.1:8000"
+ADDRESS = "10.0.0.1:8000"
 
 
-def said(reply: ProcessingResponse) -> str:
+def message_text(reply: ProcessingResponse) -> str:
     """An answer in one line."""
     if isinstance(reply, ImmediateResponse):
         message = json.loads(reply.body)["error"]["message"]
@@ -51,7 +51,7 @@ def ask(
     budget: int = 1 << 30,
 ) -> str:
     """Send one POST in FULL_DUPLEX_STREAMED; returns the first answer."""
-    house = house or PoolFixture({ONE: None})
+    house = house or PoolFixture({ADDRESS: None})
     exchange = Exchange(ExchangeSettings(max_body_bytes=limit), BufferBudget(budget))
     head = pb.ProcessingRequest()
     for name, value in {":method": "POST", ":path": path, **(headers or {})}.items():
@@ -69,18 +69,18 @@ def ask(
         if exchange.pending is not None:
             answers += exchange.apply_outcome(house.decide(exchange.pending))
     exchange.close()
-    return said(answers[0])
+    return message_text(answers[0])
 
 
 def stalled() -> str:
     """Send the headers of a POST and wait; returns what is answered then."""
     exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), BufferBudget(1 << 30))
-    return said(exchange.reject(STALLED))
+    return message_text(exchange.reject(STALLED))
 
 
 def several() -> PoolFixture:
     """An endpoint that listed two models, under `unknown_model: reject`."""
-    pool_fixture = PoolFixture({ONE: None})
+    pool_fixture = PoolFixture({ADDRESS: None})
     listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
     pool_fixture.store.observe_models(pool_fixture.store.pool.members[0].endpoint, listed)
     routing = pool_fixture.director.routing
@@ -100,7 +100,7 @@ def wire(*messages: bytes) -> str:
         return f"stream ends INVALID_ARGUMENT: `{error}`"
     finally:
         exchange.close()
-    return said(answers[0]) if answers else "nothing; the message is ignored"
+    return message_text(answers[0]) if answers else "nothing; the message is ignored"
 
 
 def config(text: str) -> str:
@@ -191,7 +191,7 @@ ROWS: Mapping[str, Callable[[], str]] = {
     "endpoints file: unknown key": lambda: endpoints(
         {"endpoints": [{"adress": "10.0.0.1", "port": 8000}]}
     ),
-    "endpoints file: the same twice": lambda: endpoints({"endpoints": [ONE, ONE]}),
+    "endpoints file: the same twice": lambda: endpoints({"endpoints": [ADDRESS, ADDRESS]}),
     "metrics page: HTML": lambda: metrics(b"<!doctype html><html></html>"),
     "metrics page: one value is garbage": lambda: metrics(
         b"vllm:num_requests_waiting 3.0\nvllm:num_requests_running oops\n"

@@ -42,19 +42,19 @@ def usual(live):
 
 
 @pytest.fixture(scope="module")
-def seen(live):
+def second_backend(live):
     with live.holding(backend.backend()) as item:
         yield item
 
 
 @pytest.fixture(scope="module", params=[path for path in CONFIGS if "eds" not in path.name])
-def shipped(live, usual, seen, request):
+def shipped(live, usual, second_backend, request):
     """The shipped files as they stand."""
     with live.holding(
         installation.installed(
             template=request.param.name,
-            listed=[usual.address, seen.address],
-            arguments=pools(usual.address, seen.address),
+            listed=[usual.address, second_backend.address],
+            arguments=pools(usual.address, second_backend.address),
         )
     ) as item:
         yield item
@@ -66,7 +66,7 @@ def listeners():
 
 
 @pytest.fixture(scope="module")
-def trusting(live, usual, seen, listeners):
+def trusting(live, usual, second_backend, listeners):
     """Every body mode, and an Envoy that removes nothing."""
 
     def change(config):
@@ -74,25 +74,27 @@ def trusting(live, usual, seen, listeners):
         installation.keep_headers(config, *REMOVED)
 
     with live.holding(
-        installation.installed(change=change, arguments=pools(usual.address, seen.address))
+        installation.installed(
+            change=change, arguments=pools(usual.address, second_backend.address)
+        )
     ) as item:
         yield item
 
 
-async def test_shipped_files_remove_control_headers_before_ext_proc(shipped, usual, seen):
+async def test_shipped_files_remove_control_headers_before_ext_proc(shipped, usual, second_backend):
     """No header that steers picks or engines reaches the picker, whatever its case."""
-    before = len(seen.asks)
+    before = len(second_backend.asks)
     for name in REMOVED:
         answer = await http1.ask(shipped.port, PATH, CHAT, headers=[(name.title(), "steer")])
         assert answer.json()["by"] == usual.address, name
         present = {key.lower() for key, _ in usual.asks[-1].head.headers}
         assert not present & set(REMOVED)
-    assert len(seen.asks) == before
+    assert len(second_backend.asks) == before
 
 
 @pytest.mark.parametrize("modes", MODES, ids="-".join)
 async def test_extproc_removes_control_headers_in_every_mode(
-    trusting, listeners, usual, seen, modes
+    trusting, listeners, usual, second_backend, modes
 ):
     """Where Envoy lets them in, the picker sees each, and no engine does."""
     names = sorted(set(REMOVED) & CONTROL_HEADERS)
@@ -100,11 +102,13 @@ async def test_extproc_removes_control_headers_in_every_mode(
     for name in (names[0], names[-1], "x-prefiller-host-port"):
         for body in (CHAT, None):
             answer = await http1.ask(listeners[modes], PATH, body, headers=[(name, "steer")])
-            assert answer.json()["by"] == seen.address
+            assert answer.json()["by"] == second_backend.address
     everything = [(name, "other") for name in names]
     # Twice, as clients may.
     await http1.ask(listeners[modes], PATH, CHAT, headers=everything + everything)
-    present = {key.lower() for item in (usual, seen) for key, _ in item.asks[-1].head.headers}
+    present = {
+        key.lower() for item in (usual, second_backend) for key, _ in item.asks[-1].head.headers
+    }
     assert not present & set(names)
 
 

@@ -54,7 +54,7 @@ class ClientLoad:
         self._stop = False
         self.statuses = Counter()
 
-    async def one(self):
+    async def send_until_stopped(self):
         while not self._stop:
             self.statuses[(await http1.ask(self._place.port, PATH, CHAT)).status] += 1
             await asyncio.sleep(PAUSE_S)
@@ -64,7 +64,7 @@ class ClientLoad:
         """The load while the block runs, and to the end of its last requests."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(clients):
-                tasks.create_task(self.one())
+                tasks.create_task(self.send_until_stopped())
             yield self
             self._stop = True
 

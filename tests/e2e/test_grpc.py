@@ -34,7 +34,7 @@ class GrpcEngine:
     """
 
     def __init__(self):
-        self.asked = []
+        self.calls = []
         self.hold = asyncio.Event()
         self.hold.set()
         self.left = asyncio.Event()
@@ -44,7 +44,7 @@ class GrpcEngine:
         method = details.method
 
         async def answer(message, context):
-            self.asked.append((method, message))
+            self.calls.append((method, message))
             context.set_trailing_metadata((("x-usage", "7"),))
             if message == b"fail":
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
@@ -120,7 +120,7 @@ async def test_107_generate_and_embed(place, engine, method):
         assert await call.code() is grpc.StatusCode.OK
         assert dict(await call.trailing_metadata())["x-usage"] == "7"
     assert answers == [b"first " + MESSAGE, b"second"]
-    assert engine.asked[-1] == (method, MESSAGE)
+    assert engine.calls[-1] == (method, MESSAGE)
     await place.settled()
 
 
@@ -135,13 +135,13 @@ async def test_108_frame_cut_across_chunks(place, engine, cuts):
         cuts=cuts,
     )
     assert dict(answer.trailers)["grpc-status"] == "0"
-    assert engine.asked[-1] == (GENERATE, MESSAGE)
+    assert engine.calls[-1] == (GENERATE, MESSAGE)
 
 
 @pytest.mark.parametrize("body", [frame(MESSAGE, flag=1), frame(MESSAGE)[:-3], b"\x00\x00"])
 async def test_109_bad_frames(place, engine, body):
     """A compressed or short frame is refused, in the way a gRPC client understands."""
-    before = len(engine.asked)
+    before = len(engine.calls)
     answer = await http2.ask(
         place.port,
         GENERATE,
@@ -151,7 +151,7 @@ async def test_109_bad_frames(place, engine, body):
     result = dict([*answer.head.headers, *answer.trailers])
     assert result["grpc-status"] == "3"
     assert "invalid or unsupported gRPC payload" in result["grpc-message"]
-    assert len(engine.asked) == before
+    assert len(engine.calls) == before
 
 
 async def test_110_unknown_method(place, engine):
@@ -166,7 +166,7 @@ async def test_110_unknown_method(place, engine):
         engine.hold.set()
         assert await call.read() == b"second"
         assert await call.code() is grpc.StatusCode.OK
-    assert engine.asked[-1] == (OTHER, b"anything")
+    assert engine.calls[-1] == (OTHER, b"anything")
 
 
 async def test_111_stream_is_in_flight_until_its_trailers(place, engine):

@@ -67,7 +67,7 @@ async def revive(children, engines, address):
     engines[address] = child
 
 
-async def told(fixture, address, state):
+async def until_up(fixture, address, state):
     """Wait until extproc has seen an engine go or come."""
     await fixture.until(
         lambda result: result[f'extproc_endpoint_up{{endpoint="{address}"}}'] == state
@@ -111,7 +111,7 @@ async def test_005_health(place, name):
 async def test_131_envoy_finds_extproc_healthy(place):
     """Envoy's own health check of the ext_proc port passes."""
     # The first one may be under way, or late on a busy machine.
-    stats = await place.until_stats(lambda found: "cluster.extproc.health_check.success" in found)
+    stats = await place.until_stats(lambda stats: "cluster.extproc.health_check.success" in stats)
     assert stats.get("cluster.extproc.health_check.healthy") == 1
     assert stats.get("cluster.extproc.membership_healthy") == 1
 
@@ -132,7 +132,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
         await place.until(lambda result: sum(_picks(result).values()) > 50)
         victim = max(_picks(await place.metrics()))
         await kill(engines, victim)
-        await told(place, victim, 0)
+        await until_up(place, victim, 0)
         later = [(await ask(place)).status for _ in range(30)]
         stop.set()
     assert later == [200] * 30
@@ -140,7 +140,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
     assert {status for item in loads for status in item.result()} <= {200, 503}
     await place.settled()
     await revive(children, engines, victim)
-    await told(place, victim, 1)
+    await until_up(place, victim, 1)
     before = _picks(await place.metrics())[victim]
     # It may be left out for some seconds more; then a request tries it.
     async with asyncio.timeout(300):
@@ -156,11 +156,11 @@ async def test_121_all_engines_gone_and_back(place, children, engines):
     for address in engines:
         await kill(engines, address)
     for address in engines:
-        await told(place, address, 0)
+        await until_up(place, address, 0)
     assert [(await ask(place)).status for _ in range(6)] == [503] * 6
     for address in list(engines):
         await revive(children, engines, address)
-        await told(place, address, 1)
+        await until_up(place, address, 1)
     assert [(await ask(place)).status for _ in range(6)] == [200] * 6
 
 

@@ -24,8 +24,8 @@ CONFIG = (
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def place(live, served, dead):
                 config, "x-llm-d-inference-fairness-id"
             ),
         )
-    ) as one:
-        yield one
+    ) as running:
+        yield running
 
 
 def find_line(place, message, **fields):

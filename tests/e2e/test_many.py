@@ -52,7 +52,7 @@ def place(live, engines):
 
 
 @pytest.fixture
-def told(engines):
+def end_of_streams(engines):
     """Streams of one event, which end when this is set."""
     over = asyncio.Event()
 
@@ -116,18 +116,18 @@ async def test_123_slow_bodies(place, engines):
     assert (answered - before[0], lost - before[1]) == (STREAMS + 1, 0)
 
 
-async def test_123_streams_end_together(place, told):
+async def test_123_streams_end_together(place, end_of_streams):
     """1,000 streams at once are all charged, all end well and leave nothing."""
     async with opened(place) as calls:
         await streaming(calls)
         assert await place.total("extproc_endpoint_inflight_requests") == STREAMS
-        told.set()
+        end_of_streams.set()
         bodies = await asyncio.gather(*(call.body.rest() for call in calls))
     assert bodies == [b"data: 2\n\n"] * STREAMS
     await place.settled()
 
 
-async def test_123_clients_are_killed(place, told):
+async def test_123_clients_are_killed(place, end_of_streams):
     """Half of 1,000 clients cut within their bodies, half within their answers: all is freed."""
     async with opened(place) as calls:
         await streaming(calls[::2])
@@ -135,12 +135,12 @@ async def test_123_clients_are_killed(place, told):
         for call in calls:
             call.cut()
         await place.settled()
-        told.set()
+        end_of_streams.set()
     assert (await http1.ask(place.port, PATH, CHAT)).status == 200
 
 
 @pytest.mark.slow
-async def test_123_engine_is_killed(place, engines, told):
+async def test_123_engine_is_killed(place, engines, end_of_streams):
     """An engine that resets every connection ends its streams and no others."""
     async with opened(place) as calls:
         await streaming(calls)
@@ -149,7 +149,7 @@ async def test_123_engine_is_killed(place, engines, told):
         assert 0 < lost < STREAMS
         engines[0].cut()
         await place.until(lambda values: values["extproc_streams_open"] == STREAMS - lost)
-        told.set()
+        end_of_streams.set()
         ended = await asyncio.gather(*(call.body.rest() for call in calls), return_exceptions=True)
     broken = [item for item in ended if isinstance(item, asyncio.IncompleteReadError)]
     assert len(broken) == lost
@@ -157,21 +157,21 @@ async def test_123_engine_is_killed(place, engines, told):
     await place.settled()
 
 
-async def test_123_envoy_is_killed(place, told):
+async def test_123_envoy_is_killed(place, end_of_streams):
     """Envoy killed with 1,000 streams open, half of them mid-body: extproc frees everything."""
     async with opened(place) as calls:
         await streaming(calls[::2])
         place.envoy.process.kill()
         await place.envoy.process.wait()
         await place.settled()
-        told.set()
+        end_of_streams.set()
         for call in calls:
             await call.ended()
     await place.start_envoy()
     assert (await http1.ask(place.port, PATH, CHAT)).status == 200
 
 
-async def test_123_extproc_is_killed(place, told):
+async def test_123_extproc_is_killed(place, end_of_streams):
     """Extproc killed with streams open: Envoy ends them, and serves again after the restart."""
     async with opened(place, 100) as calls:
         await streaming(calls)
@@ -179,7 +179,7 @@ async def test_123_extproc_is_killed(place, told):
         await place.extproc.process.wait()
         for call in calls:
             await call.ended()
-        told.set()
+        end_of_streams.set()
     await place.start_extproc()
     statuses = [(await http1.ask(place.port, PATH, CHAT)).status for _ in range(20)]
     assert statuses == [200] * 20

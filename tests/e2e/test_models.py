@@ -76,7 +76,7 @@ def chat(model, content="hello"):
     return text.encode()
 
 
-def asked(served, path):
+def requests_to(served, path):
     """What arrived on a path; the scraper asks for others."""
     return [ask for ask in served.asks if ask.path == path]
 
@@ -89,19 +89,19 @@ async def test_027_models_go_where_they_are_served(place, llama, qwen, listeners
         for _ in range(3):
             answer = await http1.ask(port, PATH, chat(model))
             assert answer.json()["by"] == served.address
-            assert asked(served, PATH)[-1].body == chat(model)
+            assert requests_to(served, PATH)[-1].body == chat(model)
 
 
 @pytest.mark.parametrize("mode", SEEING)
 async def test_027_unknown_models_are_refused(place, llama, listeners, mode):
     """404 in OpenAI's shape, with the names there are; no engine hears of it."""
-    before = len(asked(llama, PATH))
+    before = len(requests_to(llama, PATH))
     answer = await http1.ask(listeners[mode, "NONE"], PATH, chat("gpt"))
     assert answer.status == 404
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
     assert "`gpt` does not exist; there are: llama, math, " in error["message"]
-    assert len(asked(llama, PATH)) == before
+    assert len(requests_to(llama, PATH)) == before
 
 
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
@@ -117,7 +117,7 @@ async def test_027_kubeai_names_are_renamed_in_place(place, llama, listeners, mo
         return
     answer = await http1.ask(listeners[mode], PATH, **how)
     assert answer.json()["by"] == llama.address
-    got = asked(llama, PATH)[-1]
+    got = requests_to(llama, PATH)[-1]
     assert got.body == sent.replace(b'"llama_sql"', b'"sql"')
     length = got.head.get("content-length")
     assert (
@@ -133,7 +133,7 @@ async def test_027_a_cut_body_is_renamed_in_its_beginning(place, llama, listener
     for how in ({"body": sent}, {"chunks": [sent[:1000], sent[1000:]]}):
         answer = await http1.ask(port, PATH, **how)
         assert answer.status == 200, answer.body
-        got = asked(llama, PATH)[-1]
+        got = requests_to(llama, PATH)[-1]
         assert got.size == len(sent) - len("llama_")
         assert answer.json()["by"] == llama.address
 
@@ -150,7 +150,7 @@ async def test_027_a_form_is_renamed(place, llama, listeners, mode):
     headers = [("content-type", "multipart/form-data; boundary=B")]
     answer = await http1.ask(listeners[mode, "NONE"], AUDIO, sent, headers=headers)
     assert answer.json()["by"] == llama.address
-    assert asked(llama, AUDIO)[-1].body == sent.replace(b"llama_sql", b"sql")
+    assert requests_to(llama, AUDIO)[-1].body == sent.replace(b"llama_sql", b"sql")
 
 
 async def test_027_a_body_ended_by_trailers_is_renamed(place, llama, listeners):
@@ -158,7 +158,7 @@ async def test_027_a_body_ended_by_trailers_is_renamed(place, llama, listeners):
     sent = chat("llama_sql", "x" * 20_000)
     port = listeners["FULL_DUPLEX_STREAMED", "NONE"]
     await http2.ask(port, PATH, sent, trailers=[("x-checksum", "1")])
-    assert asked(llama, PATH)[-1].body == sent.replace(b'"llama_sql"', b'"sql"')
+    assert requests_to(llama, PATH)[-1].body == sent.replace(b'"llama_sql"', b'"sql"')
 
 
 async def test_027_renames_are_counted(place, listeners):

@@ -94,8 +94,8 @@ async def test_a_conversation_stays_on_its_rank(engines, binary):
                 assert answer.status == 200
                 usage = answer.json()["usage"]
                 cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-                said = answer.json()["choices"][0]["message"]["content"]
-                texts += [said, f"{name} goes on in turn {turn} " * 20]
+                reply = answer.json()["choices"][0]["message"]["content"]
+                texts += [reply, f"{name} goes on in turn {turn} " * 20]
             return cached
 
         for first, *later in await asyncio.gather(*(talk(f"client {n}") for n in range(6))):

@@ -19,8 +19,8 @@ CHAT = json.dumps(
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def file(tmp_path_factory):
 def place(live, served, file):
     config = f"{installation.UNSCRAPED[:-1]}, decisions: {{record: {{file: {file}}}}}}}"
     arguments = ("--config-text", config)
-    with live.holding(installation.installed(served.address, arguments=arguments)) as one:
-        yield one
+    with live.holding(installation.installed(served.address, arguments=arguments)) as running:
+        yield running
 
 
 async def test_requests_are_recorded_without_their_text(place, served, file):

@@ -111,7 +111,7 @@ def chat(model="big", **more):
     return json.dumps({"model": model, "messages": text, **more}).encode()
 
 
-def asked(served):
+def chat_requests(served):
     return [ask for ask in served.asks if ask.path == PATH]
 
 
@@ -126,7 +126,7 @@ async def test_086_json_answers(place, served, listeners, mode, framing):
         else backend.saying(NAMED[:cut], NAMED[cut:], headers=[JSON])
     )
     answer = await http1.ask(listeners[mode], PATH, chat())
-    assert asked(served)[-1].body == chat("big-v2")
+    assert chat_requests(served)[-1].body == chat("big-v2")
     assert answer.body == restored(NAMED)
     assert answer.head.get("content-length") in {"", str(len(answer.body))}
 
@@ -184,7 +184,7 @@ async def test_086_unseen_answers_are_unchanged(place, served, listeners):
     """Full duplex for requests alone: the data plane lets nobody see the answer."""
     served.plays[PATH] = counted(NAMED, JSON)
     answer = await http1.ask(listeners["FULL_DUPLEX_STREAMED", "NONE"], PATH, chat())
-    assert asked(served)[-1].body == chat("big-v2")
+    assert chat_requests(served)[-1].body == chat("big-v2")
     assert answer.body == NAMED
 
 
@@ -218,18 +218,20 @@ async def test_086_head_requests_keep_their_length(place, served, listeners):
 async def test_085_a_canary(place, served, listeners, mode):
     """About 30 of 100 go to the variant, and turns of one conversation to one of both."""
     port = listeners[mode, "NONE"]
-    before = len(asked(served))
+    before = len(chat_requests(served))
     for _ in range(100):
         await http1.ask(port, PATH, chat("split"))
-    names = collections.Counter(json.loads(ask.body)["model"] for ask in asked(served)[before:])
+    names = collections.Counter(
+        json.loads(ask.body)["model"] for ask in chat_requests(served)[before:]
+    )
     # Five standard deviations.
     assert abs(names["b"] - 30) <= 23
     assert names["a"] + names["b"] == 100
     for user in range(10):
-        before = len(asked(served))
+        before = len(chat_requests(served))
         for _ in range(3):
             await http1.ask(port, PATH, chat("split", user=f"user {user}"))
-        assert len({json.loads(ask.body)["model"] for ask in asked(served)[before:]}) == 1
+        assert len({json.loads(ask.body)["model"] for ask in chat_requests(served)[before:]}) == 1
 
 
 async def test_072_sheddable_requests_are_dropped_while_full(place, served, listeners):

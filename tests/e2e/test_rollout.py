@@ -41,29 +41,29 @@ class StreamingEngine:
     """Answers that say something whenever they are told to, and end when they are told to."""
 
     def __init__(self) -> None:
-        self._told = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self.ticks = 0
         self.over = False
 
     async def tick(self) -> None:
         """Have every stream say one more event."""
-        async with self._told:
+        async with self._changed:
             self.ticks += 1
-            self._told.notify_all()
+            self._changed.notify_all()
 
     async def end(self) -> None:
         """Have every stream end, once it has said everything."""
-        async with self._told:
+        async with self._changed:
             self.over = True
-            self._told.notify_all()
+            self._changed.notify_all()
 
     async def play(self, _, peer) -> None:
         """One answer: events from the first to the last, none left out."""
         await peer.say(backend.EVENTS_HEAD)
         text = 0
         while True:
-            async with self._told:
-                await self._told.wait_for(lambda message=text: self.over or message < self.ticks)
+            async with self._changed:
+                await self._changed.wait_for(lambda message=text: self.over or message < self.ticks)
                 ticks, over = self.ticks, self.over
             for n in range(text, ticks):
                 await peer.say(backend.framed(event(n)))

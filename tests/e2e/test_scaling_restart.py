@@ -39,7 +39,7 @@ class Keeper:
     """
 
     def __init__(self, children, folder):
-        self.told = []
+        self.calls = []
         self.listed = folder / "endpoints.yaml"
         self.listed.write_text("endpoints: []\n")
         self._notes = folder / "notes"
@@ -54,13 +54,13 @@ class Keeper:
 
     @property
     def replicas(self):
-        return self.told[-1][1] if self.told else 0
+        return self.calls[-1][1] if self.calls else 0
 
     async def run(self):
         """Make it so, until cancelled; a file says nothing by itself."""
         while True:
             lines = [line.split() for line in self._notes.read_text().splitlines()]
-            self.told = [(int(name), int(count), float(at)) for name, count, at in lines]
+            self.calls = [(int(name), int(count), float(at)) for name, count, at in lines]
             missing = self.replicas - len(self._engines)
             if missing > 0:
                 self._engines += await asyncio.gather(*(self._engine() for _ in range(missing)))
@@ -153,7 +153,7 @@ class ReplicaPair:
                 while (result := await ask()) != wanted:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"{result}, not {wanted}; asked: {self.keeper.told}") from None
+            raise AssertionError(f"{result}, not {wanted}; asked: {self.keeper.calls}") from None
 
     async def replaced(self, how):
         """End the first picker, and start another one in its place."""
@@ -227,10 +227,10 @@ async def test_a_restart_under_load_keeps_the_replicas(tmp_path, how):
         assert len(lost) <= (0 if how == signal.SIGTERM else CLIENTS), lost
         for which in range(2):
             await item.until(lambda which=which: item.metric(which, "extproc_endpoint_up"), 0)
-        during = [count for _, count, at in item.keeper.told if at < ended]
-        assert during == sorted(during), item.keeper.told
-        after = [(name, count, at) for name, count, at in item.keeper.told if at >= begun]
-        assert {count for _, count, _ in after} == {0}, item.keeper.told
+        during = [count for _, count, at in item.keeper.calls if at < ended]
+        assert during == sorted(during), item.keeper.calls
+        after = [(name, count, at) for name, count, at in item.keeper.calls if at >= begun]
+        assert {count for _, count, _ in after} == {0}, item.keeper.calls
         # The last look that saw load may be an interval older than its end.
         first = min(at for _, _, at in after) + INTERVAL_S
         assert ended + WINDOW_S <= first

@@ -34,13 +34,13 @@ class PageEngine:
 
     def __init__(self):
         self.number = "16"
-        self.asked = 0
+        self.requests = 0
 
     async def serve(self, reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 await reader.readuntil(b"\r\n\r\n")
-                self.asked += 1
+                self.requests += 1
                 body = PAGE.format(self.number).encode()
                 head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n"
                 writer.write(head.encode() + body)
@@ -94,10 +94,10 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
 
         await until(mended)
         engine.number = "1e300"
-        requested = engine.asked
+        requested = engine.requests
 
         async def scraped():
-            return engine.asked > requested + 2
+            return engine.requests > requested + 2
 
         await until(scraped)
         assert child.process.returncode is None

@@ -41,14 +41,14 @@ def environment(receiver):
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def place(live, served, environment):
-    with live.holding(installation.installed(served.address)) as one:
-        yield one
+    with live.holding(installation.installed(served.address)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def traced_place(live, served, environment, receiver):
         manager["request_id_extension"] = block["request_id_extension"]
         config["static_resources"]["clusters"].append(cluster)
 
-    with live.holding(installation.installed(served.address, change=trace)) as one:
-        yield one
+    with live.holding(installation.installed(served.address, change=trace)) as running:
+        yield running
 
 
 async def ask(place, served, *, trace="", flags="01", body=CHAT, request_id="id"):

@@ -105,11 +105,11 @@ class XdsSite:
             raise AssertionError(f"it did not become so; at last: {shown}") from None
         return result
 
-    async def healthy(self, count: int, *, of: int) -> None:
+    async def healthy(self, count: int, *, total: int) -> None:
         """Envoy knows so many engines, and holds so many for healthy."""
         await self.until(
             lambda result: (
-                result.get("membership_total") == of and result["membership_healthy"] == count
+                result.get("membership_total") == total and result["membership_healthy"] == count
             )
         )
 
@@ -156,7 +156,7 @@ async def sited(folder, binary, *addresses):
     try:
         runtime.list(*addresses)
         await runtime.start()
-        await runtime.healthy(len(addresses), of=len(addresses))
+        await runtime.healthy(len(addresses), total=len(addresses))
         yield runtime
         for at in range(2):
             result = await runtime.metrics(at)
@@ -223,7 +223,7 @@ def clean(live, engines, site):
     for engine in engines:
         engine.plays.clear()
     live.run(site.agree(*(engine.address for engine in engines)))
-    live.run(site.healthy(3, of=3))
+    live.run(site.healthy(3, total=3))
     for engine in engines:
         engine.asks.clear()
 
@@ -237,7 +237,7 @@ async def test_endpoints_come_and_go(site, engines):
     """Envoy learns of them as extproc does, and goes where extproc says."""
     async with backend.backend() as new:
         await site.agree(engines[0].address, new.address)
-        await site.healthy(2, of=2)
+        await site.healthy(2, total=2)
         for _ in range(8):
             assert (await site.ask()).status == 200
         counts = served([*engines, new])
@@ -245,7 +245,7 @@ async def test_endpoints_come_and_go(site, engines):
         # Two pickers, each of which goes round.
         assert all(3 <= count <= 5 for count in (counts[0], counts[3]))
         await site.agree(engines[0].address)
-        await site.healthy(1, of=1)
+        await site.healthy(1, total=1)
     assert (await site.ask()).status == 200
 
 
@@ -266,7 +266,7 @@ async def test_an_engine_that_is_dead_when_picked(site, engines):
     dead = f"127.0.0.1:{stack.free_port()}"
     async with asking(site) as statuses:
         site.list(dead, *(engine.address for engine in engines))
-        await site.healthy(3, of=4)
+        await site.healthy(3, total=4)
         await more(statuses, 100)
     assert statuses.keys() == {200}
 
@@ -289,7 +289,7 @@ async def test_an_engine_is_killed_under_load(site, engines):
     async with stack.stack() as children:
         engine, address = await children.engine("--model", "m", "--speed", "4")
         site.list(address, *(item.address for item in engines))
-        await site.healthy(4, of=4)
+        await site.healthy(4, total=4)
         async with asking(site, 16) as statuses:
             # Clients wait for the slow one at some time; then it dies.
             await more(statuses, 50)
@@ -358,7 +358,7 @@ async def test_updates_come_from_the_remaining_replica(site, engines):
         await more(statuses, 2 * ASKING)
         engines[1].asks.clear()
         site.list(engines[1].address)
-        await site.healthy(1, of=1)
+        await site.healthy(1, total=1)
         await more(statuses, 50)
         late = [ask for ask in engines[1].asks if ask.path == PATH]
         assert late
@@ -375,7 +375,7 @@ async def test_a_hanging_replica_does_not_stop_updates(site, engines):
     async with asking(site) as statuses:
         site.pickers[result].process.send_signal(signal.SIGSTOP)
         site.list(engines[1].address)
-        await site.healthy(1, of=1)
+        await site.healthy(1, total=1)
         engines[1].asks.clear()
         await more(statuses, 50)
         late = [ask for ask in engines[1].asks if ask.path == PATH]

@@ -9,10 +9,10 @@ import re
 import aiohttp
 import pytest
 
-from tests.kubernetes import test_scaling as scaling
+from tests.kubernetes import test_scaling
 from tests.support import kube, kube_picker, serving
 
-POLICY = {name: scaling.POLICY[name] for name in ("policy", "params")}
+POLICY = {name: test_scaling.POLICY[name] for name in ("policy", "params")}
 TARGET, MIN, MAX = "extproc/scale-target", "extproc/scale-min", "extproc/scale-max"
 
 
@@ -22,7 +22,7 @@ def served(crds):
 
 
 def engines(namespace, name):
-    item = scaling.deployment(namespace)
+    item = test_scaling.deployment(namespace)
     return item | {"metadata": {"name": name, "namespace": namespace}}
 
 
@@ -39,7 +39,7 @@ async def place(api, cluster):
     for name in ("one", "two"):
         await api.create(engines(namespace, name))
     rules = [*kube.picker_rules(), *kube.picker_rules("components/leader-election")]
-    access = await api.account(namespace, [*rules, *scaling.rights()])
+    access = await api.account(namespace, [*rules, *test_scaling.rights()])
     yield namespace, cluster.write_kubeconfig(namespace, access, namespace)
 
 
@@ -103,8 +103,10 @@ async def test_pools_with_annotated_objects_come_and_go(api, cluster):
                 lambda: state(api, namespace), lambda matches: matches.keys() == {item, two}
             )
             await api.delete(pool(namespace, "two"))
-            await running.until(lambda: scaled(running), lambda found: found == {item})
-            await running.until(lambda: state(api, namespace), lambda found: found.keys() == {item})
+            await running.until(lambda: scaled(running), lambda result: result == {item})
+            await running.until(
+                lambda: state(api, namespace), lambda result: result.keys() == {item}
+            )
             assert await replicas(api, namespace, "two") == 3
 
 
@@ -190,7 +192,7 @@ async def test_a_tenant_scales_nothing_of_another_namespace(api, cluster):
                     entry["involvedObject"]["name"] for entry in items if entry["type"] == "Warning"
                 }
 
-            await running.until(warned, lambda seen: len(seen) == len(texts))
+            await running.until(warned, lambda lines: len(lines) == len(texts))
     assert (await api.get(theirs))["metadata"]["resourceVersion"] == before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.demo import stack
-from tests.kubernetes.conformance import stand as stands
+from tests.kubernetes.conformance import stands
 from tests.kubernetes.conformance.gateway import GatewayPool, Rule
 from tests.support import kube
 
@@ -79,7 +79,7 @@ def _written(namespace):
 BOTH = pytest.mark.parametrize("through", ["written", "brought"])
 
 
-def of(name):
+def is_from_pool(name):
     """Whether a pod of a pool answered."""
     return lambda answer: answer.pod.partition("-")[0] == name
 
@@ -95,7 +95,7 @@ async def test_pools_by_host_header_and_model(stand, through):
     for name, (host, more, body) in asks.items():
         how = {"through": through, "more": more, "body": body}
         # Claims were written while the pickers ran.
-        await stand.until(of(name), host, "/v1/completions", **how)
+        await stand.until(is_from_pool(name), host, "/v1/completions", **how)
         answers = await stand.many(20, 4, host, "/v1/completions", **how)
         assert {answer.pod for answer in answers} == {f"{name}-0", f"{name}-1"}
 
@@ -114,7 +114,7 @@ async def test_pools_come_and_go(stand, port):
     how = {"through": "brought", "body": asking("new")}
     assert (await stand.ask("any.example.com", "/v1/completions", **how)).status == 404
     await stand.api.create(pool)
-    await stand.until(of("delta"), "any.example.com", "/v1/completions", **how)
+    await stand.until(is_from_pool("delta"), "any.example.com", "/v1/completions", **how)
     await stand.api.delete(pool)
     await stand.until(
         lambda answer: answer.status == 404, "any.example.com", "/v1/completions", **how
@@ -135,10 +135,10 @@ async def test_annotations_beyond_the_match_rules_are_ignored(stand, port):
         await stand.api.create(pool)
         await refused
         answers = await stand.many(20, 4, "any.example.com", "/v1/completions", **how)
-        assert all(map(of("gamma"), answers))
+        assert all(map(is_from_pool("gamma"), answers))
         host = {**how, "body": asking("m")}
         answers = await stand.many(20, 4, "alpha.example.com", "/v1/completions", **host)
-        assert all(map(of("alpha"), answers))
+        assert all(map(is_from_pool("alpha"), answers))
         await stand.api.delete(pool)
 
 
@@ -153,6 +153,6 @@ async def test_065_a_deleted_pool_and_only_that_pool(stand, port):
     batch = await stand.ask(
         "any.example.com", "/v1/completions", through="written", more={"x-tier": "batch"}
     )
-    assert (batch.status, of("beta")(batch)) == (200, True)
+    assert (batch.status, is_from_pool("beta")(batch)) == (200, True)
     await stand.api.create(pool)
-    await stand.until(of("alpha"), *requested, **how)
+    await stand.until(is_from_pool("alpha"), *requested, **how)

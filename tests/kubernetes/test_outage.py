@@ -101,21 +101,21 @@ async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
         ) as picker:
             assert not await picker.ready()
             assert await picker.pick() == ""
-            assert "extproc is ready" not in await told(picker)
+            assert "extproc is ready" not in await read_log(picker)
             reasons = await picker.page("/readyz")
             assert reasons.startswith("not ready\n")
             assert f"pods in namespace {place[0]} not in step for" in reasons
             assert "disconnected: Cannot connect" in reasons
             await cluster.restart()
             await picker.until(picker.ready, bool)
-            await picker.until(lambda: told(picker), lambda text: "extproc is ready" in text)
+            await picker.until(lambda: read_log(picker), lambda text: "extproc is ready" in text)
             await picker.knows(addresses(*range(PODS)))
             assert await picker.pick() in addresses(*range(PODS))
     finally:
         await cluster.restart()
 
 
-async def told(picker):
+async def read_log(picker):
     """What it printed last."""
     return "\n".join(picker.child.last_lines)
 
@@ -130,8 +130,8 @@ async def test_a_restart_of_the_api_server_is_no_missing_permission(api, cluster
             await cluster.restart()
             await api.set_status(engine(namespace, number, ready=False))
             await picker.knows(addresses(*range(number + 1, PODS)))
-        await picker.until(lambda: told(picker), lambda text: "connected: https" in text)
-        assert "add to a Role" not in await told(picker)
+        await picker.until(lambda: read_log(picker), lambda text: "connected: https" in text)
+        assert "add to a Role" not in await read_log(picker)
 
 
 async def watch_states(picker):
@@ -163,9 +163,9 @@ async def test_lost_permissions_are_shown_while_missing(api, cluster, place):
         text = await picker.page("/readyz")
         assert text.startswith("ok\n")
         assert re.search(rf"pods in namespace {namespace} not in step for \d+ s: forbidden", text)
-        assert "connected: https" not in (await told(picker)).partition("disconnected")[2]
+        assert "connected: https" not in (await read_log(picker)).partition("disconnected")[2]
         metadata = {key: binding["metadata"][key] for key in ("name", "namespace")}
         await api.call("POST", path, binding | {"metadata": metadata})
         await picker.until(lambda: watch_states(picker), lambda records: records == {})
         assert await picker.page("/readyz") == "ok\n"
-        assert "connected: https" in (await told(picker)).rpartition("forbidden")[2]
+        assert "connected: https" in (await read_log(picker)).rpartition("forbidden")[2]

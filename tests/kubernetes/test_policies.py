@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from extproc.demo import stack
-from tests.kubernetes.conformance import stand as stands
+from tests.kubernetes.conformance import stands
 from tests.kubernetes.conformance.gateway import Rule
 from tests.support import kube
 
@@ -47,7 +47,7 @@ async def arriving(stand, model, **more):
     """The model in the body that reached a pod, all else of it unchanged."""
     answer = await stand.ask(HOST, PATH, body=body(model), arrives=b"", more=more)
     assert answer.status == 200
-    sent = answer.said["body"].encode()
+    sent = answer.content["body"].encode()
     result = json.loads(sent)["model"]
     assert sent == body(result)
     return result
@@ -59,10 +59,12 @@ def rule(model, *targets):
     return {**matches, "targets": [{"modelRewrite": name, **extra} for name, extra in targets]}
 
 
-async def seen(stand, model, wanted, **more):
+async def until_rewritten(stand, model, wanted, **more):
     """Wait until requests for a model arrive under another name."""
     await stand.until(
-        lambda answer: answer.status == 200 and json.loads(answer.said["body"])["model"] == wanted,
+        lambda answer: (
+            answer.status == 200 and json.loads(answer.content["body"])["model"] == wanted
+        ),
         HOST,
         PATH,
         body=body(model),
@@ -79,11 +81,11 @@ async def test_083_084_rewrites_of_the_cluster(stand):
     rules = [rule("", ("any", {})), rule("a", ("exact", {}))]
     item = kube.rewrite("rules", stand.namespace, "primary", rules)
     await stand.api.create(item)
-    await seen(stand, "a", "exact")
+    await until_rewritten(stand, "a", "exact")
     assert await arriving(stand, "b") == "any"
     assert await arriving(stand, "a", **header) == "exact"
     await stand.api.delete(item)
-    await seen(stand, "a", "a")
+    await until_rewritten(stand, "a", "a")
     assert await arriving(stand, "b") == "b"
 
 
@@ -93,7 +95,7 @@ async def test_085_weights_of_the_cluster(stand):
     item = kube.rewrite("canary", stand.namespace, "primary", [rule("split", *targets)])
     await stand.api.create(item)
     await stand.until(
-        lambda answer: json.loads(answer.said["body"])["model"] != "split",
+        lambda answer: json.loads(answer.content["body"])["model"] != "split",
         HOST,
         PATH,
         body=body("split"),
@@ -104,7 +106,7 @@ async def test_085_weights_of_the_cluster(stand):
     assert abs(picks["new"] - 60) <= 33
     assert picks.total() == picks["new"] + picks["old"]
     await stand.api.patch(item, {"spec": {"rules": [rule("split", ("new", {}))]}})
-    await seen(stand, "split", "new")
+    await until_rewritten(stand, "split", "new")
     assert {await arriving(stand, "split") for _ in range(20)} == {"new"}
     await stand.api.delete(item)
 

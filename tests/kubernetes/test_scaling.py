@@ -15,7 +15,7 @@ import pytest
 from extproc.autoscaling.runtime import scale_subresource
 from extproc.config.autoscaling import ScaleTarget
 from extproc.demo import stack
-from extproc.discovery.kubernetes import settings as watching
+from extproc.discovery.kubernetes.settings import KubernetesSettings
 from tests.support import ext_proc_script, kube, kube_picker, peer, serving
 
 #: A policy that looks often and forgets fast: a test does not wait for minutes.
@@ -66,7 +66,7 @@ class Kubelet:
     """
 
     def __init__(self, api, namespace, children):
-        self.asked = []
+        self.scalings = []
         self._api = api
         self._namespace = namespace
         self._children = children
@@ -87,8 +87,8 @@ class Kubelet:
         while True:
             spec = (await self._api.get(deployment(self._namespace)))["spec"]
             replicas = spec.get("replicas", 0)
-            if not self.asked or self.asked[-1][1] != replicas:
-                self.asked.append((time.monotonic(), replicas))
+            if not self.scalings or self.scalings[-1][1] != replicas:
+                self.scalings.append((time.monotonic(), replicas))
             while len(self._pods) < replicas:
                 await self._start()
             while len(self._pods) > replicas:
@@ -193,7 +193,7 @@ async def test_from_zero_to_some_and_back(api, cluster):
         assert (
             await read_metric(picker, 'extproc_scaling_changes_total{pool="",reason="wake"}') == 1.0
         )
-        assert [count for _, count in kubelet.asked][:3] == [0, 1, 2]
+        assert [count for _, count in kubelet.scalings][:3] == [0, 1, 2]
         events = await api.call("GET", f"/api/v1/namespaces/{namespace}/events")
         assert {event["reason"] for event in events["items"]} == {"Scaled"}
         state = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
@@ -218,7 +218,7 @@ async def test_replicas_are_ready_while_another_leads(api, cluster):
         await item.until(leaders, lambda result: result == [0.0, 1.0])
 
 
-async def said(picker):
+async def read_log(picker):
     """What it printed last."""
     return "\n".join(picker.child.last_lines)
 
@@ -248,7 +248,7 @@ async def test_a_target_of_another_autoscaler_is_left_alone(api, cluster):
                 lambda: read_metric(picker, "extproc_leader"), lambda entry: entry == 1.0
             )
             line = "HorizontalPodAutoscaler theirs scales Deployment"
-            await picker.until(lambda: said(picker), lambda text: line in text)
+            await picker.until(lambda: read_log(picker), lambda text: line in text)
             await picker.until(
                 lambda: read_metric(picker, 'extproc_scaling_desired_replicas{pool=""}'),
                 lambda result: result == 2.0,
@@ -264,7 +264,7 @@ async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
     async with place(api, cluster, replicas=2) as (namespace, kubeconfig):
         hpa = HPA | {"metadata": {"name": "theirs", "namespace": namespace}}
         await api.create(hpa)
-        reaching = watching.KubernetesSettings(sources=(), kubeconfig=str(kubeconfig))
+        reaching = KubernetesSettings(sources=(), kubeconfig=str(kubeconfig))
         way = scale_subresource.ScaleClient(reaching, "me")
         await way.open()
         try:
@@ -298,7 +298,7 @@ async def test_missing_permissions_are_logged(api, cluster):
     kubeconfig = cluster.write_kubeconfig(namespace, access, namespace)
     async with scaler(namespace, kubeconfig, 8000, min=1) as picker:
         granted = 'resources: ["deployments/scale"]'
-        result = await picker.until(lambda: said(picker), lambda text: granted in text)
+        result = await picker.until(lambda: read_log(picker), lambda text: granted in text)
         assert 'verbs: ["get"]' in result
 
 
@@ -405,7 +405,9 @@ async def test_any_replicas_requests_wake_an_engine(api, cluster):
         assert dict(text.sets)[peer.DESTINATION] in kubelet.pods
         depth = 'extproc_scaling_queue_depth{pool=""}'
         for single in both:
-            await single.until(lambda one=single: read_metric(one, depth), lambda seen: seen == 1.0)
+            await single.until(
+                lambda picker=single: read_metric(picker, depth), lambda value: value == 1.0
+            )
         first.call.cancel()
 
 

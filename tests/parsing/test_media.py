@@ -55,9 +55,9 @@ FORMATS = {
 @pytest.mark.parametrize("size", [(1024, 768), (333, 1), (1920, 1080)])
 def test_sizes_of_images(name, size):
     """Width and height are read of every format, wherever its header has them."""
-    found = ask(image(FORMATS[name](*size))).media[0]
-    assert found.is_sized
-    assert found.tokens == media.estimate(QWEN, "image", size)
+    item = ask(image(FORMATS[name](*size))).media[0]
+    assert item.is_sized
+    assert item.tokens == media.estimate(QWEN, "image", size)
 
 
 SURFACES = {
@@ -89,7 +89,7 @@ def test_images_are_counted_on_every_surface(surface):
     path, field, part = SURFACES[surface]
     for size in (5_000, 500_000):
         request = parsed(path, {"model": QWEN, field: [user([part(png(1024, 768, size=size))])]})
-        assert [found.tokens for found in request.media] == [999]
+        assert [item.tokens for item in request.media] == [999]
         assert request.prompt_tokens == request.prompt_bytes // 4 + 999
         assert request.prompt_bytes < 200
         assert 4 * 999 <= len(request.prompt) < 4 * 999 + 200
@@ -107,9 +107,9 @@ def test_text_is_counted_beside_images():
 )
 def test_images_that_cannot_be_read_are_of_a_usual_size(address):
     """A URL says nothing of its image: it counts as one of 1024 x 768 pixels."""
-    found = ask({"type": "image_url", "image_url": {"url": address}}).media[0]
-    assert not found.is_sized
-    assert found.tokens == 999
+    item = ask({"type": "image_url", "image_url": {"url": address}}).media[0]
+    assert not item.is_sized
+    assert item.tokens == 999
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_images_that_cannot_be_read_are_of_a_usual_size(address):
 )
 def test_headers_that_cannot_be_are_not_believed(data):
     """More pixels than the bytes can hold, none at all, and broken headers: of a usual size."""
-    found = ask(image(data)).media[0]
-    assert not found.is_sized
-    assert found.tokens == 999
+    item = ask(image(data)).media[0]
+    assert not item.is_sized
+    assert item.tokens == 999
 
 
 MAGIC = st.sampled_from(
@@ -217,9 +217,9 @@ def test_room_of_images_is_bounded():
     request = ask(*[address] * 1000)
     assert len(request.prompt) < media.MAX_ROOM_BYTES + 100 * 1000
     assert len(request.media) == media.MAX_SPANS
-    assert sum(found.count for found in request.media) == 1000
-    assert sum(found.tokens for found in request.media) == 999_000
-    assert sum(found.count for found in ask(*[address] * 2000).media) == media.MAX_ITEMS
+    assert sum(item.count for item in request.media) == 1000
+    assert sum(item.tokens for item in request.media) == 999_000
+    assert sum(item.count for item in ask(*[address] * 2000).media) == media.MAX_ITEMS
 
 
 def test_long_names_of_models_are_not_remembered():
@@ -250,15 +250,15 @@ def test_audio_is_counted_in_seconds():
     """The rate of WAV is in its header; other formats are taken for 128 kbit/s."""
     for data, seconds in ((wav(10), 10), (b"ID3" + b"x" * 160_000, 10), (b"ID3" + b"x" * 100, 1)):
         part = {"type": "input_audio", "input_audio": {"data": pictures.encoded(data)}}
-        found = ask(part, model="qwen2-audio").media[0]
-        assert (found.kind, found.tokens) == ("audio", 25 * seconds)
+        item = ask(part, model="qwen2-audio").media[0]
+        assert (item.kind, item.tokens) == ("audio", 25 * seconds)
 
 
 def test_videos_are_of_a_usual_size():
     """A video is 32 frames of 640 x 360 pixels, two of which are joined."""
     part = {"type": "video_url", "video_url": {"url": url(b"x" * 1000, "video/mp4")}}
-    found = ask(part).media[0]
-    assert (found.kind, found.tokens, found.is_sized) == ("video", 16 * 23 * 13, False)
+    item = ask(part).media[0]
+    assert (item.kind, item.tokens, item.is_sized) == ("video", 16 * 23 * 13, False)
 
 
 VIDEO = {"type": "video_url", "video_url": {"url": url(b"x" * 1000, "video/mp4")}}
@@ -306,8 +306,8 @@ def test_forged_fields_are_bounded():
     """Bytes that no text has, in a prompt that no text makes, give items within bounds."""
     forged = b"\xf7i99999,99999,999999999;\xf7a,,;\xf7x1,1,1;" + struct.pack("B", 0xF7)
     laid_out, spans, text_bytes = media.lay_out(b"abc" + forged, "x")
-    assert [found.start for found in spans] == [0]
-    assert text_bytes + sum(found.size for found in spans) == len(laid_out)
+    assert [item.start for item in spans] == [0]
+    assert text_bytes + sum(item.size for item in spans) == len(laid_out)
     assert canonical_prompt.estimate(text_bytes) < 10
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from extproc.endpoint import NO_LOAD, Endpoint, Load
-from extproc.pool import candidate_builder, endpoint_health, snapshot
+from extproc.endpoint import NO_LOAD, Candidate, Endpoint, Load
+from extproc.pool import candidate_builder, endpoint_health
 from extproc.pool.store import PoolStore
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
@@ -84,7 +84,7 @@ def test_an_empty_pool_has_no_eligible_endpoint():
     assert eligible(fleet_of(), ("10.0.0.1",)) == []
 
 
-def turn(fleet: PoolStore, *, now: float) -> snapshot.Candidate:
+def turn(fleet: PoolStore, *, now: float) -> Candidate:
     members = fleet.pool.members
     imputation = candidate_builder.Imputer().impute(members, pool=fleet.pool, oldest=now - 3.0)
     (candidate,) = candidate_builder.build_candidates(

@@ -36,7 +36,7 @@ class ConversationsFixture:
         self.lengths = dict.fromkeys(range(conversations), 0)
         self.newest = conversations
         self.now = 1.0
-        self.asked = []
+        self.requests = []
         self.scrape()
 
     def load(self, engine):
@@ -83,7 +83,7 @@ class ConversationsFixture:
         engine = self.engines[at]
         assert (
             engine.submit(
-                engine_request.EngineRequest(str(len(self.asked)), tokens, 8, hashes), self.now
+                engine_request.EngineRequest(str(len(self.requests)), tokens, 8, hashes), self.now
             )
             is None
         )
@@ -94,12 +94,12 @@ class ConversationsFixture:
                 break
         self.parts.director.release(reservation, self.now)
         cached = done.finished[0].cached_tokens
-        self.asked.append((tokens, min(decision.matched_tokens, tokens), cached))
+        self.requests.append((tokens, min(decision.matched_tokens, tokens), cached))
         self.scrape()
 
     def ratios(self, last):
         """Predicted and observed hit ratio of the last so many requests."""
-        requested = self.asked[-last:]
+        requested = self.requests[-last:]
         total = sum(tokens for tokens, _, _ in requested)
         return sum(p for _, p, _ in requested) / total, sum(c for _, _, c in requested) / total
 

@@ -26,15 +26,15 @@ def tokens(prompt):
 
 def exact():
     """A pool with one engine that has stored a block, so that the size of blocks is known."""
-    found = ExactPrefixes(SCHEDULE, max_blocks=1000)
-    engine = found.open(("a", 0), 0)
-    found.index.set_live(engine, is_live=True)
-    found.index.apply(engine, BlockStored([1], None, tokens(b"x" * 16).tobytes(), SIZE))
-    return found, engine
+    prefixes = ExactPrefixes(SCHEDULE, max_blocks=1000)
+    engine = prefixes.open(("a", 0), 0)
+    prefixes.index.set_live(engine, is_live=True)
+    prefixes.index.apply(engine, BlockStored([1], None, tokens(b"x" * 16).tobytes(), SIZE))
+    return prefixes, engine
 
 
-def add(found, prompt):
-    found.map_prompt(chain(prompt), tokens(prompt), adapter="", prompt_bytes=len(prompt))
+def add(prefixes, prompt):
+    prefixes.map_prompt(chain(prompt), tokens(prompt), adapter="", prompt_bytes=len(prompt))
 
 
 def sent(address):
@@ -51,70 +51,70 @@ SYSTEM = b"".join(b"%08d" % number for number in range(20))  # 160 bytes: ten bl
 
 def test_the_same_prompt_and_its_next_turn_are_found_to_the_last_block():
     """Of the same prompt the last token is computed again; a longer one shares all of it."""
-    found, _ = exact()
+    prefixes, _ = exact()
     prompt = SYSTEM + text(*[b"%d" % digit for digit in range(4)])
     assert len(prompt) == 192
-    add(found, prompt)
-    assert found.prompts.find(chain(prompt))[2] == 11
-    assert found.prompts.find(chain(prompt + b"y" * 200))[2] == 12
-    assert found.prompts.find(chain(b"z" + prompt)) is None
-    assert found.prompts.find(()) is None
+    add(prefixes, prompt)
+    assert prefixes.prompts.find(chain(prompt))[2] == 11
+    assert prefixes.prompts.find(chain(prompt + b"y" * 200))[2] == 12
+    assert prefixes.prompts.find(chain(b"z" + prompt)) is None
+    assert prefixes.prompts.find(()) is None
 
 
 def test_blocks_that_prompts_share_are_counted_where_they_part():
     """The first prompt estimates, the second one knows: 160 bytes are ten blocks of tokens."""
-    found, _ = exact()
+    prefixes, _ = exact()
     first, second = SYSTEM + b"a" * 300, SYSTEM + b"b" * 300
-    add(found, first)
-    assert found.prompts.find(chain(second))[2] == 8
-    add(found, second)
-    assert found.prompts.find(chain(SYSTEM + b"c" * 300))[2] == 10
+    add(prefixes, first)
+    assert prefixes.prompts.find(chain(second))[2] == 8
+    add(prefixes, second)
+    assert prefixes.prompts.find(chain(SYSTEM + b"c" * 300))[2] == 10
 
 
 def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
     """The next turn of a conversation may drop what an engine generated before."""
-    found, _ = exact()
+    prefixes, _ = exact()
     prompt = SYSTEM + b"a" * 96
-    add(found, prompt)
+    add(prefixes, prompt)
     longer = prompt + b"b" * 64
     other = tokens(SYSTEM) + tokens(b"q" * 160)
-    found.map_prompt(chain(longer), other, adapter="", prompt_bytes=len(longer))
-    assert found.prompts.find(chain(prompt + b"c" * 64))[2] == 10
+    prefixes.map_prompt(chain(longer), other, adapter="", prompt_bytes=len(longer))
+    assert prefixes.prompts.find(chain(prompt + b"c" * 64))[2] == 10
 
 
 def test_events_of_any_engine_make_prompts_worth_mapping():
     """One whose events arrive is enough."""
-    found, engine = exact()
-    found.open(("b", 0), 0)
-    assert found.is_any_live
-    found.index.set_live(engine, is_live=False)
-    assert not found.is_any_live
+    prefixes, engine = exact()
+    prefixes.open(("b", 0), 0)
+    assert prefixes.is_any_live
+    prefixes.index.set_live(engine, is_live=False)
+    assert not prefixes.is_any_live
 
 
 def test_prompts_are_given_up_where_blocks_get_another_size():
     """Keys of their blocks are others then."""
-    found, engine = exact()
-    add(found, SYSTEM)
-    found.index.wipe(engine, is_complete=True)
-    while found.index.sweep(10):
+    prefixes, engine = exact()
+    add(prefixes, SYSTEM)
+    prefixes.index.wipe(engine, is_complete=True)
+    while prefixes.index.sweep(10):
         pass
-    found.index.apply(engine, BlockStored([1], None, tokens(b"x" * 32).tobytes(), 2 * SIZE))
-    assert found.index.block_tokens == 2 * SIZE
-    assert found.match(chain(SYSTEM)) is None
-    assert not len(found.prompts)
-    add(found, SYSTEM)
-    assert found.prompts.find(chain(SYSTEM + b"y" * 200))[2] == 5
+    prefixes.index.apply(engine, BlockStored([1], None, tokens(b"x" * 32).tobytes(), 2 * SIZE))
+    assert prefixes.index.block_tokens == 2 * SIZE
+    assert prefixes.match(chain(SYSTEM)) is None
+    assert not len(prefixes.prompts)
+    add(prefixes, SYSTEM)
+    assert prefixes.prompts.find(chain(SYSTEM + b"y" * 200))[2] == 5
 
 
 def test_a_prompt_of_too_many_blocks_is_not_mapped():
     """Engines choose how many tokens a block has, and how many a prompt."""
-    found, _ = exact()
+    prefixes, _ = exact()
     for count in (131_073, 131_072):
-        assert not found.prompts.covers(chain(SYSTEM))
+        assert not prefixes.prompts.covers(chain(SYSTEM))
         many = array("I", [1]) * (count * SIZE)
-        is_mapped = found.map_prompt(chain(SYSTEM), many, adapter="", prompt_bytes=160)
+        is_mapped = prefixes.map_prompt(chain(SYSTEM), many, adapter="", prompt_bytes=160)
         assert is_mapped == (count == 131_072)
-    assert found.prompts.covers(chain(SYSTEM))
+    assert prefixes.prompts.covers(chain(SYSTEM))
 
 
 def test_oldest_prompts_are_given_up_with_what_only_they_have():
@@ -146,85 +146,85 @@ def test_prompts_without_a_full_block_are_given_up_too():
 
 def test_match_says_what_each_engine_holds():
     """Depths are in blocks of tokens; unmapped prompts have none."""
-    found, engine = exact()
-    other = found.open(("b", 0), 0)
+    prefixes, engine = exact()
+    other = prefixes.open(("b", 0), 0)
     prompt = SYSTEM + b"a" * 96
-    assert found.match(chain(prompt)) is None
-    add(found, prompt)
+    assert prefixes.match(chain(prompt)) is None
+    add(prefixes, prompt)
     packed = tokens(prompt).tobytes()
-    found.index.apply(engine, BlockStored([2, 3], None, packed[: 2 * 16], SIZE))
-    found.index.apply(other, BlockStored([7], None, packed[:16], SIZE))
-    match = found.match(chain(prompt))
+    prefixes.index.apply(engine, BlockStored([2, 3], None, packed[: 2 * 16], SIZE))
+    prefixes.index.apply(other, BlockStored([7], None, packed[:16], SIZE))
+    match = prefixes.match(chain(prompt))
     mapped, depths = match.prompt, match.ends
     assert match.depth == len(chain(prompt))
     assert depths == [(1, other.bit), (2, engine.bit)]
-    assert found.tokens_by_slot(depths) == [8, 4]
+    assert prefixes.tokens_by_slot(depths) == [8, 4]
     request = sent("a")
-    found.record_sent(chain(prompt), request, 3.0)
+    prefixes.record_sent(chain(prompt), request, 3.0)
     assert mapped.sent == {"a": (3.0, request)}
-    found.forget(("b", 0))
-    found.index.sweep(100)
-    assert found.tokens_by_slot(found.match(chain(prompt)).ends) == [8, 0]
-    assert found.engines(("b", 0)) == ()
+    prefixes.forget(("b", 0))
+    prefixes.index.sweep(100)
+    assert prefixes.tokens_by_slot(prefixes.match(chain(prompt)).ends) == [8, 0]
+    assert prefixes.engines(("b", 0)) == ()
 
 
 def test_images_keep_prompts_of_equal_tokens_apart():
     """Placeholders are equal tokens; an engine holds what it stored with the same identifier."""
-    found, engine = exact()
+    prefixes, engine = exact()
     placeholder = tokens(SYSTEM + b"i" * 96)
     packed = placeholder.tobytes()
     extras = [b""] * 10 + kv_events.media_extras([(0, 16, "cat")], SIZE, 6)
     hashes = list(range(10, 26))
     for name in ("cat", "dog"):
-        found.map_prompt(
+        prefixes.map_prompt(
             chain(SYSTEM + name.encode() * 32),
             placeholder,
             adapter="",
             prompt_bytes=256,
             placeholders=[(40, 16, name)],
         )
-    assert found.match(chain(SYSTEM + b"cat" * 32)) is None
-    found.index.apply(engine, BlockStored(hashes, None, packed, SIZE, extras=extras))
-    assert found.match(chain(SYSTEM + b"cat" * 32)).ends == [(15, engine.bit)]
+    assert prefixes.match(chain(SYSTEM + b"cat" * 32)) is None
+    prefixes.index.apply(engine, BlockStored(hashes, None, packed, SIZE, extras=extras))
+    assert prefixes.match(chain(SYSTEM + b"cat" * 32)).ends == [(15, engine.bit)]
     # Whether engines call the other image so as well is not known while none of them holds it.
-    assert found.match(chain(SYSTEM + b"dog" * 32)) is None
-    assert found.match(chain(SYSTEM)).ends == [(10, engine.bit)]
+    assert prefixes.match(chain(SYSTEM + b"dog" * 32)) is None
+    assert prefixes.match(chain(SYSTEM)).ends == [(10, engine.bit)]
 
 
 def test_the_next_turn_finds_the_answer_that_engines_stored():
     """The blocks behind the earlier prompt count, where an engine holds them."""
-    found, engine = exact()
+    prefixes, engine = exact()
     prompt = SYSTEM + b"a" * 96
-    add(found, prompt)
+    add(prefixes, prompt)
     packed = tokens(prompt).tobytes()
-    found.index.apply(engine, BlockStored(list(range(10, 26)), None, packed, SIZE))
+    prefixes.index.apply(engine, BlockStored(list(range(10, 26)), None, packed, SIZE))
     for number in range(3):
         answer = tokens(b"%016d" % number).tobytes()
-        found.index.apply(
+        prefixes.index.apply(
             engine,
             BlockStored([30 + number], 25 + 5 * (number > 0) + max(0, number - 1), answer, SIZE),
         )
-    assert found.match(chain(prompt)).ends == [(15, engine.bit)]
+    assert prefixes.match(chain(prompt)).ends == [(15, engine.bit)]
     longer = chain(prompt + b"b" * 128)
-    assert found.match(longer).ends == [(19, engine.bit)]
-    assert found.match(longer).ends == [(19, engine.bit)]
-    found.index.apply(engine, BlockRemoved([32]))
-    assert found.match(longer).ends == [(18, engine.bit)]
+    assert prefixes.match(longer).ends == [(19, engine.bit)]
+    assert prefixes.match(longer).ends == [(19, engine.bit)]
+    prefixes.index.apply(engine, BlockRemoved([32]))
+    assert prefixes.match(longer).ends == [(18, engine.bit)]
 
 
 def test_a_prompt_remembers_few_engines():
     """Prompts that go everywhere do not grow, and of those that are never mapped few are kept."""
-    found, _ = exact()
-    add(found, SYSTEM)
+    prefixes, _ = exact()
+    add(prefixes, SYSTEM)
     for number in range(100):
-        found.record_sent(chain(SYSTEM), sent(f"e{number}"), float(number))
-    assert len(found.match(chain(SYSTEM)).prompt.sent) == 16
+        prefixes.record_sent(chain(SYSTEM), sent(f"e{number}"), float(number))
+    assert len(prefixes.match(chain(SYSTEM)).prompt.sent) == 16
     for number in range(1100):
-        found.record_sent(chain(b"%08d" % number * 8), sent("a"), 1.0)
+        prefixes.record_sent(chain(b"%08d" % number * 8), sent("a"), 1.0)
     for number, addresses in ((0, []), (1099, ["a"])):
         prompt = b"%08d" % number * 8
-        add(found, prompt)
-        assert list(found.match(chain(prompt)).prompt.sent) == addresses
+        add(prefixes, prompt)
+        assert list(prefixes.match(chain(prompt)).prompt.sent) == addresses
 
 
 class _Request:
@@ -249,24 +249,24 @@ def test_a_prompt_that_is_never_mapped_keeps_few_requests():
 
 def test_a_prompt_remembers_where_those_that_it_goes_on_from_were_sent():
     """Their blocks are there, or on their way; what is sent later is its own."""
-    found, _ = exact()
+    prefixes, _ = exact()
     longer = SYSTEM + b"a" * 96
-    found.record_sent(chain(longer), sent("b"), 2.0)
-    add(found, SYSTEM)
-    found.record_sent(chain(SYSTEM), sent("a"), 1.0)
-    add(found, longer)
-    assert list(found.match(chain(longer)).prompt.sent) == ["a", "b"]
-    add(found, SYSTEM + b"b" * 96)
-    assert list(found.match(chain(longer)).prompt.sent) == ["a", "b"]
+    prefixes.record_sent(chain(longer), sent("b"), 2.0)
+    add(prefixes, SYSTEM)
+    prefixes.record_sent(chain(SYSTEM), sent("a"), 1.0)
+    add(prefixes, longer)
+    assert list(prefixes.match(chain(longer)).prompt.sent) == ["a", "b"]
+    add(prefixes, SYSTEM + b"b" * 96)
+    assert list(prefixes.match(chain(longer)).prompt.sent) == ["a", "b"]
 
 
 def test_a_sent_prompt_arrives_until_its_request_ends():
     """However long it waits on the engine; and not where another endpoint answers in its place."""
-    found, _ = exact()
-    add(found, SYSTEM)
+    prefixes, _ = exact()
+    add(prefixes, SYSTEM)
     request = sent("a")
-    found.record_sent(chain(SYSTEM), request, 1.0)
-    arriving = found.match(chain(SYSTEM)).prompt.sent["a"].is_arriving
+    prefixes.record_sent(chain(SYSTEM), request, 1.0)
+    arriving = prefixes.match(chain(SYSTEM)).prompt.sent["a"].is_arriving
     assert arriving("a", 100.0)
     other = InflightLoad(Endpoint("b"))
     request.move(other, 100.0)

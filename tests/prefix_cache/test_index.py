@@ -153,21 +153,21 @@ def check_script(capacity, script, questions):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 8), scripts(prompts.map(chain)), questions(prompts.map(chain)))
-def test_index_is_least_recently_used_with_tails_first(capacity, script, asked):
+def test_index_is_least_recently_used_with_tails_first(capacity, script, queries):
     """After any script the index holds exactly the blocks a naive model holds, within bounds."""
-    check_script(capacity, script, asked)
+    check_script(capacity, script, queries)
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 8), scripts(colliding), questions(colliding))
-def test_colliding_hashes_change_nothing(capacity, script, asked):
+def test_colliding_hashes_change_nothing(capacity, script, queries):
     """Even for block lists no hash function gives, a block is known by all that lies before it."""
-    check_script(capacity, script, asked)
+    check_script(capacity, script, queries)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(200, 4000), scripts(prompts.map(chain)), questions(prompts.map(chain)))
-def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, asked):
+def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, queries):
     """After any script memory is within the bound, and no more is believed than was recorded."""
     index, naive = PrefixIndex(8, max_bytes=max_bytes), Naive(8)
     for name, key, argument in script:
@@ -181,7 +181,7 @@ def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, asked):
         getattr(naive, name)(key, argument)
         assert index.bytes_estimate() <= max_bytes
         check_books(index)
-    for question in asked:
+    for question in queries:
         slots = [index.slot(key) for key in KEYS]
         depths = index.match(question)
         for key, slot in zip(KEYS, slots, strict=True):

@@ -301,8 +301,8 @@ def test_blocks_of_lower_tiers_count_by_weight_behind_the_device():
     index = TokenBlockIndex(100, WEIGHTS)
     engine, other = index.open(), index.open()
     chain = keys(1, 2, 3, 4, 5, 6)
-    for each in (engine, other):
-        index.apply(each, stored([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]))
+    for slot in (engine, other):
+        index.apply(slot, stored([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]))
     assert saved(index, engine, chain) == 0
     index.apply(engine, lower([1, 2, 3, 4]))
     index.apply(engine, BlockStored([4, 5], None, b"", 0, medium="FS"))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from extproc.protocol import model_name_restorer
 
@@ -140,9 +140,9 @@ _PIECES = [
 
 
 @given(
-    body=some.lists(some.sampled_from(_PIECES), max_size=20).map(b"".join),
-    cuts=some.lists(some.integers(0, 400), max_size=8),
-    events=some.booleans(),
+    body=st.lists(st.sampled_from(_PIECES), max_size=20).map(b"".join),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    events=st.booleans(),
 )
 def test_any_cut_gives_the_same_bytes(body: bytes, cuts: list[int], *, events: bool):
     """However an answer is cut, its pieces join to what the whole becomes."""
@@ -153,7 +153,7 @@ def test_any_cut_gives_the_same_bytes(body: bytes, cuts: list[int], *, events: b
     assert b"".join(changed(headers, *chunks, b"")) == restored(headers, body)
 
 
-@given(cut=some.integers(0, 2 * len(EVENT)))
+@given(cut=st.integers(0, 2 * len(EVENT)))
 def test_complete_events_are_not_held_back(cut: int):
     """At any cut only what may begin a name waits, and nothing behind a complete event."""
     restorer = model_name_restorer.for_response(SSE, "big-v2", "big")
@@ -176,13 +176,11 @@ def test_byte_by_byte():
 
 
 @given(
-    tree=some.recursive(
-        some.none() | some.booleans() | some.integers() | some.text(),
-        lambda below: (
-            some.lists(below, max_size=3) | some.dictionaries(some.text(), below, max_size=3)
-        ),
+    tree=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(), below, max_size=3),
     ),
-    behind=some.booleans(),
+    behind=st.booleans(),
 )
 def test_only_the_model_changes(tree: object, *, behind: bool):
     """In any JSON answer the one value is another, wherever it stands."""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from extproc.decision import Decision, Outcome
 from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
@@ -233,12 +233,10 @@ def test_086_an_answer_without_body():
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    cuts=some.lists(some.integers(1, 200), max_size=12),
-    mode=some.sampled_from(
-        [ext_proc_script.DUPLEX, ("BUFFERED", "STREAMED"), ("BUFFERED", "NONE")]
-    ),
-    empty=some.booleans(),
-    events=some.booleans(),
+    cuts=st.lists(st.integers(1, 200), max_size=12),
+    mode=st.sampled_from([ext_proc_script.DUPLEX, ("BUFFERED", "STREAMED"), ("BUFFERED", "NONE")]),
+    empty=st.booleans(),
+    events=st.booleans(),
 )
 def test_086_any_cut_through_the_exchange(
     cuts: list[int], mode: tuple[str, str], *, empty: bool, events: bool

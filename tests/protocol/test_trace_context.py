@@ -108,9 +108,9 @@ def test_span_is_a_child_of_the_clients():
 
 def test_a_long_tracestate_is_left_out():
     """Clients choose it, and spans wait in memory."""
-    for length, kept in ((512, 512), (513, 0), (60_000, 0)):
+    for length, expected in ((512, 512), (513, 0), (60_000, 0)):
         context = start(sampler(0.0), client=SAMPLED, tracestate="a=" + "x" * (length - 2))
-        assert len(context.tracestate) == kept
+        assert len(context.tracestate) == expected
 
 
 def test_unsampled_client_is_not_traced():

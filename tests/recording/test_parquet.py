@@ -92,10 +92,10 @@ def test_a_file_without_its_end_is_refused(written):
 
 def test_any_damage_is_read_or_refused(written):
     """Most of it is in the description of the columns at the end, which has lengths and types."""
-    whole, rng = written.read_bytes(), random.Random(2)
+    complete, rng = written.read_bytes(), random.Random(2)
     num_refused = 0
     for _ in range(400):
-        damaged = bytearray(whole)
+        damaged = bytearray(complete)
         for _ in range(rng.randrange(1, 5)):
             reach = rng.choice((len(damaged), 3000)) - len(parquet.MAGIC)
             damaged[-1 - rng.randrange(reach)] = rng.randrange(256)

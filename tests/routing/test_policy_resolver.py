@@ -9,7 +9,7 @@ import random
 import msgspec
 import pytest
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from extproc.decision import Decision, DirectResponse, Rejection
 from extproc.endpoint import ServedModels
@@ -178,8 +178,8 @@ def test_sessions_without_weights_are_spread_evenly():
 
 
 @given(
-    weights=some.lists(some.none() | some.integers(0, 1_000_000), min_size=1, max_size=6),
-    share=some.floats(0, 1, exclude_max=True),
+    weights=st.lists(st.none() | st.integers(0, 1_000_000), min_size=1, max_size=6),
+    share=st.floats(0, 1, exclude_max=True),
 )
 def test_any_weights_draw_a_target(weights, share):
     """A target is always drawn, and never one without weight where others have one."""

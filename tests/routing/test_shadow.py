@@ -245,8 +245,8 @@ def test_a_reload_keeps_turns_on_and_promotes():
     parts = build("balanced", second="adaptive")
     section = parts.settings.scheduling
     first = parts.director.routing.shadow
-    kept = reload(parts, msgspec.structs.replace(section, fallbacks=1), first)
-    assert kept.shadow is first
+    reloaded = reload(parts, msgspec.structs.replace(section, fallbacks=1), first)
+    assert reloaded.shadow is first
     other = reload(parts, msgspec.structs.replace(section, strategy="lmetric"), first)
     assert other.shadow is not first
     more = msgspec.structs.replace(section, shadow=ShadowRules(sample_ratio=0.5))

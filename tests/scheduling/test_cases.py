@@ -61,7 +61,7 @@ def test_case(role, kind, case):
         for store in (candidates, blind(candidates)):
             check_picks(case, lambda count, fleet_=store: choose(kind, context, fleet_, count))
         return
-    plugin = made(TABLES[role], kind, case.get("params", {}))
+    plugin = build_plugin(TABLES[role], kind, case.get("params", {}))
     if role == "filter":
         assert builders.names(plugin.filter(context, candidates)) == case["keeps"]
     elif role == "scorer":
@@ -76,12 +76,12 @@ def test_case(role, kind, case):
         check_picks(case, lambda count: pick(plugin, context, candidates, totals, count))
 
 
-def made(table, kind, params):
+def build_plugin(table, kind, params):
     """A plugin of its parameters; a tree has plugins of its own in them."""
     if kind == "tree":
         params = filter_tree_syntax.build_tree_params(
             params,
-            lambda node, _: made(table, node.kind, node.params),
+            lambda node, _: build_plugin(table, node.kind, node.params),
             where="case",
             path=(),
         )

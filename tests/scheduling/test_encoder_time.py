@@ -43,8 +43,10 @@ def test_a_cached_prefix_covers_its_images():
     shares = {}
     for matched in (900, 800):
         endpoints = {"a": {"matched_tokens": matched}}
-        seen = costs(EstimatedTime(), endpoints=endpoints)[0]
-        shares[matched] = seen - costs(EstimatedTime(encoder_share=0.0), endpoints=endpoints)[0]
+        with_encoder = costs(EstimatedTime(), endpoints=endpoints)[0]
+        shares[matched] = (
+            with_encoder - costs(EstimatedTime(encoder_share=0.0), endpoints=endpoints)[0]
+        )
     assert shares[900] == 0.0
     assert shares[800] > 0.0
 

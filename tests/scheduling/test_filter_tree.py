@@ -25,13 +25,13 @@ class Memory(msgspec.Struct, frozen=True):
     kind: ClassVar[str] = "memory"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
 
-    seen: list
+    endpoints: list
 
     def filter(self, context, candidates):
         return candidates
 
     def on_committed(self, decision, now):
-        self.seen.append(decision.endpoints[0].name)
+        self.endpoints.append(decision.endpoints[0].name)
 
     def keys(self, context):
         return {"memory": "m"}

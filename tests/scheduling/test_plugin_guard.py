@@ -26,7 +26,7 @@ class Slow:
         self.takes = 0.0
         self.calls = 0
         self.raises = None
-        self.seen = []
+        self.decisions = []
 
     def stopwatch(self):
         return self.clock
@@ -51,7 +51,7 @@ class Slow:
 
     def on_committed(self, decision, now):
         self.score(None, [])
-        self.seen.append(decision)
+        self.decisions.append(decision)
 
 
 class Bench:
@@ -193,7 +193,7 @@ def test_an_observer_that_raises_is_counted():
     bench.slow.takes = 3 * MS
     for _ in range(4):
         bench.guarded.on_committed(decision, 100.0)
-    assert bench.slow.seen == [decision]
+    assert bench.slow.decisions == [decision]
     assert bench.slow.calls == 4
     assert bench.counts.exceptions == {("observer", "slow"): 3}
     assert bench.counts.bypasses == {("observer", "slow"): 1}

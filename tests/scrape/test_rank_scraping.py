@@ -94,8 +94,8 @@ def test_ranks_share_one_loop_that_goes_on_after_the_split():
         running = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: len(scene.store.pool.members) == 3)
         watch = scene.subject.watches[ENGINE]
-        asked = len(scene.fetcher.requests)
-        await scene.fetcher.until(lambda: len(scene.fetcher.requests) > asked + 6)
+        num_requests = len(scene.fetcher.requests)
+        await scene.fetcher.until(lambda: len(scene.fetcher.requests) > num_requests + 6)
         assert set(scene.subject.watches) == {ENGINE, "10.0.0.2:2"}
         assert scene.subject.watches[ENGINE] is watch
         assert scene.fetcher.forgotten == []

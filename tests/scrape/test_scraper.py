@@ -360,7 +360,10 @@ def test_real_engines_are_scraped_over_sockets(http):
     """The shells together: two addresses of loopback, one page each, into the pool."""
 
     async def scene():
-        first, second = http.ScriptedServer(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
+        first, second = (
+            http.ScriptedServer(),
+            http.Server(http.answer(b"sglang:num_queue_reqs 9\n")),
+        )
         async with http.serving(first, "127.0.0.1"), http.serving(second, "127.0.0.2"):
             fleet_ = store.PoolStore(lambda _: None)
             fleet_.set_endpoints(

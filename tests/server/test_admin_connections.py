@@ -56,7 +56,7 @@ async def test_an_address_may_have_so_many_connections(monkeypatch, caplog):
     """Others are closed and logged once, and leave those of another address alone."""
     monkeypatch.setattr(admin_access, "MAX_PER_ADDRESS", 2)
     async with serving() as port:
-        kept = [await connect(port) for _ in range(2)]
+        idle = [await connect(port) for _ in range(2)]
         for _ in range(5):
             reader, writer = await connect(port)
             assert await is_closed(reader)
@@ -64,9 +64,9 @@ async def test_an_address_may_have_so_many_connections(monkeypatch, caplog):
         reader, writer = await connect(port, "127.0.0.2")
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-        kept[0][1].close()
+        idle[0][1].close()
         assert await answered(port) == 200
-        for _, open_writer in (*kept, (reader, writer)):
+        for _, open_writer in (*idle, (reader, writer)):
             open_writer.close()
     assert len([text for text in caplog.messages if "closes connections" in text]) == 1
 
@@ -75,10 +75,10 @@ async def test_all_addresses_together_may_have_so_many_connections(monkeypatch):
     """However many addresses there are."""
     monkeypatch.setattr(admin_access, "MAX_CONNECTIONS", 2)
     async with serving() as port:
-        kept = [await connect(port, f"127.0.0.{number}") for number in (2, 3)]
+        idle = [await connect(port, f"127.0.0.{number}") for number in (2, 3)]
         reader, writer = await connect(port, "127.0.0.4")
         assert await is_closed(reader)
-        for _, open_writer in (*kept, (reader, writer)):
+        for _, open_writer in (*idle, (reader, writer)):
             open_writer.close()
 
 

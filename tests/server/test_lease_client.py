@@ -12,7 +12,7 @@ from aiohttp import web
 
 from extproc.config import kubernetes_plan
 from extproc.demo import stack
-from extproc.discovery.kubernetes import settings as watching
+from extproc.discovery.kubernetes import settings
 from extproc.election import leader_elector, lease_state
 from extproc.election.lease_state import ElectionSettings
 from extproc.errors import ConfigError
@@ -89,7 +89,7 @@ def refused(status, message):
 @contextlib.asynccontextmanager
 async def opened(kubeconfig, **times):
     wanted = ElectionSettings(name=NAME, namespace=PLACE, **times)
-    reaching = watching.KubernetesSettings(sources=(), kubeconfig=kubeconfig)
+    reaching = settings.KubernetesSettings(sources=(), kubeconfig=kubeconfig)
     client = lease_client.LeaseClient(kubernetes_plan.ElectionPlan(wanted, reaching))
     await client.open()
     try:

@@ -20,8 +20,7 @@ from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_trace import TracedRequest
 from tests.server.test_stream_handler import BODY, HEADERS, MODES, StreamFixture, answer
-from tests.support import ext_proc_script as script
-from tests.support import serving
+from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture
 
 TRACE, SPAN, OTHER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "a" * 16
@@ -205,13 +204,13 @@ def test_bug_of_the_export_costs_no_request():
 def test_data_plane_names_its_span_in_the_call(transport, client, data_plane, expected):
     """Where Envoy traces, the metadata of its call have its span, also without one of the client."""
     metadata = [("traceparent", data_plane)] if data_plane else []
-    fields = {**script.PLAIN, **({"traceparent": client} if client else {})}
+    fields = {**ext_proc_script.PLAIN, **({"traceparent": client} if client else {})}
 
     async def trial():
         pool = PoolFixture({ENDPOINT: None})
         async with serving.serving(pool, trace_sampler=sampler(), transport=transport) as server:
             stream = serving.Stream(server.channel, metadata=metadata)
-            await stream.say(script.request_headers(fields, ends=True))
+            await stream.say(ext_proc_script.request_headers(fields, ends=True))
             (reply,) = await stream.hear()
             await stream.end()
             return reply

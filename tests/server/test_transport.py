@@ -117,19 +117,19 @@ async def test_native_serves_a_client_of_tls_without_alpn():
 
 async def test_native_keeps_connections_over_a_reload_of_the_certificate(tmp_path):
     """A connection that stands goes on with the certificate it began with."""
-    from tests.protocol import test_points_a_serving as points  # noqa: PLC0415 - its helpers only
+    from tests.protocol import test_points_a_serving  # noqa: PLC0415 - its helpers only
 
-    first = points.write_pair(tmp_path)
+    first = test_points_a_serving.write_pair(tmp_path)
     settings = serving.settings(
         FIRST, transport="native", secure_serving=True, cert_path=str(tmp_path)
     )
     async with serving.running(settings) as picker:
         await picker.sync()
-        async with points.trusting(first, picker.ports.grpc) as channel:
-            assert await points.routed(channel) == FIRST
-            second = points.write_pair(tmp_path)
-            assert (await points.shown(picker.ports.grpc))[0] == second
-            assert await points.routed(channel) == FIRST
+        async with test_points_a_serving.trusting(first, picker.ports.grpc) as channel:
+            assert await test_points_a_serving.routed(channel) == FIRST
+            second = test_points_a_serving.write_pair(tmp_path)
+            assert (await test_points_a_serving.shown(picker.ports.grpc))[0] == second
+            assert await test_points_a_serving.routed(channel) == FIRST
 
 
 def test_every_setting_is_listed_with_its_tests():

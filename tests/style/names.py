@@ -8,14 +8,17 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 
-#: Folders that are checked. Class names are unique within each.
-FOLDERS: Final = (
+#: Folders that are checked. Class names are unique among all of them.
+FOLDERS: Final = ("extproc", "bench", "tests")
+
+#: Folders whose docstrings are checked as well.
+DOCUMENTED: Final = (
     "extproc",
     "bench",
     "tests/bench",
@@ -66,7 +69,7 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
     """Find names that are not allowed.
 
     Args:
-        texts: Path and text of each module.
+        texts: Path relative to the repository, and text, of each module.
 
     Returns:
         A line for each, as `path:line: reason`.
@@ -83,7 +86,8 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
                 for name in _identifiers(node)
                 if name.strip("_").lower() in BANNED and name not in foreign
             ]
-            problems += [f"{location}: {problem}" for problem in _docstring(node)]
+            if path.startswith(DOCUMENTED):
+                problems += [f"{location}: {problem}" for problem in _docstring(node)]
             problems += [f"{location}: {problem}" for problem in _imports(node)]
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(location)
@@ -109,17 +113,20 @@ def _identifiers(node: ast.AST) -> list[str]:
     return []
 
 
-def _foreign_names(nodes: Iterable[ast.AST]) -> set[str]:
+def _foreign_names(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that other projects gave, such as `given` of hypothesis."""
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    own = ("extproc", "bench", "tests")
-    return {
-        alias.name
-        for node in imports
-        if not (node.module or "").startswith(own)
-        for alias in node.names
-        if not alias.asname
-    }
+    foreign: set[str] = set()
+    modules: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(FOLDERS):
+            foreign.update(alias.name for alias in node.names if not alias.asname)
+        elif isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names if not alias.name.startswith(FOLDERS))
+    for node in nodes:
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in modules:
+                foreign.add(name)
+    return foreign
 
 
 def _docstring(node: ast.AST) -> Iterator[str]:
@@ -132,7 +139,7 @@ def _docstring(node: ast.AST) -> Iterator[str]:
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """Modules and names of this package that an import calls otherwise."""
+    """Modules and names of this repository that an import calls otherwise."""
     if not isinstance(node, ast.Import | ast.ImportFrom):
         return
     module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
@@ -140,16 +147,14 @@ def _imports(node: ast.AST) -> Iterator[str]:
         other = alias.asname
         if other in {None, alias.name} or other in CONVENTIONS:
             continue
-        if f"{module}.{alias.name}".lstrip(".").startswith("extproc"):
+        if f"{module}.{alias.name}".lstrip(".").startswith(FOLDERS):
             yield f"`{alias.name}` is imported as `{other}`; rename it where it is defined"
 
 
 def main() -> int:
     """Print what is wrong in `FOLDERS`; the exit status."""
-    problems: list[str] = []
-    for folder in FOLDERS:
-        paths = sources(ROOT / folder)
-        problems += check([(str(path.relative_to(ROOT)), path.read_text()) for path in paths])
+    paths = [path for folder in FOLDERS for path in sources(ROOT / folder)]
+    problems = check([(str(path.relative_to(ROOT)), path.read_text()) for path in paths])
     for problem in problems:
         print(problem)
     return 1 if problems else 0

@@ -6,25 +6,30 @@ from tests.style import names
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("told = 1", ["m.py:1: `told` does not say what it names"]),
-        ("def run(_of): ...", ["m.py:1: `_of` does not say what it names"]),
-        ("run(found=1)", ["m.py:1: `found` does not say what it names"]),
+        ("told = 1", ["extproc/m.py:1: `told` does not say what it names"]),
+        ("def run(_of): ...", ["extproc/m.py:1: `_of` does not say what it names"]),
+        ("run(found=1)", ["extproc/m.py:1: `found` does not say what it names"]),
         (
             '"""What it does."""',
-            ["m.py:1: docstring begins with `What`; begin with the subject or the verb"],
+            ["extproc/m.py:1: docstring begins with `What`; begin with the subject or the verb"],
         ),
         (
             "from extproc.pool import store as fleet",
-            ["m.py:1: `store` is imported as `fleet`; rename it where it is defined"],
+            ["extproc/m.py:1: `store` is imported as `fleet`; rename it where it is defined"],
+        ),
+        (
+            "from tests.support import peer as far_end",
+            ["extproc/m.py:1: `peer` is imported as `far_end`; rename it where it is defined"],
         ),
         ("import datetime as dt", []),
         ("from hypothesis import given\n@given()\ndef run(): ...", []),
+        ("import hypothesis\n@hypothesis.given()\ndef run(): ...", []),
         ('"""Reads one page."""\noneself = 1', []),
     ],
 )
 def test_check_names_each_problem(text, expected):
     """A line for each problem, with its place."""
-    assert names.check([("m.py", text)]) == expected
+    assert names.check([("extproc/m.py", text)]) == expected
 
 
 def test_check_finds_classes_of_one_name():

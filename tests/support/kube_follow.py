@@ -34,7 +34,7 @@ class Following:
         self.facts: list[DiscoveryEvent] = []
         self._news = asyncio.Event()
 
-    def told(self, result: Any, removed: frozenset[str]) -> None:
+    def on_pools(self, result: Any, removed: frozenset[str]) -> None:
         """Pools changed."""
         for key in removed:
             self.pools.pop(key, None)
@@ -84,7 +84,7 @@ async def following(kubeconfig: Path, *sources: settings.KubernetesSource, **wan
         ),
         clock=time.monotonic,
         rng=random.Random(5),
-        on_pools=result.told,
+        on_pools=result.on_pools,
         on_event=result.noted,
     )
     await follower.start()

@@ -95,9 +95,9 @@ class OtlpReceiver:
         """The first span of a name with these attributes, `__` standing for dots."""
         wanted = {key.replace("__", "."): value for key, value in attributes.items()}
         with self._received:
-            found = self._received.wait_for(lambda: self._find(name, wanted), LIMIT_S)
-        assert found, f"no span {name} with {wanted} among {[span.name for span in self.spans]}"
-        return found
+            span = self._received.wait_for(lambda: self._find(name, wanted), LIMIT_S)
+        assert span, f"no span {name} with {wanted} among {[span.name for span in self.spans]}"
+        return span
 
     def _find(self, name: str, attributes: Mapping[str, Any]) -> ReceivedSpan | None:
         for span in self._spans:

@@ -10,12 +10,12 @@ _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 
 def count_reachable(root: object) -> int:
     """Objects reachable from `root`, each once; classes, modules and functions lead no further."""
-    seen: dict[int, object] = {}
+    reached: dict[int, object] = {}
     pending = [root]
     while pending:
         value = pending.pop()
-        if id(value) in seen or isinstance(value, _SHARED):
+        if id(value) in reached or isinstance(value, _SHARED):
             continue
-        seen[id(value)] = value
+        reached[id(value)] = value
         pending += gc.get_referents(value)
-    return len(seen)
+    return len(reached)

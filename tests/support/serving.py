@@ -37,7 +37,7 @@ from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import PoolFixture
-from tests.support.transport import NAME as TRANSPORT
+from tests.support.transport import TRANSPORT
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 CHECK = "/grpc.health.v1.Health/Check"

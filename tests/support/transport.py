@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Final, Literal, cast
 
-NAME: Final = cast(
+TRANSPORT: Final = cast(
     'Literal["grpcio", "native"]', os.environ.get("EXTPROC_TEST_TRANSPORT", "native")
 )
 
 #: Flags of `extproc serve` that choose it.
-FLAGS: Final = ("--transport", NAME)
+FLAGS: Final = ("--transport", TRANSPORT)

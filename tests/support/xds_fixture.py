@@ -90,7 +90,7 @@ class EqualEnginesScene:
         self.engines = [
             SharedEngine(address, running=running, waiting=waiting) for address in addresses
         ]
-        self._of = {engine.address: engine for engine in self.engines}
+        self._engine_at = {engine.address: engine for engine in self.engines}
         self._pages: dict[int, Page] = {}
         self._planned = pages or {}
         self._periods = periods or {}
@@ -132,7 +132,7 @@ class EqualEnginesScene:
         chain = [1_000_000 * self._sent + depth for depth in range(1, 1 + tokens // 64)]
         decision = director.scheduler.schedule(request, self.now, chain=chain[:8], headers={})
         reservation = director.reserve(decision, self.now)  # type: ignore[arg-type]
-        engine = self._of[reservation.endpoint.address]
+        engine = self._engine_at[reservation.endpoint.address]
         engine.open[reservation] = tokens
         self.picks[engine.address] += 1
         if for_s is not None:

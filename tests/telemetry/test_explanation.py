@@ -4,7 +4,7 @@ import math
 import msgspec
 
 from extproc.cli import offline_explain
-from extproc.config import settings as sections
+from extproc.config import settings
 from extproc.decision import (
     CostResult,
     Decision,
@@ -283,7 +283,7 @@ def test_a_pool_state_round_trips():
     document = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
     read = msgspec.convert(document, pool_state.PoolState)
     outcome = offline_explain.route_offline(
-        sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
+        settings.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     first, second = outcome.candidates
     assert (first.in_flight, first.estimated_requests, first.prompt_tokens) == (3, 8.0, 21)
@@ -306,7 +306,7 @@ def test_excluded_endpoints_are_explained_with_the_reason():
     assert 3.0 <= document["again_s"] <= 4.0
     read = msgspec.convert(explanation.describe_pool(pool.pool, 13.0), pool_state.PoolState)
     outcome = offline_explain.route_offline(
-        sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
+        settings.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     shown = explanation.explain(outcome)
     assert shown["excluded_by_health"] == {"failing": ["b:2"]}

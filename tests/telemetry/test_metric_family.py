@@ -53,13 +53,13 @@ def test_samples_are_read_back(is_openmetrics):
         for family in families
         for sample in family.samples
     }
-    one = "1.0" if is_openmetrics else "1"
+    count = "1.0" if is_openmetrics else "1"
     assert samples == {
         ("x_requests_total", "p"): 3.0,
         ("x_age_seconds",): math.inf,
         ("x_info", "p"): 1.0,
         ("x_duration_seconds_bucket", "p", "0.5"): 1.0,
-        ("x_duration_seconds_bucket", "p", one): 2.0,
+        ("x_duration_seconds_bucket", "p", count): 2.0,
         ("x_duration_seconds_bucket", "p", "+Inf"): 3.0,
         ("x_duration_seconds_count", "p"): 3.0,
         ("x_duration_seconds_sum", "p"): 5.8,

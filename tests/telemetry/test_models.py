@@ -5,7 +5,7 @@ import json
 import msgspec
 
 from extproc.cli import offline_explain
-from extproc.config import settings as sections
+from extproc.config import settings
 from extproc.decision import BodyEdit, Decision, model_not_found
 from extproc.endpoint import Candidate, Endpoint, ServedModels
 from extproc.request import HttpRequest, InferenceRequest
@@ -105,7 +105,7 @@ def test_models_of_a_pool_state_round_trip():
     read = msgspec.convert(document, pool_state.PoolState)
     body = b'{"model": "llama_sql", "prompt": "x"}'
     raw = HttpRequest({":path": "/v1/completions"}, body)
-    outcome = offline_explain.route_offline(sections.Settings(), read, raw, where="state")
+    outcome = offline_explain.route_offline(settings.Settings(), read, raw, where="state")
     assert [candidate.endpoint.address for candidate in outcome.candidates] == [
         "10.0.0.1:8000",
         "10.0.0.3:8000",

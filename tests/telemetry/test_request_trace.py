@@ -106,17 +106,17 @@ def request(**fields):
 
 def timed(count=3, **fields):
     """A decision by estimated time; the second candidate is the cheapest."""
-    found = candidates(count)
+    listed = candidates(count)
     costs = [0.3, 0.1, *(0.5 + at for at in range(count - 2))]
     terms = [("queue", [0.1 * at for at in range(count)]), ("prefill", [0.05] * count)]
     terms.append(("slowdown", [9.0] * count))
     return Decision(
         request(stream=True, priority=-1),
-        [found[1].endpoint],
+        [listed[1].endpoint],
         profile="adaptive",
-        candidates=found,
-        filters=[FilterResult("any", found)],
-        scored_candidates=found,
+        candidates=listed,
+        filters=[FilterResult("any", listed)],
+        scored_candidates=listed,
         cost=CostResult("estimated-time", "s", costs, terms, lambda candidate: 0.15),
         totals=[-cost for cost in costs],
         picker="rendezvous",
@@ -129,13 +129,13 @@ def timed(count=3, **fields):
 
 def weighted():
     """A decision by two scorers."""
-    found = candidates(2)
+    listed = candidates(2)
     return Decision(
         request(),
-        [found[0].endpoint],
+        [listed[0].endpoint],
         profile="weighted",
-        candidates=found,
-        scored_candidates=found,
+        candidates=listed,
+        scored_candidates=listed,
         scores=[
             ScorerResult("queue-scorer", 2.0, [1.0, 0.5]),
             ScorerResult("prefix-cache-scorer", 3.0, [0.25, 0.25]),

@@ -166,7 +166,9 @@ def test_every_part_envoy_sends_is_known():
     assert known == envoys
 
 
-@pytest.mark.parametrize("module", [pb, keda_pb2, xds_pb2], ids=lambda one: one.DESCRIPTOR.name)
+@pytest.mark.parametrize(
+    "module", [pb, keda_pb2, xds_pb2], ids=lambda generated: generated.DESCRIPTOR.name
+)
 def test_the_generated_module_matches_proto(module: ModuleType, tmp_path: Path):
     """Compiling proto/ anew gives the descriptor that is committed."""
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}"]

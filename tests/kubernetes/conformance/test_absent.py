@@ -16,12 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from extproc.demo import stack
-from tests.kubernetes.conformance import stand as stands
+from tests.kubernetes.conformance import stands
 from tests.kubernetes.conformance.gateway import GatewayPool, Rule
 from tests.support import kube, serving
 
 HOST, OTHER = "primary.example.com", "secondary.example.com"
-ONE = "primary-inference-model-server"
+PRIMARY = "primary-inference-model-server"
 
 #: What the suite's probes ask for.
 PROBE = "inference-extension"
@@ -51,14 +51,14 @@ def stand(live, api, crds, port):
 
 
 async def _build(item, port):
-    await item.deploy(ONE, [port])
+    await item.deploy(PRIMARY, [port])
     built = [
-        await item.pool("primary", [port], deployment=ONE),
-        await item.pool("alone", [port], deployment=ONE, named=False),
+        await item.pool("primary", [port], deployment=PRIMARY),
+        await item.pool("alone", [port], deployment=PRIMARY, named=False),
     ]
-    await item.pool("nobody", [port], deployment=ONE)
+    await item.pool("nobody", [port], deployment=PRIMARY)
     # The gateway knows where its picker would be; the pool itself comes later.
-    later = GatewayPool("later", item.addresses(ONE, [port]), stack.free_port())
+    later = GatewayPool("later", item.addresses(PRIMARY, [port]), stack.free_port())
     item.pools.append(later)
     async with asyncio.TaskGroup() as group:
         for pool in [*built, later]:
@@ -90,7 +90,7 @@ async def test_065_reference_to_a_missing_pool(stand, port):
     refused = await stand.ask(HOST, "/later")
     assert refused.status == 503
     assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
-    pool = kube.pool("later", stand.namespace, [port], labels={"app": ONE})
+    pool = kube.pool("later", stand.namespace, [port], labels={"app": PRIMARY})
     await stand.api.create(pool)
     await stand.until(lambda answer: answer.status == 200, HOST, "/later")
     assert await probe(stand, "later") == "SERVING"
@@ -112,7 +112,7 @@ async def test_065_status_of_the_pool_is_ignored(stand, port):
     parent = {"parentRef": {"name": "conformance-primary"}, "conditions": [condition]}
     await stand.api.set_status(pool | {"status": {"parents": [parent]}})
     answers = await stand.many(30, 5, HOST, "/accepted")
-    assert {answer.pod for answer in answers} == {pod.name for pod in stand.pods[ONE]}
+    assert {answer.pod for answer in answers} == {pod.name for pod in stand.pods[PRIMARY]}
     result = await stand.api.get(pool)
     assert result["status"]["parents"][0]["conditions"] == [condition]
     managers = {entry["manager"] for entry in result["metadata"]["managedFields"]}
@@ -130,8 +130,8 @@ async def test_080_no_picker_at_all(stand):
 async def test_060_a_pool_without_a_reference(stand):
     """12: a pool that names no picker is served by the picker that is told its name."""
     assert await probe(stand, "alone") == "SERVING"
-    answer = await stand.ask(HOST, "/missing-epp-ref", selection=stand.pods[ONE][1].host)
-    assert (answer.status, answer.pod) == (200, stand.pods[ONE][1].name)
+    answer = await stand.ask(HOST, "/missing-epp-ref", selection=stand.pods[PRIMARY][1].host)
+    assert (answer.status, answer.pod) == (200, stand.pods[PRIMARY][1].name)
 
 
 async def test_065_gateways_and_pool_are_deleted(stand):

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from extproc.demo import stack
-from tests.kubernetes.conformance import stand as stands
+from tests.kubernetes.conformance import stands
 from tests.kubernetes.conformance.gateway import Rule
 
 PRIMARY, SECONDARY = "primary.example.com", "secondary.example.com"
@@ -24,7 +24,10 @@ PRIMARY, SECONDARY = "primary.example.com", "secondary.example.com"
 DIRECT = "direct.example.com"
 EITHER = pytest.mark.parametrize("host", [PRIMARY, DIRECT])
 
-ONE, TWO = "primary-inference-model-server", "secondary-inference-model-server"
+PRIMARY_SERVERS, SECONDARY_SERVERS = (
+    "primary-inference-model-server",
+    "secondary-inference-model-server",
+)
 
 RULES = {
     "primary": [
@@ -68,13 +71,13 @@ def stand(live, api, crds, ports):
 
 async def _build(item, ports):
     http, h2c, *ranks = ports
-    for name in (ONE, TWO):
+    for name in (PRIMARY_SERVERS, SECONDARY_SERVERS):
         await item.deploy(name, [http])
     await item.deploy("appprotocol", [http, h2c])
     await item.deploy("dp", ranks)
     built = [
-        await item.pool("primary", [http], deployment=ONE),
-        await item.pool("secondary", [http], deployment=TWO, failureMode="FailOpen"),
+        await item.pool("primary", [http], deployment=PRIMARY_SERVERS),
+        await item.pool("secondary", [http], deployment=SECONDARY_SERVERS, failureMode="FailOpen"),
         await item.pool("http", [http], deployment="appprotocol", appProtocol="http"),
         await item.pool("h2c", [h2c], deployment="appprotocol", appProtocol="kubernetes.io/h2c"),
         await item.pool("dp", ranks, deployment="dp"),
@@ -95,7 +98,7 @@ async def test_080_fail_open(stand):
 
     The suite takes the endpoints from the picker's Service; here the picker is killed.
     """
-    pod = stand.pods[TWO][0]
+    pod = stand.pods[SECONDARY_SERVERS][0]
     requested = (SECONDARY, "/failopen-pool-test")
     answer = await stand.ask(*requested, selection=pod.host, through="secondary")
     assert (answer.status, answer.pod) == (200, pod.name)
@@ -115,7 +118,7 @@ async def test_080_fail_open(stand):
 
 async def test_090_destination_endpoint_served(stand, ports):
     """2: the endpoint that served is in the answer, and it is the one that was named."""
-    for pod in stand.pods[ONE]:
+    for pod in stand.pods[PRIMARY_SERVERS]:
         answer = await stand.ask(PRIMARY, "/destination-endpoint-served-test", selection=pod.host)
         assert (answer.status, answer.pod) == (200, pod.name)
         assert answer.headers[stands.SERVED] == f"{pod.host}:{ports[0]}"
@@ -125,7 +128,7 @@ async def test_090_destination_endpoint_served(stand, ports):
 @pytest.mark.parametrize("chosen", [[2], [0, 1], [0, 1, 2]], ids=str)
 async def test_057_following_the_picker(stand, chosen, host):
     """3: 100 requests, 10 at a time, stay on the pods that the header names and reach each."""
-    pods = [stand.pods[ONE][number] for number in chosen]
+    pods = [stand.pods[PRIMARY_SERVERS][number] for number in chosen]
     selection = ",".join(pod.host for pod in pods)
     answers = await stand.many(100, 10, host, "/primary-gateway-test", selection=selection)
     assert {answer.pod for answer in answers} == {pod.name for pod in pods}
@@ -152,12 +155,14 @@ async def test_058_following_the_picker_to_ranks(stand, ports, host):
         answers = await stand.many(
             100, 10, host, "/primary-gateway-dp-test", selection=",".join(named)
         )
-        assert {(answer.pod, answer.said["httpPort"]) for answer in answers} == allowed
+        assert {(answer.pod, answer.content["httpPort"]) for answer in answers} == allowed
 
 
 async def test_056_weighted_across_two_pools(stand):
     """5: 200 requests over weights of 70 and 30; each picker ignores the other pool's pods."""
-    selection = ",".join(pod.host for name in (ONE, TWO) for pod in stand.pods[name])
+    selection = ",".join(
+        pod.host for name in (PRIMARY_SERVERS, SECONDARY_SERVERS) for pod in stand.pods[name]
+    )
     answers = await stand.many(200, 5, PRIMARY, "/weighted-two-pools-test", selection=selection)
     by = Counter(answer.pod.partition("-")[0] for answer in answers)
     # 4.5 standard deviations of a share of 0.7 in 200 are 0.146.
@@ -183,7 +188,7 @@ async def test_061_application_protocol(stand, ports, which, rank, protocol):
     address = f"{pod.host}:{ports[rank]}"
     host, path = f"appprotocol-{which}.example.com", f"/inferencepool-app-protocol-{which}"
     answer = await stand.ask(host, path, selection=address)
-    assert (answer.status, answer.said["protocol"]) == (200, protocol)
+    assert (answer.status, answer.content["protocol"]) == (200, protocol)
     assert answer.headers[stands.SERVED] == address
 
 

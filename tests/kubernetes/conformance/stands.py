@@ -41,11 +41,11 @@ class GatewayAnswer(msgspec.Struct, frozen=True):
 
     status: int
     headers: Mapping[str, str]
-    said: Mapping[str, Any]
+    content: Mapping[str, Any]
 
     @property
     def pod(self) -> str:
-        return str(self.said.get("pod", ""))
+        return str(self.content.get("pod", ""))
 
 
 class PickerDeployment(msgspec.Struct):
