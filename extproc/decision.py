@@ -44,7 +44,7 @@ _FEW_CANDIDATES: Final = 16
 
 
 class FilterResult(msgspec.Struct, frozen=True, gc=False):
-    """One filter step: the candidates still in play after it.
+    """One filter step: the candidates that it left.
 
     Attributes:
         name: Kind of the filter.
@@ -169,11 +169,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         endpoints: Endpoints in order of preference, never empty; the first one serves, the others
             are fallbacks for a data plane that can retry (EPP protocol 004, comma list).
         profile: Name of the scheduling profile that ran.
-        candidates: Endpoints in play before the first filter.
+        candidates: Candidates before the first filter.
         excluded_by_model: Endpoints that were not, because they do not serve the model.
         excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
             the one that is tried again; `least-bad`, with none, where all are failing.
-        model_unlisted: No endpoint in play lists the model; the engine will answer.
+        model_unlisted: No candidate lists the model; the engine will answer.
         scored_candidates: Candidates that passed all filters.
         scores: Each scorer's result, aligned with `scored_candidates`.
         cost: Cost of each scored candidate; None where the profile has no cost model.

@@ -2,7 +2,7 @@
 
 An endpoint is one `ip:port` of one engine, or one data-parallel rank behind it. Its load is what was
 scraped from it, with the time of the scrape; its rates are what was learned of its speed. A candidate
-is an endpoint still in play in one scheduling turn.
+is an endpoint that may serve the request of one scheduling turn.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         name: Human-readable name; the address when there is none.
         labels: Free labels from discovery (hardware, zone, role).
         incarnation: Grows each time discovery brings an address back, so that accounts and
-            beliefs of an earlier life are never charged to the new one.
+            predictions of an earlier incarnation are never charged to the new one.
         models: Names it answers to, where discovery knows; what the engine lists itself beats it.
         uid: Of what stands behind the address, where discovery knows: a pod that takes over the
             address of another is another engine. Empty: unknown.

@@ -1,9 +1,4 @@
-"""Result of a policy step: desired replicas and a reason.
-
-Demand of a scale target at a moment, the input of every policy.
-
-Protocols of a scaling policy and its state.
-"""
+"""Interface of scaling policies: demand in, desired replicas and a reason out, state between."""
 
 from __future__ import annotations
 

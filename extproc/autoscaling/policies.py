@@ -211,8 +211,8 @@ class KubeAIPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     those before the first tick being 0. More replicas, or as many, are taken at once, which also
     resets the counter of lower ticks. Fewer are taken after `ceil(down_delay_s / interval_s)` earlier
     lower ticks in a row, all at once, and the counter stays. A sum over zeros that are replaced only
-    grows, so that what the scaler asks for besides, a whole window before fewer replicas are
-    believed, changes nothing for a target that starts at zero.
+    grows, so that the further condition of the scaler, a complete window before fewer replicas are
+    accepted, changes nothing for a target that starts at zero.
 
     Attributes:
         target_requests: Active requests per replica to aim at. 100, KubeAI's default.

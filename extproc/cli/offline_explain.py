@@ -30,8 +30,8 @@ def route_offline(settings: Settings, pool: PoolState, raw: HttpRequest, *, wher
     outcome = outcome_without_prefix.director.route(raw, _NOW)
     if not isinstance(outcome, Decision) or not outcome.block_hashes:
         return outcome
-    # Beliefs about this prompt are blocks, and what its blocks are the first run tells. The
-    # second one starts anew, since round robin and the like have moved on.
+    # Predictions about this prompt are by block, and the first run computes its blocks. The second
+    # run starts from a new pool, since plugins with state, such as round robin, have advanced.
     parts = _restore_pool(settings, pool, where=where)
     tokens = settings.prefix.schedule.tokens
     for state, member in zip(pool.endpoints, parts.store.pool.members, strict=True):

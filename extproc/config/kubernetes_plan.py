@@ -1,6 +1,4 @@
-"""Resolves the Kubernetes objects to watch from settings.
-
-Resolves leader election from settings: the Lease, and access to the API server.
+"""Kubernetes objects to watch, and the Lease of leader election, resolved from settings.
 
 An election takes place if `cluster.leader_election` ties readiness to it, or if a pool is scaled in
 Kubernetes, which only a single replica may do.

@@ -1,7 +1,4 @@
-"""Flow queues: queued requests by endpoint set and tenant.
-
-Endpoint sets: the endpoints that can serve a queued request, as bits.
-"""
+"""Flow queues: queued requests by tenant and by the set of endpoints that can serve them."""
 
 from __future__ import annotations
 

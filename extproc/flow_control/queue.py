@@ -1,6 +1,6 @@
 """Queue of a pool: bounded, in priority bands, with a deadline for every request.
 
-Drain rate: estimates Retry-After from the departures of the queue.
+`Retry-After` is estimated from the rate at which requests leave the queue.
 """
 
 from __future__ import annotations

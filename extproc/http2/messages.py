@@ -1,4 +1,4 @@
-"""Messages and responses of gRPC on a stream: length-prefixed, cut over frames anyhow; header blocks.
+"""Messages of gRPC on a stream (length-prefixed, independent of frames), and headers of responses.
 
 gRPC over HTTP/2 (grpc/grpc, doc/PROTOCOL-HTTP2.md). Header blocks are encoded without a table of fields
 (RFC 7541, section 6.2.2).

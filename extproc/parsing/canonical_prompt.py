@@ -16,9 +16,8 @@ bytes of a shorter one.
 | `FE` | text; also one more text of a batch |
 | `FF` | a message, with its role |
 
-Prompts without a conversation: text, token ids, and batches of either.
-
-Token ids as bytes: four little-endian bytes per token.
+Prompts without a conversation are text, token ids (four little-endian bytes each), or batches of
+either.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Imputer:
         """Fill in unknown load; None where every page counts as it is.
 
         Args:
-            members: Endpoints of the pool that are in play; must not change in place.
+            members: Eligible endpoints of the pool; must not change in place.
             oldest: Monotonic seconds; a page from then or before is void.
         """
         if not pool.has_unknown_values and self._are_young(pool, oldest):
@@ -125,7 +125,7 @@ class Imputer:
         return oldest < self._young_until
 
     def _follow(self, members: Sequence[EndpointSnapshot], oldest: float) -> None:
-        """Take in what changed since the call before; everything where that is much."""
+        """Update by what changed since the call before; everything where that is much."""
         before, changed = self._members, [*range(len(members))]
         if len(before) == len(members) and self._since <= oldest < self._until:
             changed = [*compress(changed, map(operator.is_not, members, before))]
@@ -139,7 +139,7 @@ class Imputer:
         self._fill(changed)
 
     def _start(self, members: Sequence[EndpointSnapshot], oldest: float) -> None:
-        """Take in all members."""
+        """Update by all members."""
         loads = [member.load for member in members]
         stale = [load.at <= oldest for load in loads]
         young = [load.at for load, is_stale in zip(loads, stale, strict=True) if not is_stale]
@@ -166,7 +166,7 @@ class Imputer:
         self._imputation = Imputation([], [], stale, measured, {})
 
     def _replace(self, n: int, member: EndpointSnapshot, oldest: float) -> None:
-        """Take in a member that changed."""
+        """Update by a member that changed."""
         at = member.load.at
         self._stale[n] = is_stale = at <= oldest
         if not is_stale:

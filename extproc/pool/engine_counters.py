@@ -69,7 +69,7 @@ class AdapterSlotTracker:
         self._resident: dict[str, None] | None = None  # least recently used first
 
     def update(self, load: Load, ran: Iterable[str]) -> None:
-        """Take in a scrape; nothing happens while the engine names neither slots nor adapters.
+        """Record a scrape; nothing happens while the engine names neither slots nor adapters.
 
         Args:
             ran: Adapters of requests that ended since the one before.
@@ -129,7 +129,7 @@ class CounterReader:
     def read(
         self, load: Load, *, ran: Iterable[str], idle: IdleTime, is_alone: bool, shared: float
     ) -> WorkCounters | None:
-        """Take in the next scrape.
+        """Record the next scrape.
 
         Args:
             idle: Time in which none of our requests was on the engine.

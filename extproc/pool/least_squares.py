@@ -23,7 +23,7 @@ class RecursiveLeastSquares:
         self._vector = [0.0] * self._size
 
     def add(self, row: Sequence[float], total: float, *, keep: float, weight: float) -> None:
-        """Take in a row.
+        """Add a row.
 
         Args:
             row: Factor of each unknown.

@@ -96,7 +96,7 @@ class MediaCorrection:
     def observe_usage(
         self, model: str, media: Sequence[MediaSpan], *, prompt_tokens: int, text_tokens: float
     ) -> None:
-        """Take in the prompt tokens that the `usage` of an answer reports.
+        """Record the prompt tokens that the `usage` of an answer reports.
 
         Args:
             prompt_tokens: By the engine.

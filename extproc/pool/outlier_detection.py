@@ -225,7 +225,7 @@ class OutlierDetector:
         cause: str = "errors",
         sole: bool = True,
     ) -> None:
-        """Take in the outcome of a request.
+        """Record the outcome of a request.
 
         Args:
             sole: Whether no other endpoint can have answered in its place.

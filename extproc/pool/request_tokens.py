@@ -186,7 +186,7 @@ class TypicalWork:
         self.typical = _DEFAULT_TOKENS
 
     def add(self, tokens: int) -> None:
-        """Take in an answered request.
+        """Record an answered request.
 
         Args:
             tokens: Its uncached prompt tokens, above 0.
@@ -241,14 +241,14 @@ class AnswerTokens:
         self._on_change = on_change
 
     def add(self, tokens: float, answers: float) -> None:
-        """Take in what an engine did between two scrapes."""
+        """Record what an engine did between two scrapes."""
         if not self._is_counted:
             self._is_counted = True
             self._tokens, self._answers = self.mean * _DEFAULT_ANSWERS, _DEFAULT_ANSWERS
         self._add(tokens, answers)
 
     def guess(self, tokens: float) -> None:
-        """Take in an answer by the time it took, while no engine has counted any.
+        """Record an answer by the time it took, while no engine has counted any.
 
         Args:
             tokens: Those that come in this time. Most of it may be a queue, so that more than are
@@ -378,7 +378,7 @@ class BytesPerTokenEstimator:
     def observe_usage(
         self, model: str, *, prompt_bytes: int, tokens: int, media: Sequence[MediaSpan] = ()
     ) -> None:
-        """Take in the prompt tokens that the `usage` of an answer reports.
+        """Record the prompt tokens that the `usage` of an answer reports.
 
         Args:
             media: Images, videos and audio in the prompt; they are learned, and not the text.

@@ -151,7 +151,7 @@ class StepTimeEstimator:
         shared: float = 0.0,
         is_alone: bool = False,
     ) -> None:
-        """Take in the next scrape.
+        """Record the next scrape.
 
         Args:
             load: Its `at` must not be before the last one's.

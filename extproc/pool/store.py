@@ -188,13 +188,13 @@ class PoolStore:
         )
 
     def observe(self, token: ScrapeToken, load: Load, now: float) -> None:
-        """Take in a scrape of an engine that is one endpoint."""
+        """Record a scrape of an engine that is one endpoint."""
         self.observe_ranks((token,), (load,), now)
 
     def observe_ranks(
         self, tokens: Sequence[ScrapeToken], loads: Sequence[Load], now: float
     ) -> None:
-        """Take in a scrape of one engine.
+        """Record a scrape of one engine.
 
         Args:
             loads: Their loads, aligned with `tokens`.
@@ -211,7 +211,7 @@ class PoolStore:
             self._on_observed(page)
 
     def _observe_load(self, token: ScrapeToken, load: Load, now: float) -> ObservedPage | None:
-        """Take in the load of one member; None where it left meanwhile.
+        """Record the load of one member; None where it left meanwhile.
 
         The part of the engine's work that is not ours, max(0, scraped - own at scrape), is fixed
         here. Own is the larger of the counts at both ends of the scrape: what started or ended in
@@ -310,7 +310,7 @@ class PoolStore:
         cause: str = "errors",
         sole: bool = True,
     ) -> None:
-        """Take in the outcome of a request to this life of an endpoint, as `OutlierDetector` does."""
+        """Record the outcome of a request to this life of an endpoint, as `OutlierDetector` does."""
         self.outlier_detector.record_outcome(
             endpoint.engine, outcome, sent_at=sent_at, now=now, cause=cause, sole=sole
         )
@@ -318,7 +318,7 @@ class PoolStore:
             self._publish_conditions()
 
     def observe_models(self, endpoint: Endpoint, models: ServedModels) -> None:
-        """Take in which names an engine answers to; they stand until it restarts.
+        """Record which names an engine answers to; they stand until it restarts.
 
         Args:
             endpoint: The endpoint, in its incarnation when its models were requested.

@@ -122,7 +122,7 @@ class Calibration:
         return self._correct()
 
     def observe_usage(self, prompt_tokens: int, predicted: int, cached: int) -> bool:
-        """Take in the cached tokens that an answer reports (`usage.prompt_tokens_details`).
+        """Record the cached tokens that an answer reports (`usage.prompt_tokens_details`).
 
         Args:
             prompt_tokens: Prompt length by the engine.
@@ -288,7 +288,7 @@ class CacheModel:
     def observe_usage(
         self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int
     ) -> None:
-        """Take in the cached tokens that the `usage` of an answer reports."""
+        """Record the cached tokens that the `usage` of an answer reports."""
         state = self.state_of(endpoint)
         if state.calibration.observe_usage(prompt_tokens, predicted, cached):
             self._resize(endpoint, state, DEFAULT_STEP_TIMES)

@@ -122,7 +122,7 @@ class MappedPrompt:
 
 
 class PromptMap:
-    """Map from byte blocks of prompts to their token blocks; the oldest prompts are given up.
+    """Map from byte blocks of prompts to their token blocks; the oldest prompts are evicted.
 
     Args:
         cuts: Cumulative bytes by depth of a chain.
@@ -222,7 +222,7 @@ class PromptMap:
         self._prompts[chain[-1]] = prompt
         self._num_blocks += prompt.num_blocks
         while self._num_blocks > self._max_blocks:
-            self._give_up_oldest()
+            self._evict_oldest()
         return prompt
 
     def _count_shared(self, block: int, prompt: MappedPrompt, earlier: MappedPrompt) -> None:
@@ -242,7 +242,7 @@ class PromptMap:
         self._at.clear()
         self._num_blocks = 0
 
-    def _give_up_oldest(self) -> None:
+    def _evict_oldest(self) -> None:
         _, prompt = self._prompts.popitem(last=False)
         self._num_blocks -= prompt.num_blocks
         for block in prompt.chain:
@@ -354,7 +354,7 @@ class ExactPrefixes:
         return True
 
     def record_sent(self, chain: Sequence[int], request: SentRequest, now: float) -> None:
-        """Note that a prompt is on its way to the engine of its request."""
+        """Record that a prompt was sent to the engine of its request."""
         address, sent = request.endpoint.address, SentPrompt(now, request)
         mapped = self.prompts.find(chain)
         if mapped is not None:

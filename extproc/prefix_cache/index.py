@@ -6,8 +6,8 @@ never counts.
 
 The index holds what `record` adds to it. It does not see what the engine evicts or generates;
 `resize` brings its bound near the engine's own, `forget` drops the blocks of an endpoint that left. Beyond a
-bound of bytes over all endpoints it gives up what was used longest ago, on any endpoint. Indexes of
-several pools can share one bound: then the largest of them gives up.
+bound of bytes over all endpoints it evicts what was used longest ago, on any endpoint. Indexes of
+several pools can share one bound: then the largest of them evicts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EPOCH = 256
 #: Calls of `record` of an index between two looks at what the indexes of all pools take together.
 _LOOK = 64
 
-#: Share of their bound that the largest index gives up beyond what is needed: not every look ends in
+#: Share of their bound that the largest index evicts beyond what is needed: not every look ends in
 #: work, and each in some milliseconds at most.
 _SPARE = 1 / 1024
 
@@ -64,7 +64,7 @@ class IndexBudget:
         self._indexes.add(index)
 
     def enforce(self) -> None:
-        """Let the largest indexes give up blocks until all fit."""
+        """Evict blocks of the largest indexes until all fit."""
         sizes = {index: index.bytes_estimate() for index in self._indexes}
         excess = sum(sizes.values()) - self._max_bytes
         spare = int(_SPARE * self._max_bytes)
@@ -234,7 +234,7 @@ class PrefixIndex:
             cache = self._caches[slot]
             oldest = cache.oldest
             if oldest is not None and oldest <= age:
-                self._detach(cache.give_up_oldest(), self._bits[slot], 0)
+                self._detach(cache.evict_oldest(), self._bits[slot], 0)
             else:
                 # Nothing that old is left. Without any part the next one will be of this epoch.
                 later = max(age, self._epoch) + 1 if oldest is None else oldest
@@ -357,12 +357,12 @@ class PrefixIndex:
         return upper
 
     def _release(self, slot: int) -> None:
-        """Let an endpoint give up what is above its bound, and cleared ones more of what they held."""
+        """Evict what is above the bound of an endpoint, and more of what cleared ones held."""
         cache, bit = self._caches[slot], self._bits[slot]
         for _ in range(_MAX_RELEASED):
             if cache.held <= cache.capacity:
                 break
-            run, keep = cache.give_up_excess()
+            run, keep = cache.evict_excess()
             self._detach(run, bit, keep)
         self._sweep()
 
@@ -373,13 +373,13 @@ class PrefixIndex:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Give up some of what endpoints hold that were cleared, of the first one first."""
+        """Evict some blocks of cleared endpoints, those of the first cleared one first."""
         left = _MAX_RELEASED
         while left and self._clearing:
             slot, epoch = next(iter(self._clearing.items()))
             cache, bit = self._caches[slot], self._bits[slot]
             while left and (oldest := cache.oldest) is not None and oldest < epoch:
-                self._detach(cache.give_up_oldest(), bit, 0)
+                self._detach(cache.evict_oldest(), bit, 0)
                 left -= 1
             if not left:
                 return
@@ -389,7 +389,7 @@ class PrefixIndex:
                 self._free.append(slot)
 
     def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
-        """Let an endpoint give up all behind the first blocks of a run, leaves first."""
+        """Evict all that an endpoint holds behind the first blocks of a run, leaves first."""
         bit, cache = self._bits[slot], self._caches[slot]
         below = [top]
         for run in below:

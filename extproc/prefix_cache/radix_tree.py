@@ -1,15 +1,13 @@
-"""Cached blocks of one endpoint: its bounded part of the radix tree.
+"""Radix tree of the blocks that endpoints hold, in runs, and the bounded part of each endpoint.
 
-Of a run an endpoint holds the first so many blocks, and all of it if it holds anything behind it.
-Its parts stand in a ring by the time of their last touch, and of the parts of one path the root
-counts as touched last. So the oldest part is always a leaf of what the endpoint holds, and giving
-up blocks from its end is exactly least-recently-used with tails before roots.
+A run is a sequence of blocks in which no two chains differ, so a path from the root is a sequence of
+runs. A block takes eight bytes, however many endpoints hold it; all other memory is per run. A table
+of blocks would take more than a hundred bytes per block.
 
-Radix tree of all blocks that endpoints hold, in runs.
-
-A run is a stretch of blocks in which no chain parts from another, so a path from the root is one
-run after another. A block takes eight bytes, however many endpoints hold it; everything else is
-paid for by the run, where a table of blocks costs more than a hundred bytes a block.
+An endpoint (`EndpointCache`) holds a number of leading blocks of a run, and the complete run if it
+holds anything behind it. Its parts are a ring ordered by last use, and on one path the root counts as
+used last. So the oldest part is always a leaf of what the endpoint holds, and evicting blocks from
+its end is exactly least-recently-used, tails before roots.
 """
 
 from __future__ import annotations
@@ -238,7 +236,7 @@ class EndpointCache:
         _link(above, before=part.newer)
         return part.held_blocks
 
-    def give_up_excess(self) -> tuple[RadixNode, int]:
+    def evict_excess(self) -> tuple[RadixNode, int]:
         """Give up blocks above `capacity` of the part that was touched longest ago, its tail first.
 
         More may be held than `capacity` when it is called, and still afterwards.
@@ -251,7 +249,7 @@ class EndpointCache:
         self._keep_of(part, keep)
         return part.run, keep
 
-    def give_up_oldest(self) -> RadixNode:
+    def evict_oldest(self) -> RadixNode:
         """Give up the part that was touched longest ago; there must be one.
 
         Returns:
@@ -265,7 +263,7 @@ class EndpointCache:
         """Hold at most so many blocks of a run.
 
         Returns:
-            How many were given up.
+            Evicted blocks (count).
         """
         part = run.span if run.owner is self else self._shared.get(run)
         if part is None or part.held_blocks <= keep:

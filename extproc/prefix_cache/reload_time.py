@@ -25,7 +25,7 @@ class ReloadTimeEstimator:
         self._tokens = 0.0
 
     def update(self, counters: EngineCounters, rates: StepTimeModel) -> float | None:
-        """Take in a page.
+        """Record a page.
 
         Returns:
             Share of computing a token that is saved by loading it, 0..1; None while that is unknown.

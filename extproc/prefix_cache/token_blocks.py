@@ -244,7 +244,7 @@ class TokenBlockIndex:
         engine.lower_weights[tier] = weight
 
     def apply(self, engine: EngineBlocks, event: kv_events.KvEvent) -> int:
-        """Take in an event of an engine; returns its blocks (count, at least 1)."""
+        """Apply an event of an engine; returns its blocks (count, at least 1)."""
         match event:
             case kv_events.BlockStored():
                 self._store(engine, event)
@@ -330,7 +330,7 @@ class TokenBlockIndex:
         engine.block_tokens = size
 
     def _store_lower(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
-        """Take in blocks of a lower tier, which engines name by their hashes alone, or describe."""
+        """Apply blocks of a lower tier, which engines name by their hashes alone, or describe."""
         room = self._max_blocks - len(engine.lower_keys)
         known: Sequence[int | None]
         if event.tokens:
@@ -409,7 +409,7 @@ class TokenBlockIndex:
     ) -> Sequence[tuple[int, int]]:
         """Engines by the leading blocks of a chain that they hold on the device.
 
-        Engines give up the end of a chain before its beginning, so this is a binary search for each
+        Engines evict the end of a chain before its beginning, so this is a binary search for each
         depth at which engines end.
 
         Args:

@@ -1,7 +1,4 @@
-"""Messages from Envoy: one frozen value per ext_proc ProcessingRequest.
-
-Replies to Envoy: one frozen value per ext_proc ProcessingResponse.
-"""
+"""Messages of ext_proc as frozen values: ProcessingRequests of Envoy, and the responses to them."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Recording:
             self._entries.append(self._header())
 
     def add(self, entry: RoutedRequest | rows.EndRow, *, num_candidates: int = 0) -> None:
-        """Take in a decision with so many candidates or an end, or drop it where too many wait."""
+        """Record a decision with so many candidates or an end, or drop it where too many wait."""
         waiting_candidates = self._waiting_candidates + num_candidates
         if len(self._entries) >= MAX_ENTRIES or waiting_candidates > _MAX_CANDIDATES:
             self._dropped += 1

@@ -1,15 +1,15 @@
 """Admission: dispatch to an endpoint with capacity, or queue for a better endpoint.
 
-Saturation: estimated wait on an endpoint before prefill starts.
+An endpoint is saturated when the estimated wait before prefill exceeds a limit (`excess_wait_s`).
 
-Engines serve first come first served, so what was sent to one is ahead of every later request,
-whatever its priority. All that queueing can do for a priority is to send the others late: one
-prompt after another, as each is estimated to be computed, and not into the last of the memory. Both
-cost little: an engine that gets its next prompt one iteration late still decodes the full batch, and
-a batch that is a tenth smaller is hardly slower in tokens per second, while each of its iterations,
-of which a prompt always has to wait for one or two, is shorter (`bench.capacity` has the numbers).
+Engines serve first come first served, so a request that was sent to one is ahead of every later
+request, whatever its priority. Flow control can help a priority only by sending other requests late:
+a prompt when the one before it is estimated to be computed, and none into the last of the KV cache.
+Both cost little: an engine that gets its next prompt one iteration late still decodes the full batch,
+and a batch that is a tenth smaller has almost the same tokens per second, with shorter iterations, of
+which every prompt waits for one or two (`python -m bench.capacity`).
 
-Shedding: drops requests of negative priority under saturation.
+While every endpoint is saturated (`is_saturated`), requests of negative priority are dropped.
 """
 
 from __future__ import annotations

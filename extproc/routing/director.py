@@ -48,7 +48,7 @@ class PromptListener(Protocol):
     """Reads the prompts of requests."""
 
     def note(self, decision: Decision, raw: HttpRequest) -> None:
-        """Take note of a routed request."""
+        """Note a routed request."""
 
     def render_ahead(self, decision: Decision, raw: HttpRequest) -> Awaitable[None] | None:
         """Wait, for a bounded time, until a better choice can be made; None for no wait."""

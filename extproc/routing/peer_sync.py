@@ -264,7 +264,7 @@ class PeerReplica:
         return sum(len(peer.open) for peer in self._peers.values())
 
     def apply_message(self, message: PeerMessage, now: float) -> set[str]:
-        """Take in what a picker says.
+        """Apply the message of a picker.
 
         Returns:
             Names of the pools in which requests ended.

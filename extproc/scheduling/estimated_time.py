@@ -82,7 +82,7 @@ class _MeanUncachedTokens:
         self.per_request = 0.0
 
     def update(self, tokens: int, now: float) -> None:
-        """Take in a request."""
+        """Record a request."""
         if self.began > now:  # noqa: PLR1730 - a call
             self.began = now
         before = self._mean

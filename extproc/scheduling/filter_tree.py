@@ -1,7 +1,4 @@
-"""Decision trees of filters: the next filter depends on the success of the filter before it.
-
-Filters that run others, and those for the root and the ends of trees.
-"""
+"""Decision trees of filters: the next filter depends on the success of the filter before it."""
 
 from __future__ import annotations
 
@@ -214,7 +211,7 @@ class FilterChain(PluginParameters, frozen=True, kw_only=True, dict=True):
     adapter: they too avoid full slots.
 
     With `affinity_share` below 1, holders and those with a slot are chosen between by chance, in
-    both critical branches (the gateway's change #423; it moved the bound of waiting to 128).
+    both critical branches (kubernetes-sigs/gateway-api-inference-extension#423; it moved the bound of waiting to 128).
 
     Attributes:
         below_waiting_requests: See `low-latency`. 50, as there.

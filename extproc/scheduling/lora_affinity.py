@@ -79,9 +79,9 @@ class AdapterSoftAffinity(PluginParameters, frozen=True, kw_only=True):
 
     Holders have the adapter in their batch; the others count as long as `active < slots`. Where
     there are both, the holders stay with probability `share`, else those with room; where there is
-    one of the two, it stays; none where there is neither (the gateway's change #423). The seldom
-    exception brings an adapter in demand to a second endpoint. While no engine says
-    which adapters it holds, all stay.
+    one of the two, it stays; none where there is neither
+    (kubernetes-sigs/gateway-api-inference-extension#423). The seldom exception brings an adapter in
+    demand to a second endpoint. While no engine says which adapters it holds, all stay.
 
     Attributes:
         share: Probability of the holders, 0..1. 0.999 is the gateway's: loading an adapter costs

@@ -59,7 +59,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         name: Name in decisions and metrics.
         filters: Run in order, each on what the one before left.
         scorers: Each with its weight, 0 or more; 0 records the score without letting it count.
-        picker: Has the last word.
+        picker: Chooses among the scored candidates.
         cost: Judges candidates in one unit in place of the scorers; None for none.
     """
 
@@ -136,7 +136,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         """Choose an endpoint and its fallbacks; 429 when the filters leave no candidate.
 
         Args:
-            candidates: Endpoints in play; without any the result is a 503.
+            candidates: Eligible endpoints; without any the result is a 503.
             count: Endpoints to return at most, fallbacks included; `max_endpoints` where that is
                 more.
         """

@@ -41,7 +41,7 @@ _BUFFER: Final = bytearray(65_536)
 
 
 class ConnectionOwner(Protocol):
-    """Opened or accepted a connection, and hears of it."""
+    """Receives the events of a connection that it opened or accepted."""
 
     def on_made(self, connection: EngineConnection) -> None:
         """There is a connection, before its handshake."""
@@ -149,7 +149,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self._flush()
 
     def check(self, now: float) -> None:
-        """Close it if the peer is silent, else ask for a sign of life."""
+        """Close it if the peer is silent, else send a PING."""
         if not self._parser.is_open:
             if now >= self._until:
                 self._close("no handshake")

@@ -218,7 +218,7 @@ class EngineSubscription:
             self.open()
 
     def note_page(self, member: EndpointSnapshot) -> None:
-        """Take in what the metrics page of the engine shows of the time to reload blocks."""
+        """Record what the metrics page of the engine shows of the time to reload blocks."""
         weight = self._reload_time.update(member.load.counters, member.rates)
         if weight is not None:
             self._owner.exact.index.set_lower_weight(self.engine, 0, weight)
@@ -238,7 +238,7 @@ class EngineSubscription:
             self._owner.exact.index.set_complete(engine)
 
     def work(self, max_blocks: int) -> int:
-        """Take in messages and events; returns the blocks (count), 0 where there is nothing to do.
+        """Process messages and events; returns the blocks (count), 0 where there is nothing to do.
 
         Args:
             max_blocks: Blocks at most, but for those of one event (count).
@@ -364,7 +364,7 @@ class EngineSubscription:
             self._go_live()
 
     def _take(self, seq: int, payload: bytes) -> bool:
-        """Take in a batch, which must be the next one; returns whether it is well-formed."""
+        """Record a batch, which must be the next one; returns whether it is well-formed."""
         self._expected = seq + 1
         self._digest = xxhash.xxh3_64_intdigest(payload)
         try:

@@ -174,7 +174,7 @@ class PromptRenderer:
         return len(self._unmapped)
 
     def note(self, decision: Decision, raw: HttpRequest) -> None:
-        """Take note of a routed request; cheap where its prompt is mapped already."""
+        """Note a routed request; cheap where its prompt is mapped already."""
         exact = self._exact
         if exact.index.block_tokens or exact.is_any_live:
             self._queue_prompt(decision, raw)

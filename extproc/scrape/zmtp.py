@@ -76,7 +76,7 @@ class ZmtpParser:
             self.output += bytes((_MORE if number < len(frames) else 0, len(frame))) + frame
 
     def ping(self) -> None:
-        """Ask the peer for a sign of life, without a time in which it expects another."""
+        """Send a PING without a time-to-live, which the peer answers by a PONG."""
         self.output += _command(b"PING", b"\0\0")
 
     def receive(self) -> list[bytes] | None:

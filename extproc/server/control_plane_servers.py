@@ -1,6 +1,6 @@
 """Servers of xDS and of KEDA's external scaler: on ports of their own, always on grpcio.
 
-The servicer of xDS sends clusters and endpoints of all pools to Envoy.
+xDS sends clusters and endpoints of all pools to Envoy.
 """
 
 from __future__ import annotations

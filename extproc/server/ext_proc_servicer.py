@@ -1,6 +1,6 @@
 """ext_proc and health on grpcio: a coroutine per stream handles its events in order.
 
-xDS and KEDA share parts of its servers.
+`control_plane_servers` builds its gRPC servers with functions of this module.
 """
 
 from __future__ import annotations

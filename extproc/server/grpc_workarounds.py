@@ -1,18 +1,16 @@
-"""Operations of a stream that end by themselves when the client of the stream leaves.
+"""Workarounds for the memory of gRPC and of its streams.
 
 gRPC cancels a handler whose client is gone, and with it the read or write that the handler awaits.
-Of a cancelled operation 80 bytes stay behind for good, of the first write 160 (grpc/grpc#43360),
-scattered so that nothing around them goes back to the system, and most data planes end most streams
-like that. The call is over by then, so the operation ends anyway: the handler is cancelled as soon as
-it did. Delete `UncancelledOperations` once that issue is closed.
+Each cancelled operation leaks 80 bytes, the first write 160 (grpc/grpc#43360), scattered so that the
+pages around them stay in use, and most data planes end most streams in this way. The call is over by
+then and the operation ends by itself: `UncancelledOperations` cancels the handler only after that.
+Delete it once the issue is closed.
 
-Returns freed memory to the system after a peak of streams.
-
-Who allocates keeps what was freed: the C library its pages, Python whole arenas of 1 MiB in which a
-single object is left, some of them in lists of free objects that only a full collection empties. A
-picker that held ten thousand requests for a minute would look like one that still does, and an
-autoscaler or a memory limit would take it for that. So what arrives while many requests wait is not
-allocated in arenas at all.
+After a peak of streams, freed memory does not return to the system: the C library keeps pages, and
+Python keeps arenas of 1 MiB in which a single object is left, some in lists of free objects that only
+a full collection empties. A picker that queued ten thousand requests for a minute would look as if it
+still did, to an autoscaler and to a memory limit. So what arrives while many requests are queued is
+not allocated in arenas.
 """
 
 from __future__ import annotations

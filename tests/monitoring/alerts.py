@@ -31,7 +31,7 @@ class Alert(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Its name; also the heading of its section.
-        severity: `critical` wakes somebody up, `warning` is for the working day, `info` explains
+        severity: `critical` needs a person at once, `warning` can wait for working hours, `info` explains
             other alerts.
         for_: How long `expr` holds before it fires.
         expr: PromQL; thresholds are starting points.

@@ -19,7 +19,7 @@ def test_fields_of_a_chat_request():
 
 @pytest.mark.parametrize("messages", [None, [], {}, "hi", 5, ["hi"], [None], [[]]])
 def test_messages_must_be_a_list_of_messages(messages):
-    """Absent, empty or malformed messages are refused with the text of report 1.6."""
+    """Absent, empty or malformed messages are refused with the text of docs/spec/protocol.md#request-flow."""
     assert builders.refused(CHAT, {"model": "m", "messages": messages}) == NO_MESSAGES
 
 

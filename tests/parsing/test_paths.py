@@ -68,5 +68,5 @@ def test_longest_suffix_wins():
     ],
 )
 def test_path_source(headers, path):
-    """`:path`, then x-original-path, then x-forwarded-path, then /v1/completions (report 1.6)."""
+    """`:path`, then x-original-path, then x-forwarded-path, then /v1/completions (docs/spec/protocol.md#request-paths)."""
     assert surfaces.path_of(HttpRequest(headers)) == path

@@ -1,7 +1,4 @@
-"""Views of pools over cached objects, each with its own pods or slices.
-
-Merging of InferenceObjectives and InferenceModelRewrites into a policy.
-"""
+"""Views of pools over cached objects: their pods or slices, and their merged inference policy."""
 
 from __future__ import annotations
 
