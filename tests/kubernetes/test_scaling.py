@@ -156,7 +156,7 @@ def scaler(namespace, kubeconfig, port, *, pages=0, autoscaling=None, **scaling)
 
 async def held(picker):
     """One request, which waits; the stream and when it was sent."""
-    stream = serving.Stream(picker._channel)
+    stream = serving.Stream(picker.channel)
     await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
     return stream
 

@@ -90,7 +90,7 @@ def test_an_engine_without_a_page_gets_its_share_of_requests(strategy):
     scene.turn_bad()
     scene.now += 20.0
     for engine in range(1, 4):
-        scene._due[engine] = scene.now
+        scene.due[engine] = scene.now
     for _ in range(24):
         scene.send(200, for_s=0.2)
         for _ in range(6):

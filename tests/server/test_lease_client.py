@@ -33,7 +33,7 @@ class LeaseApi:
         self.next = None
         self._version = 0
         self._folder = folder
-        self._port = stack.free_port()
+        self.port = stack.free_port()
 
     def kubeconfig(self, token="right"):
         (self._folder / "token").write_text(token)
@@ -43,7 +43,7 @@ class LeaseApi:
             "kind": "Config",
             "current-context": "c",
             "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-            "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
             "users": [{"name": "u", "user": user}],
         }
         path = self._folder / "kubeconfig"
@@ -75,7 +75,7 @@ class LeaseApi:
         application.router.add_route("*", "/{path:.*}", self.answer)
         runner = web.AppRunner(application, shutdown_timeout=0.05)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
         try:
             yield
         finally:
@@ -172,7 +172,7 @@ async def test_an_invalid_answer_is_a_failure(tmp_path):
 async def test_a_server_without_an_answer_times_out(tmp_path):
     """Every call ends within half of what a leader has."""
     api = LeaseApi(tmp_path)
-    with socket.create_server(("127.0.0.1", api._port)):
+    with socket.create_server(("127.0.0.1", api.port)):
         async with opened(api.kubeconfig(), renew_s=0.2, retry_s=0.1) as client:
             async with asyncio.timeout(300):
                 failed = await client.read()

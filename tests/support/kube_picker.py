@@ -37,12 +37,12 @@ class PodPicker:
     ) -> None:
         self.child = child
         self.pages = pages
-        self._channel = channel
+        self.channel = channel
         self._http = http
 
     async def pick(self, *hint: str) -> str:
         """The endpoint of one request, among those that are hinted; empty if it was refused."""
-        stream = serving.Stream(self._channel)
+        stream = serving.Stream(self.channel)
         metadata = peer.hinted(list(hint)) if hint else None
         await stream.say(ext_proc_script.request_headers(_PATH, ends=True, metadata=metadata))
         (text,) = await stream.hear()
@@ -54,7 +54,7 @@ class PodPicker:
 
     async def connected(self) -> None:
         """Wait until a stream can be opened without connecting first."""
-        await self._channel.channel_ready()
+        await self.channel.channel_ready()
 
     async def pool(self) -> list[str]:
         """Every endpoint of every pool that it knows, in order of address."""

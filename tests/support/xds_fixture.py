@@ -94,7 +94,7 @@ class EqualEnginesScene:
         self._pages: dict[int, Page] = {}
         self._planned = pages or {}
         self._periods = periods or {}
-        self._due = [self.now] * size
+        self.due = [self.now] * size
         self._last: list[Load | None] = [None] * size
         self._sent = 0
         self._ending: deque[tuple[float, SharedEngine, Reservation]] = deque()
@@ -112,10 +112,10 @@ class EqualEnginesScene:
         while self._ending and self._ending[0][0] <= self.now:
             _, engine, reservation = self._ending.popleft()
             self._end(engine, reservation)
-        for at, due in enumerate(self._due):
+        for at, due in enumerate(self.due):
             if due <= self.now:
                 self._scrape(at)
-                self._due[at] = self.now + self._periods.get(at, 0.2)
+                self.due[at] = self.now + self._periods.get(at, 0.2)
 
     def send(self, tokens: int, *, for_s: float | None = None) -> str:
         """Send a prompt that nobody has seen; returns where it went.

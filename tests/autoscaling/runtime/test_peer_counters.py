@@ -30,7 +30,7 @@ async def picker(name, *written, held=0, port=0):
     peers = PeerCounterClient(
         name, written, timeout_s=300.0, own_counters=lambda: counters, on_waiting=received.extend
     )
-    peers.heard = received
+    peers.heard, peers.counters = received, counters
     application = web.Application()
     application.add_routes(peers.routes())
     runner = web.AppRunner(application, access_log=None)
@@ -89,7 +89,7 @@ async def test_peers_are_notified_of_a_queued_request():
     ):
         await subject.read("p")
         await other.read("p")
-        other._own_counters = lambda: {"p": PickerCounters(held=9), "q": PickerCounters()}
+        other.counters.update(p=PickerCounters(held=9), q=PickerCounters())
         await other.push()
         assert subject.heard == ["p"]
         assert subject.last("p") == {"b": PickerCounters(held=9)}

@@ -153,9 +153,9 @@ class FakeApiServer:
         matching = Matching(group, plural, namespace, request.query)
         if request.query.get("watch"):
             return await self._watch(request, matching)
-        return self._list(request, matching)
+        return self.list_objects(request, matching)
 
-    def _list(self, request, matching):
+    def list_objects(self, request, matching):
         values = [
             value
             for _, value in sorted(self.objects.get(matching.path, {}).items())

@@ -39,12 +39,12 @@ class FollowerScene:
             ),
             clock=time.monotonic,
             rng=random.Random(1),
-            on_pools=self._on_pools,
+            on_pools=self.on_pools,
             on_event=self._on_fact,
             supervisor=self.supervisor,
         )
 
-    def _on_pools(self, changed, removed):
+    def on_pools(self, changed, removed):
         self.reports.append((dict(changed), removed))
         self.pools = {key: pool for key, pool in self.pools.items() if key not in removed} | changed
         self._news()

@@ -152,7 +152,7 @@ def test_pools_are_reported_again_after_the_callback_raised(tmp_path, monkeypatc
     async def scene():
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
         wrong = [2]
-        real = FollowerScene._on_pools
+        real = FollowerScene.on_pools
 
         def raising(self, changed, removed):
             if wrong[0]:
@@ -160,7 +160,7 @@ def test_pools_are_reported_again_after_the_callback_raised(tmp_path, monkeypatc
                 raise OverflowError(CANARY)
             real(self, changed, removed)
 
-        monkeypatch.setattr(FollowerScene, "_on_pools", raising)
+        monkeypatch.setattr(FollowerScene, "on_pools", raising)
         async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
             await scene.until_names("a")
             assert scene.supervisor.failures["kubernetes"] == 2

@@ -100,7 +100,7 @@ def test_long_lists_are_read_in_pages(tmp_path):
                     server.answers.clear()
                     return await expire(request)
                 server.answers.append(pages)
-                return server._list(
+                return server.list_objects(
                     request, fake.Matching(*fake.where(request.path), request.query)
                 )
 
