@@ -1,4 +1,4 @@
-"""How many workers `make test` has, which files they begin with, and how many examples they try."""
+"""Workers of `make test`, the files that they begin with, and the number of random examples."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ logging.getLogger("extproc").setLevel(logging.INFO)
 
 
 def is_from_this_loop(record):
-    """Whether a record is of the test that runs.
+    """True if a record comes from the running test.
 
     grpcio keeps the event loops of ended tests, and calls them when another test's call completes.
     """
@@ -196,7 +196,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """What was collected stays: nobody need look through it for garbage again and again."""
+    """Collected objects are exempt from garbage collection, which would traverse them repeatedly."""
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -117,7 +117,7 @@ def test_degraded_until_a_step_works(scene, caplog):
 
 
 def test_the_pause_restarts_after_a_successful_step(scene):
-    """Who worked in between is tried again soon."""
+    """A loop that worked in between is restarted soon."""
     turns = iter(range(10))
 
     async def run():
@@ -234,7 +234,7 @@ def test_a_failed_attempt_is_counted_and_not_repeated(scene):
 
 
 def test_callbacks_and_lost_tasks_are_counted(scene, caplog):
-    """What a timer or a task that nobody awaits raises is a line and a count, without its text."""
+    """An exception in a timer or in a task without a waiter is logged and counted, without its text."""
 
     async def scenario():
         loop = asyncio.get_running_loop()
@@ -315,7 +315,7 @@ def test_every_task_is_supervised():
 
 
 class LoopBugError(Exception):
-    """What broken parts raise."""
+    """Exception of broken parts."""
 
 
 def broken(*_, **__):

@@ -68,7 +68,7 @@ def test_requests_within_a_batch_are_no_backlog():
 
 
 def test_scale_down_is_slow():
-    """What is enough must have been enough all the time."""
+    """Fewer replicas must have been enough during the whole window."""
     target = TargetFixture(AdaptivePolicy(down_s=60, window_s=60), WIDE, spec=8)
     target.run(300, arriving=6.5, request_work=0.1, in_flight=8)
     assert target.spec == 8

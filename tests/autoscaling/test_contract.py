@@ -1,4 +1,4 @@
-"""What every policy keeps, whatever is seen."""
+"""Contract of every policy, for any observations."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ def bounds(draw):
 
 
 def facts(spec, available, **others):
-    """What is seen at one moment, whenever that is."""
+    """Observations of a target at one moment, at any time."""
     return Demand(now=0.0, spec=spec, available=min(spec, available), **others)
 
 
@@ -53,7 +53,7 @@ def in_order(steps):
 
 
 def demands():
-    """What could be seen of a target; others may change its spec as well."""
+    """Possible observations of a target, whose spec others may change as well."""
     return st.lists(st.tuples(moments, seconds), min_size=1, max_size=25).map(in_order)
 
 
@@ -132,7 +132,7 @@ def test_a_restart_keeps_the_replicas(kind, series, within, split, shift):
 @tried(10)
 @given(series=demands(), within=bounds())
 def test_memory_does_not_grow_with_time(kind, series, within):
-    """What is kept is bounded by the window, not by how long it ran."""
+    """The state is bounded by the window, not by the run time."""
     scaler = PolicyRunner(policy_runner.POLICIES[kind](), within)
     for n in range(300):
         demand = series[n % len(series)]

@@ -20,7 +20,7 @@ TARGET = TargetObservation(spec=1, available=1, rates=SERIAL)
 
 
 def read(estimator, now, observation=TARGET, **counters):
-    """What one picker makes of it."""
+    """Replicas that a single picker computes."""
     return estimator.read(now, {"a": PickerCounters(**counters)}, observation)
 
 
@@ -107,7 +107,7 @@ def test_throughput_is_learned_from_busy_replicas():
 
 
 def test_idle_replicas_do_not_change_the_throughput():
-    """What is not asked for is not done."""
+    """Unrequested work is not counted as throughput."""
     estimator = DemandEstimator(SERIAL_SETTINGS)
     for n in range(100):
         demand = read(estimator, 60.0 * n)
@@ -162,7 +162,7 @@ def test_concurrency_is_bounded_by_the_engine_limit():
 
 
 def test_free_sequences_give_the_engine_limit():
-    """Where one more makes nobody slower, the engine's own limit counts."""
+    """If one more sequence slows none down, the engine's own limit counts."""
     free = StepTimeModel(step_s=0.015, decode_s=0.0, context_s=0.0)
     assert demand_estimator.concurrency(free, slowdown=2.0, most=9.0) == 9
 

@@ -1,4 +1,4 @@
-"""What the scaler adds to a policy."""
+"""Bounds and windows that the runner adds to a policy."""
 
 from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
 from extproc.autoscaling.policies import KubeAIPolicy, QueueDepthPolicy
@@ -26,7 +26,7 @@ def test_the_reason_against_scale_down_is_reported():
 
 
 def test_a_long_gap_restarts_the_window():
-    """What was not seen for more than half of a window says nothing."""
+    """A gap of more than half of a window clears the window."""
     target = TargetFixture(QueueDepthPolicy(), spec=3)
     target.run(50)
     target.now += 45

@@ -22,7 +22,7 @@ def test_row_has_the_current_depth_and_its_mean():
 
 
 def test_depth_without_a_replica_counts_requests():
-    """Where no replica is available, depth is the number of requests."""
+    """Without available replicas the depth is the number of requests."""
     row = ScalingHistory(60.0).record(0.0, requests=5.0, available=0, spec=1, arrived={})
     assert row.depth == 5.0
 

@@ -105,7 +105,7 @@ def test_check_without_scraping(capsys):
 
 
 def test_check_describes_unknown_models(capsys):
-    """What becomes of a model nobody lists is told, and how names are read."""
+    """The report says where requests for unlisted models go, and how names are read."""
     text = (
         "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {models_interval_s: 5}, "
         "scheduling: {unknown_model: reject, kubeai_names: false}}"
@@ -395,7 +395,7 @@ cluster: {leader_election: true, lease: {namespace: m}}
     ],
 )
 def test_every_source_is_described(text, result):
-    """Where endpoints come from and which requests go there, for people."""
+    """The report names the sources of endpoints and the requests of each pool."""
     settings = loader.settings(loader.parse(HEAD + text, where="f"))
     values = list(check.describe_pools(settings))
     assert len(values) == len(result)

@@ -86,7 +86,7 @@ def test_tables_of_a_case(files, capsys):
 
 
 def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
-    """What the state says is cached counts as matched, in whole blocks."""
+    """Tokens that the state lists as cached count as matched, in full blocks."""
     output = json.loads(
         told_by(
             capsys, files["body"], "--state", files["state"], "--strategy", "balanced", "--json"
@@ -296,7 +296,7 @@ def test_an_unreachable_server_is_status_1(files, capsys):
 
 @pytest.mark.parametrize("text", ["", "s3cret\nsecond line", "s3cret \u00e9"])
 def test_explain_refuses_a_token_file_without_quoting_it(text, server, tmp_path, capsys):
-    """What is no token is status 2, and a secret does not end up in logs of a terminal."""
+    """An invalid token exits with status 2, and its text is not printed."""
     path = tmp_path / "token"
     path.write_text(text)
     words = ["explain", "--server", server, "--id", "id/1", "--token-file", str(path)]

@@ -164,7 +164,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_flag_is_refused_with_a_fix(name):
-    """What cannot be done is refused, naming the flag and what to do instead."""
+    """An unsupported flag is refused by its name, with an alternative."""
     words, where, fix = REFUSED[name]
     arguments = (
         words if words[0].startswith(("--endpoints", "--pool-name")) else [ENDPOINTS, *words]

@@ -80,7 +80,7 @@ def test_flags_beat_the_file():
 
 
 def test_namespace_flag_selects_the_pools_of_a_namespace():
-    """Where all pools of a namespace are served, the flag says which."""
+    """The flag selects the namespace whose pools are served."""
     settings = resolve("--pool-namespace=y", text="cluster: {discover_pools: namespace}").settings
     assert settings.cluster.namespace == "y"
 

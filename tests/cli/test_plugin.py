@@ -16,7 +16,7 @@ def template(role, capsys):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_template_passes_the_contract(role, tmp_path, capsys):
-    """What is printed is a plugin file of that role as it stands."""
+    """The printed template is a valid plugin file of its role."""
     file = tmp_path / "mine.py"
     file.write_text(template(role, capsys))
     assert main(["plugin", "test", str(file)]) == 0

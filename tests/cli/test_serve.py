@@ -16,7 +16,7 @@ print(serve.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 
 @pytest.mark.parametrize(("preset", "then"), [(None, serve.EXPERIMENTS), ("tcp_x", "tcp_x")])
 def test_environment_variables_override_grpc_experiments(monkeypatch, preset, then):
-    """How gRPC runs is chosen where the environment says nothing of it."""
+    """Defaults of gRPC apply only to variables that the environment does not set."""
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
     if preset:
         monkeypatch.setenv("GRPC_EXPERIMENTS", preset)

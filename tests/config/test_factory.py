@@ -193,7 +193,7 @@ def test_resting_and_stretched_intervals_keep_loads_known(scrape, rest_s, known_
 
 
 def test_built_parts_route():
-    """What the factory built takes a request, and as many endpoints as fallbacks ask for."""
+    """The built parts route a request, with as many endpoints as fallbacks are configured."""
     parts = factory.build(scheduling(scheduling={"fallbacks": 1}, seed=1))
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
     decision = parts.director.route(CHAT, 0.0)

@@ -121,7 +121,7 @@ def takes(claim, request):
 
 @given(CLAIMS, CLAIMS, REQUESTS)
 def test_no_request_escapes_a_limit(claim, limit, request):
-    """What lies within a limit takes no request that the limit does not; overlaps are noticed."""
+    """A match within a limit takes no request that the limit excludes; overlaps are detected."""
     if takes(claim, request):
         assert takes(limit, request) or not pool_match.is_within(claim, limit)
         assert not takes(limit, request) or pool_match.overlaps(claim, limit)

@@ -198,7 +198,7 @@ def test_every_pool_has_its_own_policy():
 
 
 def test_the_policy_changes_without_a_restart():
-    """What a file says now is in force from the next request on; nothing needs a restart."""
+    """A changed policy of the file applies from the next request on, without a restart."""
     parts = built(POOL)
     wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
     routing, _ = factory.rebuild_routing(wanted, where="pool.yaml", guards=parts.guards)

@@ -80,7 +80,7 @@ FIELDS = list(every_field())
 
 
 def test_rules_of_scheduling_are_live():
-    """Where a strategy may change, all that belongs to it may."""
+    """All fields that belong to a live strategy are live."""
     rules = {field.name for field in msgspec.structs.fields(pool_sections.SchedulingRules)}
     assert rules <= {*reloading.LIVE["scheduling"]}
 
@@ -120,7 +120,7 @@ def row_kind(section):
 
 
 def test_pools_are_compared_by_name():
-    """Which pools there are, and their order, changes with a restart; their rules at once."""
+    """The set of pools and their order change with a restart, their rules at once."""
     old = read(
         "pools:\n- {name: a, endpoints: ['10.0.0.1:1']}\n- {name: b, endpoints: ['10.0.0.2:1']}\n"
     )

@@ -103,7 +103,7 @@ class WatchedPage:
         ]
 
     async def is_too_wide(self):
-        """Whether the page scrolls sideways."""
+        """True if the page scrolls sideways."""
         return await self.page.evaluate(
             "document.documentElement.scrollWidth > document.documentElement.clientWidth"
         )

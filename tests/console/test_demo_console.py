@@ -78,7 +78,7 @@ def demo(live, chromium):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where pictures go."""
+    """Folder for pictures."""
     return Path(os.environ.get("EXTPROC_SCREENSHOTS", tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong is named at the top of the console's overview, at the first look."""
+"""Staged faults are the first problems in the overview of the console, at the first look."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def last(word: str) -> Instruction:
 
 
 def sources() -> Sequence[str]:
-    """What is copied from the repository."""
+    """Files that are copied from the repository."""
     return [
         source
         for instruction in instructions()

@@ -191,7 +191,7 @@ def test_image_ends_on_sigterm(container):
 
 
 def test_image_contains_the_kubernetes_client(image):
-    """What is left of the Kubernetes client is enough to reach for an API server."""
+    """The reduced Kubernetes client still connects to an API server."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         (Path(folder) / "config").write_text(KUBECONFIG)
@@ -211,6 +211,6 @@ def test_image_prints_its_version(client, image):
 
 
 def test_image_size_is_bounded(client, image, base):
-    """What it adds to its base is bounded."""
+    """The bytes that the image adds to its base are bounded."""
     sizes = [client.images.get(name).attrs["Size"] for name in (image, base)]
     assert sizes[0] - sizes[1] < _MOST

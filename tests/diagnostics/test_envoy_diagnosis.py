@@ -195,7 +195,7 @@ VALUES = st.sampled_from([None, 0, True, "", "x", [], {}, [[]], [None], {"a": No
 
 @given(path=st.lists(st.integers(0, 50), min_size=1, max_size=14), value=VALUES)
 def test_any_form_is_judged(path, value):
-    """What is no Envoy, or one of another version, is a finding and no traceback."""
+    """A page of no Envoy, or of another version, is a finding and not a traceback."""
     for pages in (
         {"config_dump": page(mutated(DUMP, path, value))},
         {"clusters": page(mutated(CLUSTERS, path, value))},

@@ -65,7 +65,7 @@ class FencedBlock(msgspec.Struct, frozen=True):
 
     @property
     def is_run(self) -> bool:
-        """Whether its commands run."""
+        """True if its commands are run."""
         return self.language == "console" and not self.note.startswith("not run: ")
 
     @property
@@ -87,7 +87,7 @@ def blocks(text: str) -> Iterator[FencedBlock]:
 
 
 def has_commands(block: FencedBlock) -> bool:
-    """Whether a block without a label looks like a console."""
+    """True if a block without a label looks like a console."""
     return bool(_COMMAND.search(block.text))
 
 
@@ -140,7 +140,7 @@ def run(step: ConsoleStep, folder: Path, environment: dict[str, str]) -> list[st
 
 
 def is_match(expected: tuple[str, ...], printed: list[str]) -> bool:
-    """Whether output is what a page shows."""
+    """True if output matches the text of a page."""
     pattern = "".join(
         r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*?") + r"\n"
         for line in "\n".join(expected).rstrip().splitlines()

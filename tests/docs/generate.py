@@ -60,7 +60,7 @@ def pages() -> Iterator[Path]:
 
 
 def markers(name: str) -> tuple[str, str]:
-    """What opens and what closes a block."""
+    """Opening and closing markers of a block."""
     return f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
 
 

@@ -38,7 +38,7 @@ KIT = (contract, builders)
 
 
 def strategies_block() -> str:
-    """What each built-in strategy consists of."""
+    """Plugins of each built-in strategy."""
     rows = ["| strategy | filters | scorers or costs, with weights | picker |", "|---|---|---|---|"]
     for name, profile in registry.profiles().items():
         filters = ", ".join(f"`{step.kind}`" for step in profile.filters) or "none"

@@ -207,7 +207,7 @@ GROUPS = (msgspec.Struct, tuple)
 
 
 def reload_block() -> str:
-    """What is live and what needs a restart, by section."""
+    """Live fields and fields that need a restart, by section."""
 
     def row(section: str, kind: type[msgspec.Struct]) -> str:
         fields = [

@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_scorer_has_fifteen_lines():
-    """What is called short is short."""
+    """The example is as short as its page says."""
     assert sum(bool(line.strip()) for line in SCORER.splitlines()) <= 15
 
 

@@ -150,7 +150,7 @@ class Installation:
         )
 
     async def check(self) -> None:
-        """What holds for every installation at its end."""
+        """Checks of every installation at its end."""
         await self.settled()
         result = await self.metrics()
         for end in ("error", "protocol"):

@@ -72,7 +72,7 @@ def test_image_versions_are_known():
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])
 @pytest.mark.parametrize(("content", "size"), CASES)
 async def test_026_bodies_arrive_unchanged(place, content, size, framing):
-    """What the engine received has the hash of what was sent."""
+    """The hash of the received body is that of the sent one."""
     body = content(size)
     path = "/v1/chat/completions" if content is json_body else "/upload"
     how = {"chunks": cut(body)} if framing == "chunked" else {"body": body}

@@ -96,7 +96,7 @@ async def test_shipped_files_remove_control_headers_before_ext_proc(shipped, usu
 async def test_extproc_removes_control_headers_in_every_mode(
     trusting, listeners, usual, second_backend, modes
 ):
-    """Where Envoy lets them in, the picker sees each, and no engine does."""
+    """Headers that Envoy lets in reach the picker, and no engine."""
     names = sorted(set(REMOVED) & CONTROL_HEADERS)
     assert set(names) >= SIDECAR_HEADERS
     for name in (names[0], names[-1], "x-prefiller-host-port"):

@@ -182,7 +182,7 @@ def test_engines_close_after_envoy(config):
 
 
 def test_circuit_breakers_allow_retries(config):
-    """Where Envoy retries, a dead engine under load must not use up the default of 3 retries."""
+    """With retries, an engine that is dead under load must not use up the default of 3 retries."""
     (limits,) = engines(config)["circuit_breakers"]["thresholds"]
     if "retry_policy" in route(config):
         assert limits["max_retries"] >= limits["max_requests"]

@@ -1,4 +1,4 @@
-"""What the gateway conformance suite asks, by hand: pods are addresses, ranks are ports."""
+"""Cases of the gateway conformance suite: pods are addresses, ranks are ports."""
 
 from __future__ import annotations
 

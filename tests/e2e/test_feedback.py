@@ -66,7 +66,7 @@ async def used(fixture):
 
 
 async def test_102_usage_of_whole_answers(place, engine):
-    """What an engine reports of an unstreamed answer is added up; the answer is unchanged."""
+    """Usage in an unstreamed answer is counted, and the answer is unchanged."""
     before = await used(place)
     answer = await ask(place, engine, CHAT)
     result = answer.json()["usage"]

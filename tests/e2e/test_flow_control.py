@@ -78,7 +78,7 @@ async def waiting(fixture, count):
 
 @pytest.fixture(scope="module")
 def answers(live, place, listeners, listed, engine):
-    """What two requests in each mode got, all of which waited for the first engine at once."""
+    """Answers to two requests in each mode, all of which waited for the first engine."""
 
     async def wait_in_every_mode():
         await leave(place, listed, engine)

@@ -75,7 +75,7 @@ async def until_up(fixture, address, state):
 
 
 async def health(address, name):
-    """What one health port says about a name."""
+    """Status of a name on a health port."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
@@ -221,7 +221,7 @@ async def test_067_068_no_endpoint(tmp_path, empty):
 
 
 def series_of(served, result):
-    """Whether the metrics know the endpoint of a backend."""
+    """True if the metrics have series of a backend's endpoint."""
     return f'extproc_endpoint_up{{endpoint="{served.address}"}}' in result
 
 

@@ -1,4 +1,4 @@
-"""What Envoy answers itself when extproc or an engine is down: errors as OpenAI clients read them."""
+"""Errors that Envoy answers itself when extproc or an engine is down, as OpenAI clients read them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_errors_of_envoy_are_json_with_a_hint(template):
 
 @pytest.mark.parametrize("template", installation.first_and_slow(OVERRIDE_FILES))
 async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
-    """Whether extproc names the dead engines or Envoy chooses them itself."""
+    """The same if extproc names dead engines and if Envoy chooses them."""
     dead = [f"127.0.0.1:{stack.free_port()}" for _ in range(2)]
     arguments = ["--config-text", installation.UNSCRAPED, "--fallback-endpoints", "1"]
     xds_port = stack.free_port()

@@ -1,4 +1,4 @@
-"""What the log of extproc says behind a real Envoy, as JSON lines."""
+"""Log of extproc behind a real Envoy, as JSON lines."""
 
 from __future__ import annotations
 

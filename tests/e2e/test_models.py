@@ -63,7 +63,7 @@ def place(live, llama, qwen, listeners, binary):
 
 
 def known(result, served):
-    """How many models are known of a backend."""
+    """Number of models that are known of a backend."""
     return result.get(f'extproc_endpoint_models{{endpoint="{served.address}"}}')
 
 
@@ -77,7 +77,7 @@ def chat(model, content="hello"):
 
 
 def requests_to(served, path):
-    """What arrived on a path; the scraper asks for others."""
+    """Requests that arrived on a path, without those of the scraper."""
     return [ask for ask in served.asks if ask.path == path]
 
 
@@ -107,7 +107,7 @@ async def test_027_unknown_models_are_refused(place, llama, listeners, mode):
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])
 async def test_027_kubeai_names_are_renamed_in_place(place, llama, listeners, mode, framing):
-    """Where the body is seen, one value changes and the length with it; elsewhere nothing does."""
+    """A visible body has one changed value and its length; another body is unchanged."""
     sent = chat("llama_sql", "llama_sql \u00e9 " * 10_000)
     cut = [sent[at : at + 9_999] for at in range(0, len(sent), 9_999)]
     how = {"chunks": cut} if framing == "chunked" else {"body": sent}
@@ -172,7 +172,7 @@ async def test_027_renames_are_counted(place, listeners):
 
 
 async def test_027_an_adapter_loaded_later_is_found(place, llama, listeners):
-    """What an engine lists from now on is served from the next list on; what it drops, no more."""
+    """A newly listed adapter is served from the next list on, a removed one no longer."""
     port = listeners["FULL_DUPLEX_STREAMED", "NONE"]
     assert (await http1.ask(port, PATH, chat("new"))).status == 404
     llama.plays["/v1/models"] = listing("llama", "sql", "new")

@@ -121,7 +121,7 @@ async def test_097_large_answers_pass(place, served, listeners, modes):
 
 @pytest.mark.parametrize("modes", [pair for pair in MODES if pair[0] in SEEING], ids="-".join)
 async def test_069_bad_body(place, served, listeners, modes):
-    """Where the body is seen, a bad one is refused in JSON before the backend hears of it."""
+    """A bad body that is visible is refused in JSON, and does not reach the backend."""
     before = len(served.asks)
     answer = await http1.ask(listeners[modes], "/v1/chat/completions", b"no healthy upstream")
     assert answer.status == 400
@@ -132,7 +132,7 @@ async def test_069_bad_body(place, served, listeners, modes):
 
 @pytest.mark.parametrize("mode", ["STREAMED", "NONE"])
 async def test_041_decided_on_headers(place, served, listeners, mode):
-    """Where the body is not seen in time, the request is routed on its headers."""
+    """A request whose body is not visible in time is routed by its headers."""
     answer = await http1.ask(listeners[mode, "NONE"], "/v1/chat/completions", b"not JSON")
     assert answer.status == 200
     assert served.asks[-1].body == b"not JSON"

@@ -173,7 +173,7 @@ async def test_086_large_answers(place, served, listeners, mode):
 
 @pytest.mark.parametrize("mode", SHOWN, ids="-".join)
 async def test_086_compressed_answers_are_unchanged(place, served, listeners, mode):
-    """What is compressed arrives as it was sent."""
+    """A compressed answer arrives as it was sent."""
     body = gzip.compress(NAMED)
     served.plays[PATH] = counted(body, JSON, ("content-encoding", "gzip"))
     answer = await http1.ask(listeners[mode], PATH, chat())
@@ -198,7 +198,7 @@ async def test_086_answers_of_other_requests_are_unchanged(place, served, listen
 
 @pytest.mark.parametrize("mode", [("BUFFERED", "BUFFERED"), ("BUFFERED", "NONE")], ids="-".join)
 async def test_106_the_data_plane_knows_the_cost(place, served, listeners, mode):
-    """What an answer cost is in Envoy's dynamic metadata when its headers go on."""
+    """The cost of an answer is in Envoy's dynamic metadata before its end."""
     used = b'{"usage":{"prompt_tokens":7,"completion_tokens":10}}'
     for model in ("big", "other"):
         served.plays[PATH] = counted(used, JSON)

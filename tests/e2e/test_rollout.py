@@ -296,7 +296,7 @@ async def test_picker_killed_and_failing_closed(template):
 
 @pytest.mark.slow
 async def test_visible_answers():
-    """Where pickers see answers too, drain time serves them, and what is quiet then goes on."""
+    """Answers that pickers see are served during the drain; silent ones then continue without them."""
     engine = StreamingEngine()
 
     def visible(config):

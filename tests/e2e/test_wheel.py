@@ -38,7 +38,7 @@ def environment(unpacked, **more):
 
 
 def run(unpacked, folder, *words):
-    """What a command of the wheel prints."""
+    """Output of a command of the wheel."""
     ran = subprocess.run(
         [sys.executable, "-m", "extproc", *words],
         cwd=folder,

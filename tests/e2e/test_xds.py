@@ -285,7 +285,7 @@ async def test_a_503_is_retried_on_another_endpoint(site, engines):
 
 @pytest.mark.slow
 async def test_an_engine_is_killed_under_load(site, engines):
-    """What it was busy with and had not begun to answer is answered by another."""
+    """Requests in flight there that had no answer yet are answered by another engine."""
     async with stack.stack() as children:
         engine, address = await children.engine("--model", "m", "--speed", "4")
         site.list(address, *(item.address for item in engines))

@@ -105,7 +105,7 @@ def test_dispatches_per_call_are_bounded():
 
 
 def test_how_long_a_request_waits():
-    """What it asks for, else its objective's time, else that of an empty pool, never too long."""
+    """The requested wait, else that of the objective, else that of an empty pool, up to the maximum."""
     facts = {"timeout_s": 10.0, "empty_timeout_s": 20.0, "max_timeout_s": 40.0}
     fixture = FlowControllerFixture(by_objective={"batch": 30.0}, **facts)
     assert fixture.hold("a").deadline == 10.0

@@ -190,7 +190,7 @@ def test_expired_requests_are_removed_in_order():
 
 
 def test_retry_after_is_the_estimate_of_the_queue():
-    """What waits, divided by what went on per second lately; at most as long as one may wait."""
+    """Waiting requests divided by recent departures per second, at most the longest wait."""
     requests = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
     assert requests.full_rejection(0.0).retry_after_s == 60
     for at in range(60):

@@ -11,7 +11,7 @@ from tests.support.reachable import count_reachable
 
 
 def passes(allowance, tenant, tokens, now):
-    """Whether a request is let through; it is charged then."""
+    """True if a request is admitted, and charged."""
     return isinstance(allowance.take(tenant, tokens, now), Charge)
 
 
@@ -36,7 +36,7 @@ def test_requests_per_second():
 
 
 def test_tokens_are_reconciled_with_the_usage():
-    """What an answer did not take is given back, what it took more is owed."""
+    """Unused tokens are refunded, and further ones are charged."""
     limiter = TenantRateLimiter(by_tenant={"t": RateLimit(tokens_per_s=10.0, burst_s=10.0)})
     charge = limiter.take("t", 90, 0.0)
     assert limiter.take("t", 50, 0.0).retry_after_s == 4
@@ -156,7 +156,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
     )
 )
 def test_a_tenant_never_exceeds_its_limit(steps):
-    """What was let through and not given back is at most the burst and the rate since."""
+    """Admitted requests without refunds are at most the burst plus the rate times the time since."""
     rate, burst_s, now = 10.0, 5.0, 0.0
     limiter = TenantRateLimiter(RateLimit(tokens_per_s=rate, burst_s=burst_s))
     charges, peak = [], 0.0

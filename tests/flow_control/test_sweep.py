@@ -47,7 +47,7 @@ class SlotFleet:
         self.went = []
 
     def look(self, queue, waiter):
-        """What the turnstile says of one request."""
+        """Result of one look of the queue at a request."""
         self.looks.append(waiter.number)
         places = [name for name in waiter.target if self.free[name] > 0]
         if not waiter.target:
@@ -341,7 +341,7 @@ def test_forgotten_service_is_noticed():
 
 
 def test_a_half_life_can_be_replaced():
-    """What was attained fades by the new one from then on."""
+    """Attained tokens decay with the new half-life from then on."""
     queue = Queue(FlowControlSettings(half_life_s=1.0))
     queue.fair_share.served("t", 64.0, 0.0)
     queue.reconfigure(FlowControlSettings(half_life_s=10.0), 2.0)

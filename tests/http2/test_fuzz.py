@@ -20,7 +20,7 @@ def test_damaged_frames_break_no_rule(seed):
 
 
 def test_sessions_reach_the_limits():
-    """What the search sends is hostile enough to meet most limits, and tame enough to go on."""
+    """The sequences of the search meet most limits, and many of them continue."""
     counts: Counter[str] = Counter()
     http2_fuzzing.fuzz(random.Random(1), 20_000, counts)
     assert {"stream_error", "connection_error", "streams", "message_bytes"} <= counts.keys()

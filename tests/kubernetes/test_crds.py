@@ -16,7 +16,7 @@ def served(crds):
 
 
 async def refused(api, item):
-    """Why the server does not take an object."""
+    """The reason for which the server refuses an object."""
     with pytest.raises(kube.Refused) as raised:
         await api.create(item)
     assert (raised.value.status, raised.value.reason) == (422, "Invalid")
@@ -68,7 +68,7 @@ async def test_pool_with_every_field(api, namespace):
 
 
 async def test_pool_defaults(api, namespace):
-    """What a pool leaves out is filled in: protocol, and kind, group and failure mode."""
+    """Omitted fields of a pool have defaults: protocol, and kind, group and failure mode."""
     item = kube.pool("defaults", namespace, picker=SERVICE)
     await api.create(item)
     spec = (await api.get(item))["spec"]
@@ -114,7 +114,7 @@ async def test_picker_of_another_kind_needs_no_port(api, namespace):
     ],
 )
 async def test_pool_is_refused(api, namespace, changes, why):
-    """What the official definition refuses is refused, with the field or its words."""
+    """Pools that the official definition refuses are refused, by field or message."""
     item = kube.pool("wrong", namespace)
     item["spec"] |= changes
     assert why in await refused(api, item)

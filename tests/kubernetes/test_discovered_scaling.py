@@ -71,7 +71,7 @@ async def scaled(running):
 
 
 async def state(api, namespace):
-    """What stands in the ConfigMap, by pool."""
+    """Content of the ConfigMap, by pool."""
     path = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
     with contextlib.suppress(kube.Refused):
         stored = await api.call("GET", path)
@@ -125,7 +125,7 @@ async def test_a_rule_names_objects_after_their_pools(api, cluster):
 
 
 def wide_rights(part):
-    """What a component of the manifests lets a picker do: everywhere, and in its own namespace."""
+    """Rights that a component of the manifests grants everywhere, and in its own namespace."""
     result = kube.documents((kube.MANIFESTS / "components" / part / "rbac.yaml").read_text())
     return [
         [rule for item in result if item["kind"] == kind for rule in item["rules"]]

@@ -27,7 +27,7 @@ SERVING, NOT_SERVING, UNKNOWN = "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"
 
 
 def rights():
-    """What the component of the manifests adds."""
+    """Rights that the component of the manifests adds."""
     path = kube.MANIFESTS / "components" / "leader-election" / "rbac.yaml"
     (role,) = (
         document for document in kube.documents(path.read_text()) if document["kind"] == "Role"
@@ -68,7 +68,7 @@ def lease(namespace):
 
 
 async def health(picker, name):
-    """What health says of a name."""
+    """Health of a name."""
     port = re.search(r"gRPC health on (\d+)", picker.child.ready_line)[1]
     async with grpc.aio.insecure_channel(f"{serving.LOCAL}:{port}") as channel:
         check = channel.unary_unary(
@@ -88,7 +88,7 @@ async def metric(picker):
 
 
 async def announced(picker):
-    """Whether it printed that it is ready."""
+    """True if it printed that it is ready."""
     return any("extproc is ready" in line for line in picker.child.last_lines)
 
 

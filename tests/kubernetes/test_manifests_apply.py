@@ -72,7 +72,7 @@ def copied(documents):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 async def test_kustomizations(api, namespace, folder):
-    """What kustomize makes of a folder is taken without a warning about any field."""
+    """The server accepts the output of kustomize without a warning about a field."""
     applied = await apply_all(api, namespace, copied(tools.kustomized(folder)))
     assert applied
 
@@ -85,7 +85,7 @@ def test_foreign_kinds_exist_in_the_manifests():
 
 @pytest.mark.parametrize("values", ["", "all_on.yaml"], ids=["defaults", "all on"])
 async def test_the_chart(api, namespace, values):
-    """What the chart renders is taken, with its defaults and with everything turned on."""
+    """The server accepts the rendered chart, with its defaults and with everything turned on."""
     words = ["--values", str(tools.ROOT / "tests/manifests" / values)] if values else []
     assert await apply_all(api, namespace, copied(tools.charted(*words)))
 
@@ -97,7 +97,7 @@ async def test_single_files(api, namespace, path):
 
 
 async def may_list_pods(api, namespace):
-    """Whether the account of an installation may list the pods of all namespaces."""
+    """True if the account of an installation may list the pods of all namespaces."""
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",

@@ -80,7 +80,7 @@ BOTH = pytest.mark.parametrize("through", ["written", "brought"])
 
 
 def is_from_pool(name):
-    """Whether a pod of a pool answered."""
+    """True if a pod of a pool answered."""
     return lambda answer: answer.pod.partition("-")[0] == name
 
 

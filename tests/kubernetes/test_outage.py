@@ -116,7 +116,7 @@ async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
 
 
 async def read_log(picker):
-    """What it printed last."""
+    """The latest output of the picker."""
     return "\n".join(picker.child.last_lines)
 
 

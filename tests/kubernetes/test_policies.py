@@ -33,7 +33,7 @@ async def _build(item):
 
 
 def page(item, waiting):
-    """What every pod's metrics page says."""
+    """Metrics page of every pod."""
     for pod in item.pods["engine"]:
         pod.pages["/metrics"] = PAGE.format(waiting)
 

@@ -52,7 +52,7 @@ async def test_088_the_new_group_wins(api, place):
 
 @pytest.mark.usefixtures("ours")
 async def test_088_the_older_group_alone(api, place, crds):
-    """Where only the older group is installed, its objectives and rewrites are read."""
+    """If only the older group is installed, its objectives and rewrites are read."""
     namespace, _ = place
     key = f"{namespace}/vllm"
     newer = [crd for crd in crds if crd["spec"]["group"] == "llm-d.ai"]

@@ -30,7 +30,7 @@ HEADERS = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
 
 
 def rights():
-    """What the component of the manifests adds."""
+    """Rights that the component of the manifests adds."""
     path = kube.MANIFESTS / "components" / "engine-autoscaling" / "rbac.yaml"
     (role,) = (
         document for document in kube.documents(path.read_text()) if document["kind"] == "Role"
@@ -219,7 +219,7 @@ async def test_replicas_are_ready_while_another_leads(api, cluster):
 
 
 async def read_log(picker):
-    """What it printed last."""
+    """The latest output of the picker."""
     return "\n".join(picker.child.last_lines)
 
 

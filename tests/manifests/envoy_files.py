@@ -15,7 +15,7 @@ OVERLAYS = ROOT / "manifests/overlays"
 
 
 def _body(name: str) -> str:
-    """What follows the opening comment of a shipped file."""
+    """Text behind the opening comment of a shipped file."""
     text = (SHIPPED / name).read_text()
     opening = re.match(r"(#.*\n|\n)*", text)
     assert opening
@@ -78,7 +78,7 @@ FILES: Mapping[str, Callable[[], str]] = {
 
 
 def path(overlay: str) -> Path:
-    """Where an overlay has its Envoy configuration."""
+    """Path of the Envoy configuration of an overlay."""
     return OVERLAYS / overlay / "envoy.yaml"
 
 

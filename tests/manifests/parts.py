@@ -87,7 +87,7 @@ def ports(container: Document) -> dict[str, int]:
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector takes these labels; `matchLabels` only."""
+    """True if a label selector matches these labels; `matchLabels` only."""
     wanted = selector.get("matchLabels", {})
     assert set(selector) <= {"matchLabels"}, selector
     return all(labels.get(key) == value for key, value in wanted.items())

@@ -1,4 +1,4 @@
-"""What must hold of any set of rendered objects, of overlays and of the chart."""
+"""Rules for any set of rendered objects, of overlays and of the chart."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _twice(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _unsafe(pod: Document) -> Iterator[str]:
-    """What the Pod Security Standard `restricted` forbids, and a root file system to write to."""
+    """Violations of the Pod Security Standard `restricted`, and a writable root file system."""
     outer = pod.get("securityContext", {})
     if not outer.get("runAsNonRoot") or not outer.get("runAsUser"):
         yield "a pod may run as root"
@@ -170,7 +170,7 @@ def _selectors(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _references(documents: Sequence[Document]) -> Iterator[str]:
-    """What objects name is there: pools, Services, gateways, Deployments, accounts."""
+    """References of objects exist: pools, Services, gateways, Deployments, accounts."""
     candidates = {(document["kind"], document["metadata"]["name"]) for document in documents}
     for item in documents:
         for named in _NAMES.get(item["kind"], lambda _: [])(item):

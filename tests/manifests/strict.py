@@ -1,4 +1,4 @@
-"""What is wrong with a Kubernetes object, without a cluster.
+"""Faults of a Kubernetes object, found without a cluster.
 
 Built-in kinds are held against the published JSON Schemas of Kubernetes, unknown keys included.
 Kinds of others are held against `foreign`, which knows the keys that we use and no more.
@@ -24,7 +24,7 @@ NEWEST = kubernetes_validate.latest_version().rpartition(".")[0]
 
 
 def problems(document: Mapping[str, Any]) -> Sequence[str]:
-    """What is wrong with an object; nothing when it is right."""
+    """Faults of an object; empty for a valid one."""
     return _problems(json.dumps(document, sort_keys=True))
 
 

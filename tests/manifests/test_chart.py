@@ -1,4 +1,4 @@
-"""What helm makes of the chart."""
+"""Objects that helm renders from the chart."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ def clusterwide(documents):
 
 
 def refusal(*arguments):
-    """What helm says of values that it must refuse."""
+    """Message of helm about values that it must refuse."""
     done = subprocess.run(
         tools.template(*arguments), capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,4 @@
-"""What kustomize makes of the base and of every overlay."""
+"""Objects that kustomize renders from the base and from every overlay."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_kustomize_gives_no_warning(rendered):
 
 
 def followed(documents):
-    """What the picker of these objects follows in the cluster."""
+    """Objects of the cluster that the picker of these objects follows."""
     ((pod, container),) = parts.pickers(documents)
     return parts.resolved(documents, pod, container).pool.kubernetes
 
@@ -129,14 +129,14 @@ def test_gateway_timeouts_allow_long_answers(documents):
 
 
 def edge():
-    """What the shipped Envoy file does to requests in front of the picker."""
+    """Changes of the shipped Envoy file to requests in front of the picker."""
     path = tools.ROOT / "envoy/original-dst.yaml"
     manager = installation.manager(tools.loaded(path.read_text()))
     return manager, manager["http_filters"][0]["typed_config"]
 
 
 def test_gateways_remove_the_same_headers_as_the_shipped_files():
-    """Where a gateway can, before the picker sees the request; uploads have the same time."""
+    """Gateways remove them before the picker where they can; uploads have the same time limit."""
     manager, mutation = edge()
     named = [item["remove"] for item in mutation["mutations"]["request_mutations"]]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/envoy-gateway")

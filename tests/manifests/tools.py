@@ -58,20 +58,20 @@ def need(*names: str) -> Sequence[str]:
 
 @functools.cache
 def kustomized(folder: Path) -> Sequence[Document]:
-    """What kustomize makes of a folder."""
+    """Objects that kustomize renders from a folder."""
     command = need("kustomize build", "kubectl kustomize")
     return documents(_run([*command, str(folder)]))
 
 
 def warnings(folder: Path) -> str:
-    """What kustomize complains of while it renders a folder."""
+    """Warnings of kustomize about a folder."""
     command = [*need("kustomize build", "kubectl kustomize"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_S, check=True)
     return done.stderr
 
 
 def refusal(folder: Path) -> str:
-    """Why kustomize renders nothing of a folder."""
+    """The reason for which kustomize renders nothing from a folder."""
     command = [*need("kustomize build", "kubectl kustomize"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_S, check=False)
     assert done.returncode != 0, done.stdout
@@ -80,7 +80,7 @@ def refusal(folder: Path) -> str:
 
 @functools.cache
 def charted(*arguments: str) -> Sequence[Document]:
-    """What the chart renders with these arguments of `helm template`."""
+    """Objects that the chart renders with these arguments of `helm template`."""
     return documents(_run(template(*arguments)))
 
 

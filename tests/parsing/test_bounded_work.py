@@ -199,5 +199,5 @@ def _body_with(text: str, more: str = "") -> bytes:
     ],
 )
 def test_punctuation_in_long_texts_is_not_counted(body: bytes, is_light: bool) -> None:  # noqa: FBT001
-    """What is outside of strings decides whether a body is decoded at once."""
+    """Punctuation outside of strings decides if a body is decoded at once."""
     assert bounded_decoder.is_light(body) is is_light

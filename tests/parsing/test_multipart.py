@@ -73,7 +73,7 @@ def test_forms_without_a_model(body):
 
 
 def test_model_of_a_cut_form():
-    """What stands before the cut is read."""
+    """The part before the cut is read."""
     assert form(part(b"model", b"w") + FILE[:500]).model == "w"
 
 

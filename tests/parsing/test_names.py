@@ -1,4 +1,4 @@
-"""How long names and ids may be, and what becomes of longer ones."""
+"""Bounds of names and ids, and the treatment of longer ones."""
 
 import pytest
 from hypothesis import given

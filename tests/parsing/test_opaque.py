@@ -74,7 +74,7 @@ def test_truncated_token_counts_have_no_prompt():
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/completions/render"])
 def test_truncated_render_requests_leave_no_prompt(path):
-    """What is only rendered is in no prefix cache, also where the end of the body is missing."""
+    """A rendered prompt is in no prefix cache, even if the end of the body is missing."""
     request = truncated(path, b'{"model": "m", "prompt": "' + 4000 * b"a")
     assert request.model == "m"
     assert (request.prompt, request.prompt_tokens, request.prompt_bytes) == (b"", 0, 0)

@@ -128,7 +128,7 @@ def test_sound_is_digested():
     ],
 )
 def test_options_precede_the_messages(fields):
-    """What changes the beginning of the prompt changes the beginning of the bytes."""
+    """An option that changes the beginning of the prompt changes the beginning of the bytes."""
     plain, changed = chat(user("hi")).prompt, chat(user("hi"), **fields).prompt
     assert changed.endswith(plain)
     assert len(changed) > len(plain)

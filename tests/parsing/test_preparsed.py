@@ -31,7 +31,7 @@ def preparse(raw, *, max_prompt_bytes=LIMIT):
 
 
 def check(raw):
-    """What is read there is what is read here."""
+    """The worker and this process read a body alike."""
     read = preparse(raw)
     outcome = surfaces.parse(raw)
     assert surfaces.parse(read) == outcome

@@ -55,7 +55,7 @@ def test_conversation_object():
 
 @pytest.mark.parametrize("hint", [None, 5, "", [], {}, {"id": 7}])
 def test_hints_of_other_types(hint):
-    """What is no non-empty string is no hint."""
+    """A value that is no non-empty string is no hint."""
     body = {"model": "m", "input": "hi", "conversation": hint, "prompt_cache_key": hint}
     assert builders.parsed("/v1/responses", body).session == ""
 

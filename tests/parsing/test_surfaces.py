@@ -192,7 +192,7 @@ def test_sglang_generate(body, prompt):
 
 
 def test_sglang_generate_wants_json():
-    """What is not a JSON object is refused there too."""
+    """SGLang also refuses a body that is no JSON object."""
     message = builders.refused("/generate", b"hello")
     assert message.startswith("error unmarshaling request bodyMap: ")
 

@@ -1,4 +1,4 @@
-"""What is remembered about an account's adapters never outlives a change."""
+"""Remembered adapters of an account never outlive a change."""
 
 from hypothesis import given
 from hypothesis import strategies as st

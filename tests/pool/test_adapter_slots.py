@@ -11,7 +11,7 @@ def count_loads(slots, *running, ran=(), size=2):
 
 
 def test_a_new_running_adapter_counts_as_loaded():
-    """What ran before anybody looked is no load; what stays idle in a slot is none either."""
+    """An adapter that ran before the first scrape is no load, nor is one that stays idle in a slot."""
     slots = AdapterSlotTracker()
     assert count_loads(slots, "a") == 0
     assert count_loads(slots, "a", "b") == 1

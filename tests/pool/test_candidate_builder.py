@@ -1,4 +1,4 @@
-"""What is unknown counts as the mean of what is known."""
+"""Unknown values count as the mean of the known ones."""
 
 import msgspec
 import pytest
@@ -90,7 +90,7 @@ def test_a_missing_value_is_imputed_with_the_mean():
 
 
 def test_a_value_missing_on_all_pages_stays_unknown():
-    """Where nobody knows a value there is nothing to fill in, and nothing to walk over."""
+    """A value that no endpoint knows is not imputed, and costs no loop."""
     bare = Load(at=NOW, waiting=1.0)
     store = fleet_of(bare, bare)
     assert not store.pool.has_unknown_values

@@ -1,4 +1,4 @@
-"""Which prompts go on from which."""
+"""Continuations of prompts."""
 
 import math
 import random
@@ -60,7 +60,7 @@ def test_memory_is_bounded_and_forgets_the_oldest():
 
 
 def test_a_short_conversation_is_expected_to_grow_to_the_mean():
-    """Where all prompts go on from others, a short one counts with the mean; a long one grows no more."""
+    """If all prompts continue others, a short one counts with the mean; a long one does not grow."""
     known = ConversationTracker()
     for n in range(1000):
         known.record_sent([*range(n + 2)], HERE, prompt_tokens=800, now=0.0)
@@ -84,7 +84,7 @@ def test_idle_conversations_are_counted():
 
 
 def test_idle_per_open_is_bounded():
-    """What they go on from has made room for others by then."""
+    """The prefixes of older conversations have been evicted by then."""
     known = ConversationTracker()
     conversation(known, 2000, every_s=100.0, open_s=1.0)
     assert known.idle_per_open() == 0.5
@@ -98,7 +98,7 @@ def test_a_conversation_that_continues_at_once_is_not_idle():
 
 
 def test_turns_seen_by_other_replicas_are_no_pause():
-    """Where another picker serves every second turn, what looks like a long pause is none."""
+    """If another picker serves every second turn, its time is not counted as a pause."""
     known = ConversationTracker()
     conversation(known, 2000, every_s=20.0, open_s=10.0)
     assert known.idle_per_open(others=0.5) == 0.0
@@ -106,7 +106,7 @@ def test_turns_seen_by_other_replicas_are_no_pause():
 
 
 def test_no_conversation_is_idle_while_engines_fill():
-    """Where every turn takes longer than the one before and nobody pauses, there is no pause."""
+    """If every turn takes longer than the one before, there is no pause between them."""
     known, now = ConversationTracker(), 0.0
     for n in range(200):
         last_turn = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
@@ -167,7 +167,7 @@ def test_expected_growth_counts_until_the_next_turn():
 
 
 def test_a_removed_endpoint_is_freed_at_once():
-    """What it was sent still counts as an earlier turn, and nobody is its home."""
+    """Its prompts still count as earlier turns, without an endpoint."""
     known, account = ConversationTracker(), InflightLoad(Endpoint("10.0.0.3:8000"))
     left = weakref.ref(account)
     last_turn = known.record_sent([1], account, prompt_tokens=100, now=0.0)

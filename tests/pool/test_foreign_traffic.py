@@ -1,4 +1,4 @@
-"""What scrapes show of other pickers."""
+"""Load of other pickers, as scrapes show it."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def page(queries: float, hits: float) -> Load:
 
 
 def test_no_foreign_traffic():
-    """Where all requests are ours, nobody else is there; nor before the first scrape."""
+    """If all requests are ours, foreign load is zero; so it is before the first scrape."""
     peers = ForeignTraffic()
     assert peers.share == 0.0
     peers.update(5, 0.0, before=NO_LOAD, after=NO_LOAD)

@@ -38,14 +38,14 @@ def test_images_without_a_size_take_the_mean():
 
 
 def test_kinds_are_learned_apart():
-    """What audio takes says nothing of images."""
+    """Tokens of audio do not change the estimate of images."""
     correction = MediaCorrection()
     observe(correction, image(kind="audio"), prompt=3000)
     assert correction.tokens("m", [image(), image(kind="audio")]) == [1000.0, pytest.approx(3000)]
 
 
 def test_long_texts_teach_nothing():
-    """Where an image is a tenth of a prompt, the rest may be an error of the text."""
+    """If an image is a tenth of a prompt, the difference may be an error of the text."""
     correction = MediaCorrection()
     observe(correction, image(), prompt=10_000, text=8000)
     assert correction.factors == {}

@@ -39,7 +39,7 @@ def test_endpoints_that_list_a_name_or_no_names_match():
 
 
 def test_an_unlisted_name_goes_to_unknown_endpoints():
-    """Where nobody is known to serve a name, whoever may is left, or nobody."""
+    """If no endpoint lists a name, those with unknown lists are left, or none."""
     assert positions(serving(models("a"), None), "x") == [1]
     assert positions(serving(models("a"), models("b")), "x") == []
 

@@ -263,7 +263,7 @@ def test_scrape_timeouts_alone_make_endpoints_suspect():
 
 
 def test_served_requests_outweigh_scrapes():
-    """Where requests are served, scrapes that cannot connect mean a broken metrics port."""
+    """If requests are served, scrapes that cannot connect mean a broken metrics port."""
     detector = DetectorFixture()
     detector.miss(1, 1, refused=True)
     detector.serve(1)
@@ -275,7 +275,7 @@ def test_served_requests_outweigh_scrapes():
 
 
 def test_responses_of_other_endpoints_do_not_clear_a_failure():
-    """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
+    """An answer that another endpoint may have given does not reset failures."""
     detector = DetectorFixture()
     detector.miss(1, 1, refused=True)
     detector.record_outcome(1, RequestOutcome.SERVED, sole=False)

@@ -1,4 +1,4 @@
-"""What requests that wait for an endpoint will hold there."""
+"""Load that queued requests will add to an endpoint."""
 
 from extproc.pool import conversations
 from tests.support.pool_fixture import PoolFixture

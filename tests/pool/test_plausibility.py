@@ -86,7 +86,7 @@ def test_requests_open_at_the_first_page_explain_answers():
 
 
 def test_a_page_without_counters_is_never_frozen():
-    """Where nothing moves ever, nothing follows from it."""
+    """Without a counter that moves, a standing page proves nothing."""
     engine = ReportingEngine()
     for now in (1.0, 9.0):
         load = Load(at=now, waiting=0.0, running=0.0)

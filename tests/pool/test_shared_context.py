@@ -1,4 +1,4 @@
-"""What open requests hold, whatever the order in which they come and go."""
+"""Blocks of open requests, whatever the order in which they open and close."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ POOL = StepTimeModel(step_s=0.02, context_tokens=0.0, evidence=3.0)
 
 
 def test_engines_that_seem_alike_have_the_pool_rates():
-    """What a few windows show by chance does not count, nor less than 40 %; what many show does."""
+    """Random differences of a few windows, and those below 40 %, are ignored; those of many are not."""
     few = learn(1.1, windows=4, prior=POOL).pooled_rates
     small = learn(1.35, windows=50, prior=POOL).pooled_rates
     many = learn(2.0, windows=50, prior=POOL).pooled_rates
@@ -237,7 +237,7 @@ def test_an_engine_that_has_shown_nothing_counts_as_the_fastest():
 
 
 def test_answers_are_those_of_the_pool():
-    """What one engine has answered says how long the next answer is on any other."""
+    """Answers of one engine give the expected length of answers on all others."""
     answers = AnswerTokens()
     engines = [step_time_estimator.StepTimeEstimator(answers=answers) for _ in range(2)]
     for tick in range(100):

@@ -1,4 +1,4 @@
-"""What is learned of simulated engines, in how many scrapes, and after a change."""
+"""Learned step times of simulated engines, their number of scrapes, and a change of speed."""
 
 from __future__ import annotations
 

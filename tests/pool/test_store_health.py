@@ -1,4 +1,4 @@
-"""What scrapes and requests tell the fleet of health, and what its pools show of it."""
+"""Health evidence of scrapes and requests in the pool store, and its snapshots."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_share_follows_the_pool():
 
 
 def test_a_reservation_moves_with_all_its_counts():
-    """What was charged to one endpoint is charged to another, and given back once."""
+    """Charges of one endpoint move to another, and are released once."""
     store = fleet_of(FIRST, SECOND)
     first, second = (member.account for member in store.pool.members)
     reservation = first.open("m", 100, cached_tokens=40, now=0.0, prompt_bytes=400)

@@ -14,7 +14,7 @@ def test_typical_work_has_a_default():
 
 
 def test_typical_follows_the_latest_answers():
-    """What was answered long ago no longer counts."""
+    """Older answers no longer count."""
     works = TypicalWork()
     for _ in range(1000):
         works.add(20)

@@ -1,4 +1,4 @@
-"""What real engines sent, byte by byte, taken in: the index predicts what they found.
+"""Recorded bytes of real engines: the index predicts the hits that they reported.
 
 `captures/README.md` names the command.
 """

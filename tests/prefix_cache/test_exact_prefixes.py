@@ -118,7 +118,7 @@ def test_a_prompt_of_too_many_blocks_is_not_mapped():
 
 
 def test_oldest_prompts_are_given_up_with_what_only_they_have():
-    """What a later prompt shares stays."""
+    """Blocks that a later prompt shares stay."""
     prompts = PromptMap(SCHEDULE.cuts, max_blocks=50)
     for letter in b"abcdefgh":
         prompt = SYSTEM + bytes([letter]) * 160

@@ -83,7 +83,7 @@ class Naive:
 
 
 def parts(index, key):
-    """What an endpoint holds, as blocks with all that lies before them."""
+    """Blocks that an endpoint holds, each with all blocks before it."""
     return {
         (*before(run), *unpacked(run)[: depth + 1])
         for run, keep in index._caches[index.slot(key)].parts()

@@ -136,7 +136,7 @@ def test_small_batches_have_the_events_of_long_ones(events):
     ],
 )
 def test_stored_blocks_read_alike_in_every_form(batch):
-    """What an engine stored does not depend on the version that says so."""
+    """Stored blocks do not depend on the version of the event format."""
     assert decode(batch) == [_STORED]
 
 

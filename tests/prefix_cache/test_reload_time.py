@@ -1,4 +1,4 @@
-"""What an engine saves by loading blocks from the memory of its host."""
+"""Share of computing a token that an engine saves by loading it from host memory."""
 
 import pytest
 

@@ -215,7 +215,7 @@ def test_a_cleared_engine_holds_nothing_at_once_and_is_complete():
     ],
 )
 def test_an_engine_of_which_blocks_were_dropped_is_not_complete(event):
-    """What it holds besides is estimated, until it is empty; no engine decides that for another."""
+    """Its other blocks are estimated until it is empty, independent of other engines."""
     index = TokenBlockIndex(10)
     first, engine = index.open(), index.open()
     index.apply(first, stored([1], [1]))

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Status(Enum):
-    """Where a point stands."""
+    """State of a point."""
 
     TESTED = "tested"
     """A test without Envoy exists."""

@@ -207,7 +207,7 @@ def test_any_sequence_of_messages_keeps_the_invariants(
 
 
 def promises(replies: list[ProcessingResponse]) -> None:
-    """What holds of everything an exchange said."""
+    """Invariants of the replies of every exchange."""
     assert sum(isinstance(reply, RouteResponse) for reply in replies) <= 1
     refusals = [at for at, reply in enumerate(replies) if isinstance(reply, ImmediateResponse)]
     assert refusals in ([], [len(replies) - 1])

@@ -21,7 +21,7 @@ EVENT = (
 def changed(
     headers, *chunks: bytes, engine_model: str = "big-v2", client_model: str = "big"
 ) -> list[bytes]:
-    """What becomes of each chunk; the last one ends the answer."""
+    """Each chunk after the rewrite; the last one ends the answer."""
     restorer = model_name_restorer.for_response(headers, engine_model, client_model)
     assert restorer is not None
     last = len(chunks) - 1
@@ -114,7 +114,7 @@ def test_086_equal_or_empty_names_change_nothing(engine_model: str, client_model
     ],
 )
 def test_other_answers_are_unchanged(headers: dict[str, str]):
-    """What is compressed, or is neither JSON nor events."""
+    """Compressed answers, and those that are neither JSON nor events, are unchanged."""
     assert model_name_restorer.for_response(headers, "a", "b") is None
 
 

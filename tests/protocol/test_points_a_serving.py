@@ -27,7 +27,7 @@ NAMES = ["readiness", "inference-extension", "envoy.service.ext_proc.v3.External
 
 
 async def routed(channel: grpc.aio.Channel) -> str:
-    """Where a request goes."""
+    """The endpoint of a request."""
     stream = Stream(channel)
     await stream.say(ext_proc_script.request_headers(ends=True))
     (reply,) = await stream.hear()

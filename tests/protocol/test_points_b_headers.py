@@ -187,7 +187,7 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
     ("wanted", "profile"), [(True, "balanced"), (False, "balanced"), (True, "random")]
 )
 def test_024_scores_beside_the_destination(modes: tuple[str, str], profile: str, *, wanted: bool):
-    """Where it is wanted and something was compared, every finalist's score is in the metadata."""
+    """On demand the metadata have the score of every scored endpoint."""
     queued = PoolFixture(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
     talk = ext_proc_script.Talk(
         queued.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted)

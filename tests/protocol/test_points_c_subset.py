@@ -24,7 +24,7 @@ NO_ENDPOINTS = ext_proc_script.refuse(
 
 
 def picked(subset: Any, house: PoolFixture) -> str:
-    """Where a request with a hint goes; empty when it is refused with 503."""
+    """The endpoint of a request with a hint; empty for a 503."""
     message = ext_proc_script.request_headers(ends=True, metadata=peer.hinted(subset))
     (reply,) = ext_proc_script.Talk(house.decide).hear(message)
     if reply == NO_ENDPOINTS:

@@ -48,7 +48,7 @@ def answering(
 
 
 def heading(override: dict[str, int] | None = None, *removes: str) -> list[DecodedReply]:
-    """What is said of the response headers."""
+    """The reply to the response headers."""
     return [
         DecodedReply(
             "response_headers",
@@ -95,7 +95,7 @@ def test_086_duplex_events():
 
 
 def test_086_duplex_ended_by_trailers():
-    """What is held back goes out before the answer to the trailers."""
+    """Withheld bytes are sent before the reply to the trailers."""
     queued = answering(ext_proc_script.DUPLEX)
     queued.hear(ext_proc_script.response_headers(ext_proc_script.JSON))
     assert queued.hear(ext_proc_script.response_body(b'{"model": "bi')) == [

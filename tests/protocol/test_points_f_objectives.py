@@ -162,7 +162,7 @@ def test_083_precedence_of_rules(rules: tuple[RewriteRule, ...], model: str):
 
 
 def test_084_a_rule_beats_the_header():
-    """Where a rule is for the body's model the header does not count; alone it does."""
+    """A rule for the body's model overrides the header, which counts alone."""
     assert model_sent(build_pool(rule("m", "ruled")), "m", {REWRITE: "named"}) == "ruled"
     assert model_sent(build_pool(rule("", "ruled")), "m", {REWRITE: "named"}) == "ruled"
     assert model_sent(build_pool(rule("n", "ruled")), "m", {REWRITE: "named"}) == "named"
@@ -178,7 +178,7 @@ def test_084_a_missing_model_is_supplied():
 
 
 def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
-    """How often each target was decided for in 1,000 tries."""
+    """Decisions for each target in 1,000 tries."""
     queued = build_pool(rule("m", *targets))
     raw = HttpRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
     outcomes = [queued.decide(raw) for _ in range(1000)]
@@ -196,7 +196,7 @@ def test_085_in_proportion():
 
 
 def test_085_mixed_draws_only_the_weighted():
-    """Where one has a weight, those without are never drawn."""
+    """If any target has a weight, those without are never drawn."""
     assert set(drawn(("a", 3), ("b", None), ("c", 1))) == {"a", "c"}
 
 

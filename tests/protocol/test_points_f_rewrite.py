@@ -94,7 +94,7 @@ def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(length_before: str):
 
 
 def test_027_a_body_cut_before_the_name_is_unchanged():
-    """What is not shown cannot be edited; the exchange says so."""
+    """A body without its model is not edited, and the exchange reports that."""
     queued = ext_proc_script.play(
         [
             ext_proc_script.request_headers(),

@@ -75,7 +75,7 @@ def test_090_test_mode_reports_the_served_endpoint(metadata: Any, value: str):
 
 
 def test_headers_of_plugins_go_on_the_answer():
-    """What plugins tell the client stands on the response, such as the token of a session."""
+    """Headers of plugins for the client are on the response, such as the token of a session."""
     keep = SchedulerProfile(
         "keep", (session_affinity.SessionAffinityFilter(),), (), MaxScorePicker()
     )
@@ -93,7 +93,7 @@ def test_headers_of_plugins_go_on_the_answer():
 
 
 def test_090_the_request_phase_does_not_count():
-    """Who served is read from the response message, not from earlier metadata."""
+    """The served endpoint comes from the response message, not from earlier metadata."""
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: "10.0.0.2:3000"}})
     ext_proc_script.play(
         [

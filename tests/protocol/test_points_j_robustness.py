@@ -57,7 +57,7 @@ def test_124_all_bodies_together_are_bounded():
 
 @pytest.mark.parametrize("mode", ["BUFFERED", "STREAMED", "BUFFERED_PARTIAL"])
 def test_124_a_body_that_envoy_buffers_is_released_once_decided(mode: str):
-    """Where Envoy sends the body on, nothing of it counts while the answer runs."""
+    """If Envoy sends the body on, none of its bytes count while the answer runs."""
     budget = BufferBudget(1_000_000)
     queued = ext_proc_script.Talk(modes=(mode, "NONE"), budget=budget)
     queued.hear(ext_proc_script.request_headers())

@@ -415,7 +415,7 @@ COSTS = {"prompt": 1.0, "completion": 0.5, "cached": -1.0}
 
 
 def costs(*answer: ext_proc_script.Message) -> list[object]:
-    """What each reply to an answer says in its metadata."""
+    """Cost in the metadata of each reply to an answer."""
 
     async def test() -> list[object]:
         async with serving.serving(build_pool(), request_cost=COSTS) as server:
@@ -467,7 +467,7 @@ def test_106_the_cost_is_with_trailers_that_end_the_answer():
 
 
 def test_106_an_answer_without_usage_has_no_cost():
-    """What is not reported is not told."""
+    """Without reported usage there is no cost."""
     assert costs(
         ext_proc_script.response_headers(), ext_proc_script.response_body(b"{}", ends=True)
     ) == [None, None]

@@ -65,7 +65,7 @@ def test_traceparent_is_read_and_written_alike():
     ],
 )
 def test_malformed_traceparent_is_none(value):
-    """What the recommendation calls invalid starts no context."""
+    """A value that the recommendation calls invalid starts no context."""
     assert parse_traceparent(value) is None
     assert sampled_trace_id({"traceparent": value}) == ""
 
@@ -133,7 +133,7 @@ def test_client_beats_another_trace_of_the_data_plane():
 
 @pytest.mark.parametrize("client", ["", "rubbish"])
 def test_data_plane_starts_traces_of_clients_without(client):
-    """Where the client sends nothing of use, the data plane's trace goes on."""
+    """If the client sends no valid context, the trace of the data plane continues."""
     context = start(sampler(0.0), client=client, data_plane=SAMPLED)
     assert (context.trace_id, context.parent_span_id) == (TRACE, SPAN)
     assert start(sampler(), client=client, data_plane=UNSAMPLED) is None

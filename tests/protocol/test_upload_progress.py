@@ -92,7 +92,7 @@ def test_upload_monitor_forgets_complete_bodies():
 
 @pytest.mark.parametrize("many", [{"streams": 9}, {"size": 9 * MIB}])
 def test_stalled_bodies_end_sooner_under_load(many):
-    """Where bodies on their way take half of a budget, those that stand still end ten times sooner."""
+    """If arriving bodies take half of a budget, stalled ones end ten times sooner."""
     arrivals = Arrivals(**many)
     arrivals.sizes = Counter({f"stands {number}": MIB for number in range(5)})
     arrivals.pass_time(15.0)
@@ -160,7 +160,7 @@ def test_a_body_is_the_same_however_its_chunks_are_stored(sizes, span, content, 
     ("num_chunks", "is_freed"), [(1, False), (7, False), (8, True), (20, True)]
 )
 def test_only_large_bodies_are_freed_apart(num_chunks, is_freed):
-    """What is freed is the body itself, after its bytes were returned to the budget."""
+    """The body itself is freed, after its bytes were returned to the budget."""
     freed = []
     budget = BufferBudget(512 * MIB, free=lambda body: freed.append((body, budget.held_bytes)))
     buffer = BodyBuffer(budget, 64 * MIB)

@@ -95,7 +95,7 @@ def test_imputed_loads_come_back_as_imputed():
 
 
 def test_loads_of_endpoints_that_were_never_scraped_come_back():
-    """What other endpoints stand in for has no time."""
+    """A load that was imputed from other endpoints has no time."""
     candidate = a_candidate(1, load=Load(running=1.0))
     unscraped = msgspec.structs.replace(candidate, page=NO_LOAD, age_s=float("inf"))
     _, (event,) = read(recorded(a_decision([unscraped])))
@@ -145,7 +145,7 @@ _TABLE_WITHOUT_COLUMNS = b"""\
     ],
 )
 def test_errors_name_file_line_and_reason(lines, where, words):
-    """What is no recording is refused with the place."""
+    """A file that is no recording is refused with file, line and reason."""
     with pytest.raises(ConfigError) as caught:
         read(lines)
     assert f"f.jsonl: {where}: expected a row of a recording" in str(caught.value)

@@ -86,7 +86,7 @@ def test_states_are_written_when_they_change():
 
 
 def test_other_settings_begin_with_a_header():
-    """What waits stays behind the header that it was decided with."""
+    """Waiting rows stay behind the header that they were decided with."""
     active = recordings.recordings()
     recording = active.start()
     active.add_header()
@@ -114,7 +114,7 @@ def test_a_restarted_recording_begins_with_everything():
 
 
 def test_an_end_has_times_and_usage():
-    """What the engine did not report is left out."""
+    """Usage that the engine did not report is left out."""
     active = recordings.recordings()
     recording = active.start()
     number = add(active, a_decision([a_candidate(1)]))

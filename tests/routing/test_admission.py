@@ -1,4 +1,4 @@
-"""Whether a request goes where there is a place, or waits for where it is better off."""
+"""Admission to an endpoint with capacity, or a wait for a cheaper one."""
 
 import math
 
@@ -17,7 +17,7 @@ def candidate(name, *, queued=0.0):
 
 
 def choose(candidates, costs=None, *, may_defer=True, unit="s", wanted=""):
-    """What comes of a request that costs so much on each, or that wants one of them at any cost."""
+    """Result of a request with these costs, or with a preferred endpoint at any cost."""
 
     def run(some):
         candidate_costs = (
@@ -51,7 +51,7 @@ def test_the_best_endpoint_with_capacity_is_chosen():
 
 
 def test_a_request_waits_for_a_cheaper_endpoint():
-    """What the model does not price of the wait, 0.03 s, and the limit of 0.1 s come on top."""
+    """The unpriced part of the wait (0.03 s) and the limit of 0.1 s are added to its cost."""
     waits = choose([BUSY, FREE], {"a": 1.0, "b": 1.14})
     assert isinstance(waits, Deferral)
     assert (waits.preferred_endpoint, waits.busy_endpoints) == ("a", ())
@@ -81,7 +81,7 @@ def test_without_capacity_the_preferred_endpoint_is_named():
 
 
 def test_a_rejection_of_the_profile_is_returned():
-    """What the profile refuses does not wait."""
+    """A request that the profile rejects does not wait."""
     refused = admission.admit(lambda _: saturated(), [BUSY, FREE], 0.1, priority=0, may_defer=True)
     assert isinstance(refused, Rejection)
     assert not math.isnan(refused.retry_after_s)

@@ -1,4 +1,4 @@
-"""Who is put aside for health, who is tried again, and how newcomers are eased in."""
+"""Exclusion for health, probes of excluded endpoints, and slow start of new ones."""
 
 from __future__ import annotations
 

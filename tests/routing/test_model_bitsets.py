@@ -1,4 +1,4 @@
-"""Which endpoints may serve a request, as bits: the same that `eligible.find` names."""
+"""Eligible endpoints of a request as bits: those that `find_eligible` names."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_kubeai_names_become_names_of_the_engine():
 
 @pytest.mark.parametrize("name", ["llama", "sql", "llama_other", "other_sql", "llama_sql_2", "_"])
 def test_other_names_are_not_split(name: str):
-    """What is listed as it stands, or not known in both parts, is not split."""
+    """A name that is listed, or whose parts are not both known, is not split."""
     queued = build_pool(models("llama", "sql", "llama_sql_2"), models("qwen"))
     decision = decided(queued, ask(name))
     assert decision.request.model == name

@@ -1,4 +1,4 @@
-"""What pickers tell each other, and what comes of it where facts are late, lost or doubled."""
+"""Events that pickers exchange, with late, lost and duplicate ones."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_blocks_beyond_the_own_limit_are_dropped():
 
 
 def test_requests_of_peers_are_not_published_again():
-    """What a picker heard does not wait in its own outbox."""
+    """Events of other pickers are not published again."""
     sender, receiver = Side("a"), Side("b")
     reservation = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
@@ -149,7 +149,7 @@ def test_a_withdrawn_request_is_retracted_on_all_replicas():
 
 
 def test_the_served_endpoint_is_charged_on_all_replicas():
-    """Where the data plane passed over the choice, the other endpoint has the request."""
+    """If the data plane used another endpoint, that endpoint is charged."""
     sender, receiver = Side("a"), Side("b")
     reservation = sender.send()
     other = SECOND if reservation.endpoint.address == FIRST else FIRST
@@ -193,7 +193,7 @@ def test_a_doubled_request_is_charged_once():
 
 
 def test_lists_of_open_requests_replace_lost_ends():
-    """What a picker does not name any more is over; an older list changes nothing."""
+    """Requests that a list lacks are over; an older list changes nothing."""
     side = Side("a")
     say(side, fact(1), fact(2), fact(3))
     assert say(side, peer_sync.OpenRequests(2, [2])) == {""}

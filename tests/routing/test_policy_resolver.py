@@ -190,7 +190,7 @@ def test_any_weights_draw_a_target(weights, share):
 
 
 def test_a_policy_change_applies_at_once():
-    """What discovery decrees counts from the next request on."""
+    """A policy of discovery applies from the next request on."""
     queued = build_pool(rule("m", "a"))
     assert sent(queued, ask()) == "a"
     queued.store.set_policy(InferencePolicy(rules=(rule("m", "b"),)))
@@ -237,7 +237,7 @@ LOW = {OBJECTIVE: "low"}
 
 
 def shed(profile, *loads) -> bool:
-    """Whether a request of negative priority is dropped over endpoints with these loads."""
+    """True if a request of negative priority is dropped over endpoints with these loads."""
     addresses = {f"10.0.0.{at}:1": load for at, load in enumerate(loads)}
     queued = build_pool(loads=addresses, profile=profile, low=-1)
     outcome = queued.decide(ask(headers=LOW))

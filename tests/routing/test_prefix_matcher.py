@@ -182,7 +182,7 @@ def test_idle_blocks_do_not_count_where_requests_wait_for_memory(
 
 
 def test_the_estimate_is_corrected_by_its_own_predictions(pool):
-    """What events say of an endpoint is no error of the estimate of its size."""
+    """Hits that events predict are no error of the estimate."""
     pool.store(A, 20)
     pool.map_prompt()
     decision = pool.decide()
@@ -240,7 +240,7 @@ def test_ranks_of_an_endpoint_count_as_their_mean(pool):
 
 
 def test_reported_usage_is_counted_by_source(pool):
-    """What engines found stands beside what was predicted."""
+    """Reported hits are counted beside the predicted ones."""
     pool.store(A, 20)
     pool.map_prompt()
     decision = pool.decide()

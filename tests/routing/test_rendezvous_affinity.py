@@ -1,4 +1,4 @@
-"""Where pickers that do not talk expect each other to have sent a conversation."""
+"""Endpoints on which independent pickers expect each other's conversations."""
 
 from collections import Counter
 
@@ -44,7 +44,7 @@ def others(own: float = 1.0, foreign: float = 3.0, hit_ratio: float = 0.5) -> Fo
 
 
 def test_without_peers_no_hits_are_expected():
-    """Where all requests are ours, the index stands as it is; so it does without a key."""
+    """If all requests are ours, or a request has no key, the index counts as it is."""
     known = [0, 0, 0]
     alone = others(foreign=0.0)
     assert scheduler.with_expected_hits("a", 1000, members(3), matched=known, peers=alone) == (
@@ -111,7 +111,7 @@ def test_a_new_prompt_has_no_affinity():
 
 
 def test_a_widely_cached_prompt_has_no_affinity():
-    """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
+    """If two endpoints hold a prompt, or its affinity endpoint does, nothing is added."""
     store = members(4)
     spread = [900, 900, 0, 0]
     assert scheduler.with_expected_hits("a", 1000, store, matched=spread, peers=others()) == (

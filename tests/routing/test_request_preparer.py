@@ -1,4 +1,4 @@
-"""What is kept of a request that waits."""
+"""Content of a request that is queued."""
 
 from __future__ import annotations
 

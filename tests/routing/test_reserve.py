@@ -1,4 +1,4 @@
-"""What is charged and remembered when a decision is committed."""
+"""Accounts and predictions of a committed decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers say of endpoints, and what is taken back when a request never ran."""
+"""Effects of answers on endpoints, and the retraction of requests that never ran."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def member(house: PoolFixture, address: str) -> EndpointSnapshot:
 
 @pytest.mark.parametrize("status", ["503", "500", "429", "400"])
 def test_a_refused_prompt_is_not_predicted_as_cached(status: str):
-    """What one refused request made us believe is taken back, to the last block."""
+    """Predictions of a refused request are retracted, to the last block."""
     pool_fixture = PoolFixture({FIRST: None})
     sent = Sent(pool_fixture)
     assert pool_fixture.index.blocks_total > 0
@@ -111,7 +111,7 @@ def test_three_failures_eject_an_endpoint():
 
 
 def test_the_serving_endpoint_is_charged():
-    """Where another endpoint answered, it has the request, and the belief, and the good word."""
+    """If another endpoint answered, it gets the request, the prediction and the success."""
     pool_fixture = PoolFixture({FIRST: None, SECOND: None}, fallbacks=1)
     sent = Sent(pool_fixture)
     other = SECOND if sent.address == FIRST else FIRST

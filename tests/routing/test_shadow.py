@@ -139,7 +139,7 @@ def test_expected_seconds_are_compared():
 
 
 def test_the_queue_is_bounded():
-    """What comes too fast is dropped and counted; the owner is called once."""
+    """Requests beyond the bound are dropped and counted; the owner is notified once."""
     calls = []
     parts = build(second="adaptive", on_pending=lambda: calls.append(None))
     run(parts, seed=1, num_requests=shadow.MAX_PENDING + 10, run_shadow=False)

@@ -39,7 +39,7 @@ def test_an_image_costs_the_time_of_its_encoder_once():
 
 
 def test_a_cached_prefix_covers_its_images():
-    """Where the KV blocks of an image are cached, nothing is encoded; before it, it is."""
+    """An image whose KV blocks are cached is not encoded; behind the cached prefix it is."""
     shares = {}
     for matched in (900, 800):
         endpoints = {"a": {"matched_tokens": matched}}

@@ -26,7 +26,7 @@ def send(scorer, name, finalists=FLEET):
 
 
 def test_new_prompts_go_to_the_least_recent_endpoint():
-    """Who got a new prompt longest ago is ranked first, after those that never got one."""
+    """Endpoints without a new prompt come first, then those whose latest is the oldest."""
     scorer = NoHitLruScorer()
     send(scorer, "a")
     assert scores(scorer) == {"b": 1.0, "c": 0.5, "a": 0.0}

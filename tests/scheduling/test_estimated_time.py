@@ -179,7 +179,7 @@ def test_costs_have_no_cliffs_in_the_age_of_scrapes(kinds, facts, age_s):
 
 
 def test_idle_conversations_need_kv_cache():
-    """Where half as many read as wait, two thirds of the tokens leave as much room; not in a queue."""
+    """With half as many idle as open ones, two thirds of the tokens cost as much; not with a queue."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
     candidates = builders.candidates(

@@ -24,7 +24,7 @@ def low_cost(pods, target):
 
 
 def chain(pods, target, *, sheddable):
-    """Who is left of pods of which everything is known."""
+    """Remaining pods of those whose values are all known."""
     if sheddable:
         pods = [p for p in pods if p["waiting"] <= 5 and p["kv_usage"] <= 0.8]
         return least_kv(low_cost(least_queuing(pods), target)) if pods else []

@@ -1,4 +1,4 @@
-"""What the case files cannot say of trees: exceptions, memories, needs."""
+"""Behavior of trees beyond the case files: exceptions, state, needs."""
 
 from typing import ClassVar
 

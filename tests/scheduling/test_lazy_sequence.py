@@ -33,7 +33,7 @@ def test_lazy_sequence_equals_its_items():
 
 
 def test_terms_do_not_keep_the_prompt():
-    """What is held for explaining a cost later is numbers: the ring of decisions drops prompts."""
+    """Values for a later explanation are numbers, so that decision records drop prompts."""
     prompt = bytes(1000)
     without = sys.getrefcount(prompt)
     context = builders.context(prompt=prompt, prompt_tokens=250)

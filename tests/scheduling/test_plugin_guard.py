@@ -269,7 +269,7 @@ def test_costs_and_terms_are_numbers_as_many_as_candidates(priced):
     [[("x-a", 5)], [("X-A", "b")], [("x-a", "b\r\nx-b: c")], [("x a", "b")], [("", "b")], 5],
 )
 def test_answer_headers_can_be_sent(headers):
-    """What no HTTP answer could carry never reaches one."""
+    """A header that no HTTP answer can carry is dropped."""
     guarded, counts = answering(
         score=lambda *_: [1.0, 0.0], answer_headers=lambda *_: headers, keys=lambda *_: {"k": 5}
     )

@@ -49,7 +49,7 @@ def run(**parts):
 
 
 def test_decision_carries_every_step():
-    """Who was in play, who survived, what each scorer said, the sums and the picker."""
+    """Candidates, those left by each filter, the scores, the totals and the picker."""
     filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
     scheduler_profile = profile(filters=filters, scorers=((QueueScorer(), 2.0), (InFlight(), 1.0)))
     decision = scheduler_profile.run(
@@ -196,7 +196,7 @@ class Wide(MaxScorePicker):
 
 
 def test_decision_contains_plugin_keys_and_answer_headers():
-    """What a plugin will remember the request by and tells the client stands in the decision."""
+    """Keys that a plugin remembers and headers for the client are in the decision."""
     scheduler_profile = profile(scorers=((RememberingScorer([1.0, 0.0]), 1.0),))
     context = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
     decision = scheduler_profile.run(context, FLEET)

@@ -9,7 +9,7 @@ from extproc.testing.builders import candidate, context
 
 
 def picks(in_flight, *, others, matched=(0, 0, 0)):
-    """Where a thousand conversations go that cost the same everywhere."""
+    """Endpoints of a thousand conversations that cost the same everywhere."""
     store = [
         candidate(f"e{n}", in_flight=count, matched_tokens=tokens)
         for n, (count, tokens) in enumerate(zip(in_flight, matched, strict=True))

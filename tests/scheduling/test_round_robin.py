@@ -19,7 +19,7 @@ def commit(picker, candidate, model="m"):
 
 
 def has_place(picker, candidates, model):
-    """Whether the next endpoint of a model is certain."""
+    """True if the next endpoint of a model is determined."""
     context = builders.context(model=model)
     return len({picker.pick(context, candidates, [], count=1)[0] for _ in range(20)}) == 1
 

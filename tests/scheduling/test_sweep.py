@@ -89,7 +89,7 @@ def crowd(kinds, size):
 
 
 def check(profile, outcome, candidates, count):
-    """What holds of every outcome."""
+    """Invariants of every outcome."""
     if isinstance(outcome, Rejection):
         assert outcome.status == (429 if candidates else 503)
         return

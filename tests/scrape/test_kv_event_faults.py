@@ -148,7 +148,7 @@ class FaultySite:
             self.time += seconds
 
     async def wait(self, seconds):
-        """What is known is right once so many seconds are over."""
+        """The known blocks are correct after so many seconds."""
         until = self.time + seconds
         while self.time < until:
             self.advance(0.2)
@@ -220,7 +220,7 @@ def test_a_replay_socket_that_was_silent_is_asked_again():
 
 
 def test_the_connection_is_cut_every_ten_seconds():
-    """What was published meanwhile is asked for."""
+    """Batches that were published meanwhile are requested."""
 
     async def test():
         async with FaultySite().running() as site:

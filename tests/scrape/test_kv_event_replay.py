@@ -61,7 +61,7 @@ def test_each_request_has_a_connection_of_its_own():
     ],
 )
 def test_batches_are_taken_in_order(verify, seqs, expected):
-    """What is missing at the beginning is lost; behind one that was taken it is asked for again."""
+    """A gap at the beginning is lost; a gap behind a taken batch is requested again."""
     site = ReplaySite()
     site.replay.request(3, verify=verify)
     following, results = 4, []

@@ -155,7 +155,7 @@ def test_without_replay_a_lost_batch_leaves_what_is_known_partial():
 
 
 def test_what_is_partial_is_exact_once_known_blocks_fill_the_cache():
-    """What was there before has been evicted by then."""
+    """Earlier blocks have been evicted by then."""
 
     async def test():
         engine = PublishingEngine(blocks=8)
@@ -196,7 +196,7 @@ def test_a_late_subscriber_without_replay_is_partial():
 
 @pytest.mark.parametrize("num_batches", [0, 1, 5])
 def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
-    """Whether it has published less or more than before, its earlier life is wiped."""
+    """With fewer or more batches than before, blocks of the earlier process are dropped."""
 
     async def test():
         first = PublishingEngine()
@@ -228,7 +228,7 @@ def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
 
 
 def test_garbage_is_counted_and_ends_the_subscription_for_a_while():
-    """What it left is forgotten, and nothing more is read."""
+    """Its blocks are dropped, and nothing more is read."""
 
     async def test():
         engine = PublishingEngine()

@@ -53,7 +53,7 @@ class ListingEngine:
 
     @property
     def lists(self):
-        """How often the models were asked for."""
+        """Number of requests for the model list."""
         return sum(path == models_page.PATH for _, path in self.requests)
 
     async def at(self, *moments):

@@ -482,7 +482,7 @@ def test_a_wait_ends_with_its_budget():
 
 
 def test_no_request_waits_without_budget_or_blocks_or_place():
-    """What waits is bounded by its bytes and number."""
+    """Waiting prompts are bounded by bytes and number."""
 
     async def test():
         empty = ExactPrefixes(blocks.DEFAULT, max_blocks=100)

@@ -294,7 +294,7 @@ def test_a_hanging_endpoint_delays_no_other():
 
 
 def test_the_loops_follow_the_endpoint_set():
-    """Who joins is scraped, who leaves is not, who stays keeps its loop."""
+    """New endpoints are scraped, removed ones are not, and the others keep their loop."""
 
     async def scene():
         scene = ScraperScene("10.0.0.1:1", "10.0.0.2:2")
@@ -483,7 +483,7 @@ def test_a_page_that_raises_stops_no_other_endpoint(caplog):
 
 
 def test_a_callback_that_raises_stops_no_scraping():
-    """What is told of scrapes may raise; scraping goes on after a pause."""
+    """A listener of scrapes may raise; scraping continues after a pause."""
 
     async def no_pause(_):
         await asyncio.sleep(0)

@@ -26,7 +26,7 @@ def encoded(frames):
 
 
 def read(stream, lengths=(), *, socket_type=b"SUB"):
-    """What a parser makes of a stream that arrives in pieces: messages, the error, and itself."""
+    """Messages, error and parser of a stream that arrives in pieces."""
     parser, received, error = ZmtpParser(socket_type, MAX_BYTES), [], ""
     try:
         for length in (*lengths, len(stream)):

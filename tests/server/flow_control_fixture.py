@@ -40,7 +40,7 @@ class FlowControlFixture:
         return self.pool_fixture.now
 
     def ask(self, model="m", *, tokens=10, priority=0, **headers):
-        """What becomes of a request: a decision, a refusal, or a wait."""
+        """Outcome of a request: a decision, a rejection, or a wait."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self.requests += 1
         body = json.dumps(

@@ -260,7 +260,7 @@ def test_decisions_are_selected(query, expected):
 
 
 def test_a_decision_has_the_predicted_and_the_actual_first_token():
-    """What came of it stands beside what was expected."""
+    """The result of the request is beside its prediction."""
 
     async def test() -> None:
         async with picker() as (process, port):

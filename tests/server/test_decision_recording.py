@@ -62,7 +62,7 @@ async def running(loop):
 
 
 async def test_decisions_are_recorded_in_a_file(tmp_path):
-    """What is recorded is replayed: every decision comes out alike, and usage is known."""
+    """A recording is replayed: every decision is the same, and usage is known."""
     path = tmp_path / "decisions.jsonl"
     core = soak.Core(settings(path))
     await core.picker.sync()
@@ -192,7 +192,7 @@ async def test_a_client_records_what_comes(tmp_path):
 
 @pytest.mark.parametrize("seconds", ["0", "x", "nan", "1e9"])
 async def test_a_recording_has_a_length(seconds):
-    """What is no length is refused."""
+    """An invalid length is refused."""
     chosen = settings()
     core = soak.Core(chosen)
     await core.picker.sync()

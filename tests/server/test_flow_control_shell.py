@@ -191,7 +191,7 @@ async def test_a_header_that_is_no_number_counts_as_absent():
 
 
 async def test_pending_load_ends_with_the_wait():
-    """What a request that waits will hold counts while it waits, however that ends."""
+    """The load of a queued request counts while it is queued, however that ends."""
     fixture = FlowControlFixture(A, B, profile="adaptive", timeout_s=5)
     for address in (A, B):
         fixture.load(address, waiting=20, running=8, kv_usage=0.5)

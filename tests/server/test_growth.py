@@ -1,4 +1,4 @@
-"""What requests leave behind: nothing that clients can make as large or as many as they like."""
+"""Memory that requests leave: bounded in number and size, whatever clients send."""
 
 from __future__ import annotations
 

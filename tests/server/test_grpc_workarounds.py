@@ -75,7 +75,7 @@ async def test_cancelling_waits_for_the_read(calls):
 
 
 async def test_cancelling_ends_a_read_that_would_not_end(calls):
-    """Where the call goes on, nothing else would end the read."""
+    """If the call continues, nothing else would end the read."""
     calls.breaking = True
     task = asyncio.ensure_future(once(calls))
     await begun(calls, 1)

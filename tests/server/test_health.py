@@ -30,7 +30,7 @@ PLAIN = ["inference-extension", "whatever"]
 def check_health(
     name: str, *, draining: bool = False, elected: bool | None = None, **facts: bool
 ) -> str:
-    """What the service answers to a name; facts are true unless they are named."""
+    """Answer of the service about a name; facts are true unless they are named."""
     readiness = Readiness(
         lambda: facts.get("synced", True),
         is_scraped=lambda: facts.get("measured", True),

@@ -230,7 +230,7 @@ async def test_gathered_answers_leave_in_one_write():
 
 
 async def test_a_read_takes_gathered_answers_along():
-    """What is read is answered at once, with all that waits."""
+    """Received data is answered at once, with all waiting answers."""
     async with serving_calls() as scene:
         connection, transport = http2_protocol.Http2Protocol(scene.server), RecordingTransport()
         connection.connection_made(transport)

@@ -82,7 +82,7 @@ async def test_listener_accepts_frequent_pings():
 
 
 def test_keepalive_notices_a_lost_node_within_half_a_minute():
-    """What is in flight on a node that is gone is given back while it still matters."""
+    """Requests on a lost node are released within that time."""
     keepalive = listeners.Keepalive()
     assert keepalive.time_s + keepalive.timeout_s <= 30.0
 

@@ -133,7 +133,7 @@ async def test_repeated_prompts_are_predicted_to_the_token(form):
 
 @engine_server.run
 async def test_follow_up_turns_are_predicted_with_the_answer():
-    """What the earlier prompt had, and what the engine generated behind it."""
+    """The earlier prompt and the generated answer count as cached."""
     async with running() as pool:
         path = "/v1/chat/completions"
         await pool.ask(path, chat(words(999)))

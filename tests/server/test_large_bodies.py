@@ -202,7 +202,7 @@ async def test_a_hanging_worker_is_killed(monkeypatch):
 
 
 async def test_bodies_are_parsed_in_order_and_dropped_with_their_client():
-    """Who leaves while waiting is not read; who leaves while being read is waited for."""
+    """A body of a client that left is not read if it waits, and awaited if it is being read."""
     process = SlowProcess()
     async with reading(process) as (bodies, counters):
         raws = [HttpRequest(RAW.headers, b'{"n":%d}' % at) for at in range(4)]
@@ -279,7 +279,7 @@ def test_worker_limits_bound_cpu_and_memory(code, ended):
 
 
 def test_worker_limits_allow_hostile_bodies():
-    """What ends the process is several times the bars of bench/hostile_bodies.py."""
+    """The limits of the worker are several times the bars of bench/hostile_bodies.py."""
     assert parser_worker.CPU_S_PER_MIB >= 5 * 0.03
     assert parser_worker.MEMORY_PER_BYTE >= 1 + 4 + 1
 

@@ -1,4 +1,4 @@
-"""How long the event loop is held, with clocks that a test turns."""
+"""Delays of the event loop, with clocks that a test sets."""
 
 from __future__ import annotations
 

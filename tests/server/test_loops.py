@@ -178,7 +178,7 @@ async def test_an_error_at_the_start_ends_the_process(monkeypatch, stage):
 
 
 async def test_an_exit_ends_the_process(monkeypatch):
-    """What calls for the end of the process from within a loop gets it."""
+    """An exit that a loop raises ends the process."""
 
     class LoopExitError(BaseException):
         """As SystemExit, which asyncio would also raise out of the test's own loop."""

@@ -36,7 +36,7 @@ def test_malloc_trim_is_available():
 
 
 async def test_memory_is_trimmed_again_when_the_last_streams_end(monkeypatch):
-    """What gRPC keeps for connections, and the last tenth of the crowd, come later."""
+    """Memory of gRPC's connections, and of the last tenth of the streams, is returned later."""
     monkeypatch.setattr(grpc_workarounds, "_PAUSES_S", (0.0, 0.001))
     trims = asyncio.Queue()
     crowds = grpc_workarounds.IdleMemoryTrimmer(lambda: trims.put_nowait(1))
@@ -97,7 +97,7 @@ async def test_what_arrives_while_many_wait_is_allocated_apart():
 
 
 def test_a_hook_of_another_allocator_stands():
-    """Where `tracemalloc` or a debug build looks at each block nothing is allocated apart."""
+    """With `tracemalloc` or a debug build, nothing is allocated apart."""
     tracemalloc.start()
     try:
         assert grpc_workarounds.build_apart_allocator() is None

@@ -172,7 +172,7 @@ async def test_two_replicas_exchange_requests_in_flight(server):
 
 
 async def test_a_replica_that_stops_is_removed_at_once(server):
-    """What it had open leaves the others' accounts at once."""
+    """Its open requests leave the accounts of the others at once."""
     first, second = Replica(server.url), Replica(server.url)
     async with talking(first, second) as tasks:
         await until(lambda: first.heard == second.heard == 1)

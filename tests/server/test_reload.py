@@ -197,7 +197,7 @@ def test_requests_never_see_a_partial_configuration(scene):
 
 
 def test_flags_override_the_file_after_a_reload(tmp_path):
-    """What the command line says is said again."""
+    """Flags are applied again at every reload."""
     path = tmp_path / "config.yaml"
     path.write_text(HEAD + "pool: {endpoints: ['10.0.0.1:8000']}\n")
     parser = argparse.ArgumentParser()

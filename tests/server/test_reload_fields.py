@@ -81,7 +81,7 @@ def health(name):
 
 
 def claim_of_brought(scene):
-    """What a pool that Kubernetes brings, before or after, claims by its annotations."""
+    """Claim of a pool that Kubernetes adds, before or after, by its annotations."""
     registry = scene.picker.pool_registry
     pool = DiscoveredPool((Endpoint("10.0.0.1:1"),), annotations={"extproc/hosts": "a"})
     if "n/p" not in registry.by_name:
@@ -384,7 +384,7 @@ def test_every_live_field_has_a_case():
 
 @pytest.mark.parametrize("field", LIVE)
 def test_a_live_field_applies_at_once(field, tmp_path):
-    """What is read again does what a picker does that was started with it, and not what was."""
+    """After a reload a picker behaves like one that was started with the new configuration."""
     file = tmp_path / "first.py"
     file.write_text("s3cret" if field == "server.admin_token_file" else PLUGIN)
     before, after = (read(text.replace("FILE", str(file)) + "\n") for text in LIVE[field][:2])

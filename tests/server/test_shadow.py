@@ -60,7 +60,7 @@ def test_the_shadow_decides_after_the_turn(monkeypatch):
 
 
 def test_a_shadow_that_is_turned_off_leaves_nothing():
-    """What waited for it is dropped with it."""
+    """Its waiting requests are dropped with it."""
 
     async def test():
         scene = ReloadingScene(read(CONFIG))

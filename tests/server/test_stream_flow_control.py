@@ -126,7 +126,7 @@ async def test_a_finished_answer_dispatches_a_queued_request():
 
 
 async def test_streams_apply_the_limit_of_the_tenant():
-    """What is over the limit is answered 429, and nothing is charged to an endpoint for it."""
+    """A request over the limit gets 429, and charges no endpoint."""
     fixture = WaitingStreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
     first, answers = fixture.send()
     assert refusals(answers) == []

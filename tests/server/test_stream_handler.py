@@ -85,12 +85,12 @@ class StreamFixture:
 
     @property
     def accounts(self):
-        """What streams have open: requests in flight, and bytes."""
+        """Open requests and bytes of streams."""
         return self.pool_fixture.in_flight, self.budget.held_bytes
 
 
 class StreamBugError(Exception):
-    """What broken parts raise."""
+    """Exception of broken parts."""
 
 
 def broken(*_, **__):
@@ -233,7 +233,7 @@ def test_a_stream_of_a_removed_endpoint_leaves_no_series():
 
 
 def answers(api, *, is_stream):
-    """What the simulated engine writes under an id of its own."""
+    """Answer of the simulated engine under an id of its own."""
     writer = api_responses.SURFACES[api].writer
     generated = api_responses.GenerationAnswer(
         id="made-up",

@@ -10,7 +10,7 @@ from extproc.server import tls
 
 @pytest.mark.parametrize("raised", [RuntimeError(), UnsupportedAlgorithm("x"), MemoryError()])
 def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
-    """What gRPC calls on a new connection leaves the old pair in place, and tells why."""
+    """An exception for a new connection keeps the old pair in place, and is logged."""
 
     def fail(*_, **__):
         raise raised

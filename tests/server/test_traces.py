@@ -181,7 +181,7 @@ def test_bug_of_the_sampler_costs_no_request(monkeypatch):
 
 
 def test_bug_of_the_export_costs_no_request():
-    """What raises at the end is counted, and the accounts are closed."""
+    """An exception at the end is counted, and the accounts are closed."""
     scene = TracedStreams()
     scene.add = lambda *_: 1 / 0
     stream, _ = scene.begin(headers(traceparent=SAMPLED), BODY)
@@ -202,7 +202,7 @@ def test_bug_of_the_export_costs_no_request():
     ],
 )
 def test_data_plane_names_its_span_in_the_call(transport, client, data_plane, expected):
-    """Where Envoy traces, the metadata of its call have its span, also without one of the client."""
+    """With traces of Envoy, the metadata of its call have its span, even without one of the client."""
     metadata = [("traceparent", data_plane)] if data_plane else []
     fields = {**ext_proc_script.PLAIN, **({"traceparent": client} if client else {})}
 

@@ -241,7 +241,7 @@ def test_a_nack_is_logged_once_and_counted_each_time(caplog):
 
 @pytest.mark.parametrize("kind", [SotwStream, DeltaStream])
 def test_an_invalid_request_ends_only_its_stream(kind):
-    """What cannot be read is a peer that breaks the protocol."""
+    """An unreadable message is a violation of the protocol by the peer."""
 
     async def test():
         async with serving() as scene:

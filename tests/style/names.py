@@ -17,16 +17,6 @@ ROOT: Final = Path(__file__).parents[2]
 #: Folders that are checked. Class names are unique among all of them.
 FOLDERS: Final = ("extproc", "bench", "tests")
 
-#: Folders whose docstrings are checked as well.
-DOCUMENTED: Final = (
-    "extproc",
-    "bench",
-    "tests/bench",
-    "tests/demo",
-    "tests/monitoring",
-    "tests/simulator",
-)
-
 #: Words that name nothing: as an identifier they hide what a value is.
 BANNED: Final = frozenset(
     [
@@ -86,8 +76,7 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
                 for name in _identifiers(node)
                 if name.strip("_").lower() in BANNED and name not in foreign
             ]
-            if path.startswith(DOCUMENTED):
-                problems += [f"{location}: {problem}" for problem in _docstring(node)]
+            problems += [f"{location}: {problem}" for problem in _docstring(node)]
             problems += [f"{location}: {problem}" for problem in _imports(node)]
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(location)

@@ -85,7 +85,7 @@ class Api:
             return result
 
     async def path(self, item: Object, *, named: bool = True) -> str:
-        """Where an object stands, or with `named` false the collection it belongs to.
+        """Path of an object; without `named` that of its collection.
 
         Raises:
             Refused: The server does not serve its kind.
@@ -260,7 +260,7 @@ def documents(text: str) -> list[Object]:
 
 
 def picker_rules(part: str = "base") -> list[Object]:
-    """What a part of our manifests lets a picker do, and nothing more."""
+    """Rights of a picker from a part of our manifests, and no others."""
     result = documents((MANIFESTS / part / "rbac.yaml").read_text())
     (role,) = (item for item in result if item["kind"] in {"Role", "ClusterRole"})
     return role["rules"]

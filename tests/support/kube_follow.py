@@ -22,7 +22,7 @@ _PATIENCE = {"retry_s": 0.02, "max_retry_s": 0.2, "absent_s": 0.2, "coalesce_s":
 
 
 class Following:
-    """What was told so far.
+    """Changes that were published.
 
     Attributes:
         pools: By key, as told last.

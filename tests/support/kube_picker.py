@@ -64,7 +64,7 @@ class PodPicker:
         return sorted(item["address"] for pool in pools.values() for item in pool["endpoints"])
 
     async def ready(self) -> bool:
-        """Whether it says that it is ready."""
+        """True if it reports that it is ready."""
         async with self._http.get(f"http://{serving.LOCAL}:{self.pages}/readyz") as answer:
             return answer.status == 200
 

@@ -47,7 +47,7 @@ _LAZY = {"GOGC": "400"}
 
 
 class Access(msgspec.Struct, frozen=True):
-    """How one user reaches the API.
+    """Access of one user to the API.
 
     Attributes:
         url: `https://ip:port`.
@@ -283,7 +283,7 @@ def assets() -> Path | None:
 
 
 def access(kubeconfig: str) -> Access:
-    """What the current context of a kubeconfig grants, where everything stands inside it."""
+    """Access of the current context of a kubeconfig, with all data inline."""
     config = yaml.safe_load(kubeconfig)
     context = _named(config["contexts"], config["current-context"])["context"]
     cluster = _named(config["clusters"], context["cluster"])["cluster"]

@@ -53,7 +53,7 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """What was exported so far.
+    """Receiver of exported spans.
 
     Attributes:
         grpc_port: Port of OTLP/gRPC.

@@ -96,7 +96,7 @@ class ReloadingScene:
             self.store.observe(self.store.begin_scrape(member.endpoint), observed, self.now)
 
     def answers(self, body=b'{"model":"m","prompt":"x"}'):
-        """What a stream answers to a request."""
+        """Answers of a stream to a request."""
         stream = stream_handler.open_stream(self.shared)
         headers = {":method": "POST", ":path": "/v1/completions"}
         modes = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
@@ -110,7 +110,7 @@ class ReloadingScene:
         return [(type(reply).__name__, getattr(reply, "status", None)) for reply in replies]
 
     def fail(self, times):
-        """Whether one endpoint is left out after so many failures in a row."""
+        """True if an endpoint is ejected after so many failures in a row."""
         endpoint = self.store.pool.members[0].endpoint
         for _ in range(times):
             self.store.record_outcome(

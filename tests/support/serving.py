@@ -134,7 +134,7 @@ class Serving:
         return [entry.arriving_bytes for entry in self.servicer._streams.values()]
 
     def silent(self) -> list[bool]:
-        """Whether each open stream waits for its first message."""
+        """True for each open stream that waits for its first message."""
         if isinstance(self.servicer, native_ext_proc.NativeExternalProcessor):
             return [not call.has_begun for call in self.servicer._calls]
         return [entry.is_silent for entry in self.servicer._streams.values()]
@@ -277,7 +277,7 @@ class Running:
         await self.picker.stop()
 
     async def health(self, name: str, *, port: int | None = None) -> str:
-        """What health says of a name; by default on the health port."""
+        """Health of a name; by default on the health port."""
         async with grpc.aio.insecure_channel(f"{LOCAL}:{port or self.ports.health}") as channel:
             check = channel.unary_unary(
                 CHECK,

@@ -36,7 +36,7 @@ class SharedEngine:
         self.generated = 0.0
 
     def page(self, now: float) -> Load:
-        """What is true of it."""
+        """Metrics page of an engine, with true values."""
         running, waiting = self.foreign
         tokens = sum(self.open.values()) + 200 * running
         return Load(

@@ -45,7 +45,7 @@ TWO = listed(
 
 
 def test_the_choice_by_model_is_the_first_step():
-    """Who does not serve the model is dropped before the first filter."""
+    """Endpoints that do not serve the model are removed before the first filter."""
     document = explanation.explain(decision(excluded_by_model=[B.endpoint]))
     assert document["filters"][0] == {
         "name": "serves-model",
@@ -114,7 +114,7 @@ def test_models_of_a_pool_state_round_trip():
 
 
 def test_metrics_of_models():
-    """How many names an endpoint listed, how often it was asked, and what became of requests."""
+    """Listed names and polls of endpoints, and requests by result."""
     counters = ProcessCounters()
     counts = counters.for_pool("")
     counts.model_list_polls["10.0.0.1:8000", "ok"] += 2

@@ -195,7 +195,7 @@ def test_exporter_that_raises_costs_its_spans(build_tracer, monkeypatch, caplog)
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_wrong_header_is_named_without_its_value(build_tracer, protocol, caplog):
-    """What the SDK says of a header may hold a key, so that only its own words are logged."""
+    """Messages of the SDK about a header may contain a key, so that only our own text is logged."""
     build_tracer(protocol, OTEL_EXPORTER_OTLP_HEADERS=CANARY)
     (record,) = caplog.records
     assert record.message == "a variable is ignored"

@@ -17,7 +17,7 @@ class BrokenScorer:
 
 
 def test_external_plugins_are_counted_by_role_and_kind():
-    """What guards count is on the metrics page."""
+    """Counts of guards are on the metrics page."""
     counters, pool_fixture = ProcessCounters(), PoolFixture({"10.0.0.1:8000": None})
     ticks = iter(range(9))
     guards = GuardFactory(lambda: float(next(ticks)), counters.plugins, GuardLimits(max_overruns=1))

@@ -129,7 +129,7 @@ def test_bad_requests_are_no_problem_of_the_picker(scene):
 
 
 def test_problems_of_the_process_are_sorted():
-    """What makes requests fail is first."""
+    """Problems that make requests fail come first."""
     listed = problems.find_process_problems(
         is_ready=False,
         reload_error="f.yaml: expected a number",

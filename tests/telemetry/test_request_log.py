@@ -72,7 +72,7 @@ class RequestLogFixture:
 
 
 def test_a_line_has_times_tokens_and_the_pick(caplog):
-    """What a request waited for, what it got, and why it went where."""
+    """Wait, result and reason of the choice of a request."""
     scene = RequestLogFixture(caplog, "all")
     usage = {"prompt": 11, "cached": 8, "completion": 3}
     scene.serve("200", wait_s=0.5, usage=usage)

@@ -158,7 +158,7 @@ def test_facts_of_requests_are_counted_before_they_are_read():
 
 
 def test_a_removed_endpoint_gets_no_series_later():
-    """What waits is counted before the series of an endpoint are dropped."""
+    """Waiting counts are settled before the series of an endpoint are dropped."""
     scene = RecorderFixture()
     request = scene.route()
     respond(request, 0.5)

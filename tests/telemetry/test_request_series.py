@@ -157,7 +157,7 @@ def test_the_first_token_of_a_stream_is_its_first_chunk():
 
 @pytest.mark.parametrize("is_shown", [False, True])
 def test_a_stream_without_chunks_has_the_time_of_its_headers(is_shown):
-    """Where a data plane ignores the wish to see them, the end of the stream makes that clear."""
+    """If a data plane ignores the request for chunks, the end of the stream shows that."""
     traffic = TrafficFixture()
     request = traffic.open()
     request.on_response_headers(0.1, elapsed_s=0.5, status="200", is_stream=True, is_shown=is_shown)

@@ -194,7 +194,7 @@ def test_request_has_predictions_beside_what_came():
 
 
 def test_first_chunk_of_a_stream_has_the_first_token():
-    """Where chunks are shown, the first of them counts, from the choice of the endpoint."""
+    """With chunks, the first one counts, from the choice of the endpoint."""
     attributes = TraceFixture().serve(timed(), is_shown=True)["gateway.request"].attributes
     assert attributes["extproc.response_headers_s"] == 0.25
     assert attributes["extproc.ttft_s"] == pytest.approx(0.4)
@@ -340,7 +340,7 @@ def test_decisions_are_found_by_trace():
 
 
 def test_recorder_without_tracer_only_notes_the_trace():
-    """Where nothing is sent, the request is still known by its trace."""
+    """Without an exporter, the request is still known by its trace."""
     decisions = DecisionLog(10)
     recorder = StreamRecorder(ProcessCounters(), decisions, lambda: 0.0)
     observer = recorder.observe_request("demo")

@@ -45,7 +45,7 @@ def test_the_strategy_in_force_agrees_with_itself(strategy):
 
 
 def test_results_say_what_another_strategy_would_have_chosen():
-    """Where caches count, the first token comes sooner, on the endpoint that has the prompt."""
+    """A strategy that counts caches predicts an earlier first token, on the endpoint with the prompt."""
     comparison = StrategyComparison()
     for number in range(6):
         comparison.add(record(number, strategy="least-request"))

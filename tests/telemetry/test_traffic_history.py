@@ -65,7 +65,7 @@ def scene():
 
 
 def test_a_point_has_rates_and_percentiles_since_the_one_before(scene):
-    """What was counted before does not count again."""
+    """Earlier counts do not count again."""
     scene.answer(FIRST, 3.0)
     scene.sample()
     scene.answer(FIRST, 0.1, count=90)

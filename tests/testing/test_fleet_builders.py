@@ -31,7 +31,7 @@ def test_fields_of_load_and_candidate_are_separated():
 
 
 def test_fields_can_be_plain_data():
-    """What a YAML file can say is enough for every fact."""
+    """Every fact can be written in a YAML file."""
     candidate = builders.candidate("a", residency="idle", rates={"prefill_s": 0.5})
     assert (candidate.residency, candidate.rates) == (
         AdapterResidency.IDLE,

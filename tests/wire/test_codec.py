@@ -160,7 +160,7 @@ def test_decode_is_total_on_damaged_messages(data, message):
 
 
 def test_bytes_that_are_no_message_are_garbage():
-    """What cannot be parsed is GARBAGE; nothing at all is UNKNOWN."""
+    """Bytes that cannot be parsed are GARBAGE; an empty message is UNKNOWN."""
     assert codec.decode(b"\xff\xff\xff").kind is MessageKind.GARBAGE
     assert codec.decode(b"").kind is MessageKind.UNKNOWN
 

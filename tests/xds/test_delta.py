@@ -24,7 +24,7 @@ def snapshot(clusters=None, **assignments):
 
 
 def as_tuples(replies):
-    """What we say, in short: type, nonce, versions by name, what is gone."""
+    """Responses in short: type, nonce, versions by name, removed names."""
     return [
         (
             reply.type_url,
@@ -88,7 +88,7 @@ def test_removed_resources_are_sent(script):
 
 
 def test_a_nacked_version_is_not_sent_again(script):
-    """What was refused is not sent again; another version of it is."""
+    """A refused version is not sent again; another version is."""
     script.pool(a="bad", b="1")
     assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [Nack(ASSIGNMENT, "3", "no")]
     assert script.pool(a="bad", b="2") == [(ASSIGNMENT, "4", {"b": "2"}, set())]
@@ -158,7 +158,7 @@ def test_other_resource_types_are_not_answered(script):
 
 
 class DeltaEnvoy:
-    """What Envoy does with answers, as far as the protocol goes."""
+    """Envoy's reactions to responses, as far as the protocol defines them."""
 
     def __init__(self, held=None):
         self.clusters, self.assignments, self.waiting = {}, {}, set()

@@ -1,4 +1,4 @@
-"""Which resources are made from which pools, and when."""
+"""Resources of pools, and the time at which they are built."""
 
 from __future__ import annotations
 

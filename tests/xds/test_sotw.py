@@ -25,7 +25,7 @@ def snapshot(clusters=None, **assignments):
 
 
 def as_tuples(replies):
-    """What we say, in short: type, nonce and versions by name; refusals as they are."""
+    """Responses in short: type, nonce and versions by name; refusals as they are."""
     return [
         (
             reply.type_url,
@@ -94,7 +94,7 @@ def test_changes_wait_for_the_response_in_flight(script):
 
 
 def test_a_nacked_version_is_not_sent_again(script):
-    """What Envoy refused is not sent again; the next change is."""
+    """A refused version is not sent again; the next change is."""
     assert script.pool(a="bad") == [(ASSIGNMENT, "3", {"a": "bad"})]
     refused = script.envoy(ASSIGNMENT, "a", nonce="3", error="port_value must be positive")
     version = sessions.combined_version({"a": "bad"})
@@ -211,7 +211,7 @@ def test_a_version_depends_on_the_content_only():
 
 
 class SotwEnvoy:
-    """What Envoy does with answers, as far as the protocol goes.
+    """Envoy's reactions to responses, as far as the protocol defines them.
 
     Attributes:
         out: Requests on the way to us, oldest first.
@@ -312,7 +312,7 @@ def test_envoy_converges_to_the_latest_snapshot(steps, last):
 
 
 def test_requests_and_responses_compare_by_value():
-    """What is said compares by content."""
+    """Requests and responses compare by content."""
     request = SotwRequest(CLUSTER, ("a",), "1", "")
     assert request == msgspec.structs.replace(request)
     assert resources.cluster_name("") == "engines"

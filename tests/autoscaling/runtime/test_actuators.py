@@ -75,7 +75,7 @@ async def test_a_missing_program_is_reported():
 
 
 async def test_advisory_actuator_returns_the_requested_replicas():
-    """Where others act; before anything was told, that is what is there."""
+    """Before the first decision it returns the current replicas."""
     subject = AdvisoryActuator()
     assert (subject.can_scale, await subject.current_replicas(2)) == (True, 2)
     await subject.scale(UP, 2)

@@ -196,7 +196,7 @@ class StateCluster:
 
 @pytest.fixture
 def remembered(monkeypatch):
-    """What stands in the ConfigMap, and what is written to it."""
+    """Content of the ConfigMap, and what is written to it."""
     state = {"load": ({}, 0.0), "saved": {}}
 
     async def loaded(_):
@@ -252,7 +252,7 @@ async def test_loops_run_and_end_with_their_pools(remembered):
 
 
 class StateStoreFixture:
-    """What was kept, and cannot be read."""
+    """A store whose content cannot be read."""
 
     async def load(self):
         raise UnicodeDecodeError("utf-8", b"x", 0, 1, "what was kept")

@@ -54,7 +54,7 @@ class FakeActuator:
 
 
 class FakePeerCounters:
-    """What other pickers tell, or None for one that cannot be read."""
+    """Counters of other pickers; None for a picker that cannot be read."""
 
     identity = "me"
 
@@ -203,7 +203,7 @@ async def test_scale_down_waits_for_a_complete_window(policy):
 
 @pytest.mark.parametrize("scales", [True, False])
 async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
-    """Where there is no target, the line does not read as if something was scaled."""
+    """Without a target the line does not read as if something was scaled."""
     caplog.set_level("INFO", "extproc.server")
     fixture = ControlLoopFixture(min=2)
     fixture.actuator.scales = scales

@@ -66,7 +66,7 @@ def message_class(name):
 
 
 class KedaClient:
-    """What KEDA does."""
+    """The calls of KEDA."""
 
     def __init__(self, channel, **metadata):
         self._channel = channel

@@ -80,7 +80,7 @@ async def test_a_name_that_cannot_be_resolved_is_unknown():
 
 
 async def test_peers_are_notified_of_a_queued_request():
-    """What is pushed is known without asking, and wakes the pools it says requests wait in."""
+    """Pushed counters are known without a request, and wake the pools in which requests wait."""
     ports = [stack.free_port() for _ in range(2)]
     written = [f"127.0.0.1:{port}" for port in ports]
     async with (

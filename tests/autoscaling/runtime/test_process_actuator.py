@@ -59,7 +59,7 @@ async def picker(command, **scaling):
 
 
 async def pick(running):
-    """Where one request goes, held until it can."""
+    """Route a request, which waits until an endpoint is there."""
     async with running.channel() as channel:
         stream = serving.Stream(channel)
         await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
@@ -184,7 +184,7 @@ async def test_a_stopped_engine_finishes_its_requests(caplog, published):
 
 
 async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch, published):
-    """What looking after one of them raises is counted; the others serve, and another follows."""
+    """An exception about one engine is counted; the others serve, and another engine is started."""
     real, wrong = process_actuator.ProcessActuator._serve, [1]
 
     async def serve(engines, engine, process):

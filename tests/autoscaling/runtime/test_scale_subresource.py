@@ -83,7 +83,7 @@ async def test_scaling_stays_paused_while_lists_of_other_autoscalers_fail(failur
 
 
 async def test_scaling_continues_while_lists_of_other_autoscalers_fail():
-    """Where no other autoscaler was known, scaling goes on."""
+    """Scaling continues if no other autoscaler was known."""
     api = ApiFixture()
     subject = scale(api)
     await subject.update_competing_autoscalers()

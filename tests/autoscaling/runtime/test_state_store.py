@@ -48,7 +48,7 @@ def test_states_are_restored_on_another_clock():
 
 
 def test_a_clock_set_back_gives_no_future_times():
-    """What was seen is then as old as if it were just now."""
+    """Recorded times then count as now."""
     text = state_store.encode_states({}, 60.0, 1000.0)
     assert state_store.decode_states(text, 7.0, 900.0) == ({}, -53.0)
 

@@ -214,7 +214,7 @@ class FakeApiServer:
 
 
 class Matching:
-    """Whether an object belongs to a collection."""
+    """Selects the objects of a collection."""
 
     def __init__(self, group, plural, namespace, query):
         self.path, self.namespace = (group, plural), namespace
@@ -233,7 +233,7 @@ class Matching:
         )
 
     def line(self, kind, value):
-        """What a watch shows; with a selector, what does not match is gone."""
+        """An event as a watch shows it; with a selector, an object that stops matching is deleted."""
         about = value["metadata"]
         if not self(value):
             if not self.labels or self.namespace not in {"", about["namespace"]}:

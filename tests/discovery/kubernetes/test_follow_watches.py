@@ -10,7 +10,7 @@ from tests.discovery.kubernetes.follower_scene import following
 
 
 def test_a_broken_watch_resumes_at_its_version(tmp_path):
-    """Whether the connection ends or breaks within a line, nothing is lost and nothing listed."""
+    """After a closed or broken connection nothing is lost and nothing is listed again."""
 
     async def scene():
         async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
@@ -69,7 +69,7 @@ def test_a_bookmark_moves_the_version(tmp_path):
 
 
 def test_an_invalid_event_is_followed_by_a_list(tmp_path):
-    """What was missed cannot be known, so everything is asked for."""
+    """Missed events are unknown, so everything is listed again."""
 
     async def scene():
         async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:

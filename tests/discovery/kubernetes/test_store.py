@@ -136,7 +136,7 @@ def test_all_labels_must_match():
 
 
 def test_a_list_replaces_earlier_objects():
-    """What is not in it is gone."""
+    """Objects that the list lacks are deleted."""
     world = StoreWorld()
     world.list(builders.pool(), builders.pod("a"), builders.pod("b", ip="10.0.0.2"))
     assert world.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"]

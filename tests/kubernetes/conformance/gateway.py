@@ -1,4 +1,4 @@
-"""What a gateway makes of InferencePools and HTTPRoutes: a configuration of Envoy.
+"""Envoy configuration of a gateway with InferencePools and HTTPRoutes.
 
 Per pool one ext_proc filter, switched on by the routes that end in the pool, a cluster of the
 pool's endpoints that honors the picker's choice and reports who served (or one that connects

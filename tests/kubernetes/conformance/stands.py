@@ -31,7 +31,7 @@ _SEEN_S = 300.0
 
 
 class GatewayAnswer(msgspec.Struct, frozen=True):
-    """What a client got.
+    """The answer that a client received.
 
     Attributes:
         status: Of HTTP.

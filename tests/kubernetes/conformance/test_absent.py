@@ -67,7 +67,7 @@ async def _build(item, port):
 
 
 async def probe(stand, name):
-    """What the probe of a Deployment is told."""
+    """Answer to the probe of a Deployment."""
     where = f"{serving.LOCAL}:{stand.pickers[name].health}"
     async with grpc.aio.insecure_channel(where) as channel:
         check = channel.unary_unary(
