@@ -5,7 +5,7 @@
 
 A scenario's requests go through Envoy and `extproc serve` to `extproc engine` processes, and the
 same scenario runs under virtual time: the same machines, requests, arrivals, names of endpoints and
-settings of the picker. Both run at `speed` times the machine's pace and are told in real seconds, so
+settings of the picker. Both run at `speed` times the machine's pace and report real seconds, so
 that the picker's own times (scrape interval, ageing) are the same for both. What the offline run
 leaves out are Envoy, the picker and two HTTP servers: some milliseconds, which are as real at any
 speed and so weigh `speed` times as much against the engine's. The scenario `idle` shows them alone.

@@ -7,7 +7,7 @@ as written.
 
 Capacity is what the fleet completes at the same offer without holding, when every engine has a queue
 of its own that never ends: output tokens and requests per second from `SINCE_S` on. Alone is the same
-traffic of one tenant at the same times with nobody else on the fleet. Times to the first token count
+traffic of one tenant at the same times with an otherwise idle fleet. Times to the first token count
 from the client and include every wait; a request that was refused counts as refused, and not there.
 """
 
@@ -41,7 +41,7 @@ FRONTIER_S = (0.025, 0.1, 0.5, 2.0)
 #: Scenarios without tenants or priorities, and what holding makes of them.
 BESIDE = ("l4-1600", "k6-s1", "unique", "heterogeneous")
 
-#: Longest wait there (seconds), so that nobody is refused.
+#: Longest wait there (seconds), so that no request is refused.
 PATIENCE_S = 600.0
 
 #: Tenant whose bar it is, by scenario.
@@ -62,7 +62,7 @@ def once(
         SCENARIOS / f"{name}.yaml", strategies=[column], configs=(), seeds=(seed,)
     )
     definition, settings = plan.scenario, plan.columns[0].settings
-    assert settings is not None, "the clairvoyant picker holds nobody"
+    assert settings is not None, "the clairvoyant picker has no flow control"
     if alone:
         assert isinstance(definition.workload, workloads.Groups)
         groups = [group for group in definition.workload.groups if group.tenant == JUDGED[name]]
@@ -131,7 +131,7 @@ def once_beside(name: str, seed: int, *, held: bool) -> dict[str, float]:
         SCENARIOS / f"{name}.yaml", strategies=["adaptive"], configs=(), seeds=(seed,)
     )
     column = plan.columns[0]
-    assert column.settings is not None, "the clairvoyant picker holds nobody"
+    assert column.settings is not None, "the clairvoyant picker has no flow control"
     holding = msgspec.structs.replace(
         column.settings.flow_control, enabled=held, timeout_s=PATIENCE_S
     )
@@ -149,7 +149,7 @@ def once_beside(name: str, seed: int, *, held: bool) -> dict[str, float]:
 
 
 def beside(spread: Callable[..., Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """The same strategy with and without holding where nobody asked for turns."""
+    """The same strategy with and without flow control, without a request for turns."""
     return {
         name: {
             column: _mean(spread(functools.partial(once_beside, name, held=held)))
@@ -236,7 +236,7 @@ def block(result: dict[str, Any]) -> str:
 
 
 def _judged(rows: dict[str, Any], tenant: str, label: str, percent: int) -> list[str]:
-    """Two rows: the time of whoever is judged, and what is served."""
+    """Two rows: the time of the tenant that is judged, and what is served."""
     kinds = ("alone", "adaptive", "holding")
     times = " | ".join(f"{rows[kind][tenant][f'ttft_p{percent}_s']:.2f} s" for kind in kinds)
     rates = " | ".join(f"{rows[kind]['requests_per_s']:.1f}" for kind in kinds[1:])

@@ -83,7 +83,7 @@ class ChaosCluster(msgspec.Struct, frozen=True):
 
     Attributes:
         server: To stop and start.
-        api: As somebody who may do everything.
+        api: As a user with all rights.
         namespace: Of the pool.
         kubeconfig: Of the picker.
     """

@@ -40,7 +40,7 @@ def compare(bare, guarded, calls: int) -> dict:
 
 
 def main() -> None:
-    """Measure a scorer, a picker and a memory nobody has; print JSON."""
+    """Measure a scorer, a picker and an observer, each with and without its guard; print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoints", type=int, default=100)
     parser.add_argument("--calls", type=int, default=20000)

@@ -2,7 +2,7 @@
 
 python -m bench.holding_floor PORT
 
-Answers once it is told with SIGUSR1, and gives memory back as the picker does.
+Answers once it gets SIGUSR1, and gives memory back as the picker does.
 """
 
 from __future__ import annotations

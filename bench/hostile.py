@@ -279,7 +279,7 @@ async def least_memory_bytes(server: WatchedPicker, step: Step) -> int:
 
 
 async def clients(bounds: Bounds) -> AsyncIterator[HostileRow]:
-    """Clients that stall, vanish and drip, and names that nobody used before."""
+    """Clients that stall, vanish and drip, and names that were never used before."""
     rng = random.Random(1)
     for name, client in hostile_requests.CLIENTS.items():
         if bounds.only in name:

@@ -45,7 +45,7 @@ def find_uncached(works: Sequence[RequestSpec]) -> Iterator[tuple[RequestSpec, i
 
 
 def serve_once(works: Sequence[tuple[RequestSpec, int]]) -> Iterator[tuple[RequestSpec, int]]:
-    """Every request with the prompt tokens that must be computed for it, and nobody else's."""
+    """Every request with the prompt tokens that must be computed for it, and no others."""
     cached: set[int] = set()
     for work, answered in works:
         full = (work.prompt_tokens - 1) // KEY_TOKENS

@@ -142,7 +142,7 @@ async def replay(api: kube.Api, namespace: str, certificates: Path):
     tls.load_cert_chain(certificates / "server.crt", certificates / "server.key")
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
     host, port = server.sockets[0].getsockname()
-    # Nobody looks at the token.
+    # The token is not checked.
     proxy.access = kube_server.Access(f"https://{host}:{port}", api.access.authority, token="any")
     try:
         yield proxy

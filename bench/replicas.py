@@ -46,7 +46,7 @@ NAMES = ("l4-800", "heterogeneous", "hot-prefix", "k6-s1", "mooncake-70")
 #: Requests of a trace that are sent (count); the rest would only take longer.
 TRACED = 3000
 
-#: Seconds after which pickers have told each other; None: never. 2 ms is a server on the same machine,
+#: Seconds until pickers know each other's requests; None: never. 2 ms is a server on the same machine,
 #: 20 ms one that is far away.
 DELAYS_S = (None, 0.002, 0.02)
 

@@ -140,7 +140,7 @@ def _profile(name: str, rows: Mapping[str, Mapping[str, float]]) -> Sequence[str
 
 
 def _describe(row: Mapping[str, float]) -> str:
-    """When the last was refused, and what refused ones were told: mean and most."""
+    """When the last was refused, and the Retry-After of refused ones: mean and most."""
     if "retry_after_s" not in row:
         return "-"
     retry = f"{row['retry_after_s']:.0f} ({row['retry_after_most_s']:.0f} at most)"

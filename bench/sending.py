@@ -74,7 +74,7 @@ class Texts:
         texts, keys = self._texts, [key & _UNSALTED for key in work.keys]
         full, rest = divmod(work.prompt_tokens * prompt.BYTES_PER_TOKEN, BLOCK_BYTES)
         blocks = [texts.setdefault(key, _of_key(key)) for key in keys[:full]]
-        # What has no key is shared with nobody.
+        # A request without a key shares nothing.
         own = f"own {self._rendered}"
         blocks += [_fresh(f"{own} {depth}") for depth in range(len(blocks), full)]
         if len(keys) <= full:
@@ -148,7 +148,7 @@ class Lane:
         session: With the base URL of the proxy.
         wall: The clock.
         ports: Ports of the engines, in the order of the fleet.
-        told: Called with every trip that ended.
+        on_ended: Called with every trip that ended.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from tests.support import otlp_receiver
 
 ENDPOINTS = ",".join(f"127.0.0.{at}:9" for at in range(2, 10))
 
-#: Two scorers over eight endpoints, which need not be there: nobody scrapes them.
+#: Two scorers over eight endpoints, which need not be there: they are not scraped.
 CONFIG = (
     "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, scheduling: "
     "{profile: {name: bench, scorers: [{kind: in-flight, weight: 4}, "

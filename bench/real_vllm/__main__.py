@@ -80,7 +80,7 @@ async def compare(python: Path, model: Path) -> dict[str, Any]:
             for strategy, name in [*order, ("adaptive", OTHER_TEXT)]:
                 figures, went = await runs.routed(session, engines, strategy, plan[name])
                 real[strategy][name] = figures
-                # Nobody says where a request went only when it failed, which is told anyway.
+                # The engine of a request is unknown only when it failed, which is reported anyway.
                 places[strategy, name] = [
                     engines.index(address) if address else 0 for address in went
                 ]

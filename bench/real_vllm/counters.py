@@ -65,7 +65,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 def moved(before: Load, after: Load) -> Moved:
-    """Growth between two readings of one engine; a counter nobody saw counts as 0."""
+    """Growth between two readings of one engine; a counter that is missing counts as 0."""
     return Moved(
         queries=(after.prefix_queries or 0.0) - (before.prefix_queries or 0.0),
         hits=(after.prefix_hits or 0.0) - (before.prefix_hits or 0.0),

@@ -43,7 +43,7 @@ async def routed(
         asks: What to send.
 
     Returns:
-        The figures, and the engine each request went to; empty where nobody said.
+        The figures, and the engine each request went to; empty where it is unknown.
     """
     await replicas.forget(session, engines)
     async with stack.stack() as children:

@@ -103,7 +103,7 @@ def test_no_scale_down_before_a_complete_window(kind, series, within):
 @tried(25)
 @given(series=demands(), within=bounds())
 def test_a_request_that_waits_at_zero_gets_a_replica(kind, series, within):
-    """Nobody waits for a fleet of none."""
+    """No request waits for a fleet of none."""
     scaler = PolicyRunner(policy_runner.POLICIES[kind](), within)
     for demand in series:
         desired = scaler.step(demand)

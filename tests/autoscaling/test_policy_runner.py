@@ -7,7 +7,7 @@ from tests.autoscaling.demands import TargetFixture, demand
 
 
 def test_foreign_replicas_are_clamped_to_the_bounds():
-    """Somebody set 9 where 3 are allowed, or 0 where 2 must be."""
+    """A user set 9 where 3 are allowed, or 0 where 2 must be."""
     scaler = PolicyRunner(QueueDepthPolicy(), ReplicaBounds(min=2, max=3))
     assert scaler.step(demand(0.0, spec=9)).replicas == 3
     desired = scaler.step(demand(5.0, spec=0))

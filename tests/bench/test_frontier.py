@@ -11,7 +11,7 @@ from extproc.simulator.fleet.sim_request import RequestSpec
 
 
 def test_the_first_point_is_the_default_and_all_are_the_same_every_time():
-    """Whoever runs it again simulates the same weights."""
+    """Another run simulates the same weights."""
     first, *others = frontier.points(5)
     default = EstimatedTime()
     assert {name: getattr(default, name) for name in frontier.FACTORS} == {

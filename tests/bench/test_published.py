@@ -17,7 +17,7 @@ pytestmark = pytest.mark.proof
 
 SCENARIOS = Path(proof.SCENARIOS)
 
-#: Conversations of scenarios that nobody published, where a fifth shows the same.
+#: Conversations of unpublished scenarios, where a fifth shows the same.
 SHORTER = {"heterogeneous": 500}
 
 
@@ -75,7 +75,7 @@ def test_adaptive_keeps_caches_where_conversations_do_not_fit():
 
 
 def test_adaptive_waits_least_where_engines_are_unlike():
-    """Half of the engines at half speed: nobody's first tokens come 5 % sooner on average."""
+    """Half of the engines at half speed: no first tokens come 5 % sooner on average."""
     adaptive = simulated("heterogeneous", "adaptive", 1).ttft_s.mean
     for name in ("lmetric", "balanced"):
         assert adaptive <= 1.05 * simulated("heterogeneous", name, 1).ttft_s.mean

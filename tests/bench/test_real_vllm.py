@@ -128,7 +128,7 @@ def test_a_captured_page_reads_as_it_is_written():
 
 
 def test_a_page_that_says_otherwise_is_told():
-    """A capacity that does not fit, an adapter nobody knows, a page that is none."""
+    """A capacity that does not fit, an unknown adapter, a page that is none."""
     text = served().replace('kv_cache_size_tokens="8192"', 'kv_cache_size_tokens="4096"')
     lines = counters.differences(text, adapters=["lora-a"], models={})
     assert [line.partition(":")[0] for line in lines] == [

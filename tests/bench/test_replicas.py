@@ -44,7 +44,7 @@ def test_rows_that_were_not_run_again_stay():
 
 
 def test_a_row_says_after_how_long_pickers_talk():
-    """Ratios are shown with half of their interval; one picker has nobody to talk to."""
+    """Ratios are shown with half of their interval; a single picker has no peer."""
     row = {
         "date": "2026-01-01",
         "pickers": 1,

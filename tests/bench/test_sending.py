@@ -88,7 +88,7 @@ def test_openings_are_those_a_picker_reads(workload):
 
 
 def test_what_a_timeline_runs_in_one_moment_keeps_its_order():
-    """On the real clock, too; and what an act raises is kept for whoever waits."""
+    """On the real clock, too; and what an act raises is kept for its waiter."""
 
     async def played():
         wall, order = sending.Wall(), []

@@ -28,7 +28,7 @@ scheduling:
 
 
 def test_check_describes_a_file(tmp_path, capsys):
-    """Endpoints, the resolved profile with weights, signals, limits and ports are told."""
+    """The report has endpoints, the resolved profile with weights, signals, limits and ports."""
     path = tmp_path / "pool.yaml"
     path.write_text(CONFIG)
     assert main.main(["check", str(path)]) == 0
@@ -117,7 +117,7 @@ def test_check_describes_unknown_models(capsys):
 
 
 def test_check_reads_the_endpoints_file(tmp_path, capsys):
-    """An endpoints file is read and its endpoints told."""
+    """An endpoints file is read and its endpoints are listed."""
     path = tmp_path / "endpoints.yaml"
     path.write_text("endpoints: [{host: 10.0.0.7, port: 8000, name: seven}]")
     assert main.main(["check", "--endpoints-file", str(path)]) == 0
@@ -184,7 +184,7 @@ def diffed(tmp_path, old, new, *flags):
 
 
 def test_diff_separates_live_fields_from_restart_fields(tmp_path, capsys):
-    """Every field that differs is told with both values and when it takes effect."""
+    """Every field that differs is listed with both values and when it takes effect."""
     old = "log: {level: info}\nserver: {grpc_port: 9002}\n"
     new = "log: {level: debug}\nserver: {grpc_port: 9009}\nscheduling: {strategy: random}\n"
     assert diffed(tmp_path, old, new) == 0
@@ -219,7 +219,7 @@ def test_diff_reports_what_a_reload_would_refuse(tmp_path, capsys):
 
 
 def test_diff_validates_the_other_file(tmp_path, capsys):
-    """A mistake in it is told as one of the file itself."""
+    """A mistake in it is reported as one of the file itself."""
     assert diffed(tmp_path, "nonsense: 1\n", "seed: 1\n") == 2
     assert "old.yaml" in capsys.readouterr().err
 

@@ -246,7 +246,7 @@ def test_running_server_explains(server, files, capsys):
 
 
 def test_running_server_refuses(server, tmp_path, capsys):
-    """A refusal of the server is told as the client would get it."""
+    """A refusal of the server is printed as the client would get it."""
     body = tmp_path / "body"
     body.write_text("{")
     assert "refused with 400" in told_by(capsys, str(body), "--server", server, status=3)

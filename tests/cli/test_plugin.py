@@ -65,7 +65,7 @@ def test_an_unknown_role_is_refused(capsys):
 
 
 def test_a_contract_violation_is_reported(tmp_path, capsys):
-    """Each broken plugin is told, the sound ones as well, and the status is 1."""
+    """Each broken plugin is reported, the sound ones as well, and the status is 1."""
     file = tmp_path / "mine.py"
     text = template("scorer", capsys)
     file.write_text(text.replace("soft / (soft + c.estimated_requests)", "c.estimated_requests"))

@@ -107,7 +107,7 @@ def test_check_names_the_actuator(text, line):
 
 
 def test_check_names_the_scaled_object(monkeypatch):
-    """And by whom, without saying that readiness is the leader's."""
+    """And the actuator, without saying that readiness is the leader's."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     text = "pool: {autoscaling: {target: {kind: StatefulSet, name: x, namespace: n}}}"
     lines = "\n".join(check.describe_pools(read(text)))

@@ -25,7 +25,7 @@ def granted(rules, key=KEY, **annotations):
 
 
 def test_annotations_are_ignored_without_a_match_rule():
-    """Whoever may write an InferencePool cannot take requests of others."""
+    """A user who may write an InferencePool cannot take requests of others."""
     for rules in ("[]", "[{pools: ['team-b/*']}]"):
         refused = granted(rules, models="*")
         assert refused.match.is_empty

@@ -35,7 +35,7 @@ RESTRICTED = {
     "mem_limit": "1g",
 }
 
-#: Nobody looks at the metrics of an engine that is not there: readiness would wait for them.
+#: Metrics of absent engines are not scraped: readiness would wait for them.
 UNSCRAPED = (
     "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
     "scheduling: {strategy: least-request}}"

@@ -108,7 +108,7 @@ def test_an_address_named_twice_is_one_endpoint():
 
 
 def test_a_failing_name_keeps_its_last_addresses():
-    """A resolver that is down takes nobody out of the pool, and it is said."""
+    """A resolver that is down removes no endpoint, and the failure is logged."""
     listed = entries_of(["engines:1,others:1"])
     first = static_discovery.merge_answers(
         listed, {"engines": ("10.0.0.1",), "others": ()}, last={}

@@ -97,7 +97,7 @@ def test_a_document_of_another_shape_is_refused(loaded, message):
 
 
 def test_an_empty_list_is_allowed():
-    """A pool may have nobody in it, if its owner says so."""
+    """A pool may be empty, if its owner says so."""
     assert document() == ()
 
 

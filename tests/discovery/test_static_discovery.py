@@ -126,7 +126,7 @@ def test_an_invalid_file_keeps_the_endpoints(tmp_path):
 
 
 def test_a_file_broken_at_start_is_an_error(tmp_path):
-    """Nobody wants to start with a pool that cannot be read."""
+    """A pool that cannot be read prevents the start."""
     with pytest.raises(ConfigError, match="No such file"):
         asyncio.run(StaticScene(path=tmp_path / "pool.yaml").subject.start())
 

@@ -25,7 +25,7 @@ def test_the_configuration_is_valid():
 
 
 def test_ports_are_the_defaults():
-    """Container and Service ports are those the program listens on unless told otherwise."""
+    """Container and Service ports are the default ports of the program."""
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     server = ServerSection()
     assert ports == {

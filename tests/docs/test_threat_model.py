@@ -19,7 +19,7 @@ def test_every_row_names_a_test_that_exists():
 
 
 def test_security_page_and_readme_lead_to_the_model():
-    """Whoever looks for it finds it."""
+    """Readers of SECURITY.md and of the README find the model."""
     assert "docs/operations/threat-model.md" in (ROOT / "SECURITY.md").read_text()
     assert "docs/operations/threat-model.md" in (ROOT / "README.md").read_text()
 

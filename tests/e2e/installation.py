@@ -20,7 +20,7 @@ from tests.support.canary import CANARY
 
 SHIPPED = Path(__file__).resolve().parents[2] / "envoy"
 
-#: Endpoints are what the test says they are: nobody looks at their metrics pages.
+#: Endpoints are what the test says they are: their metrics pages are not scraped.
 UNSCRAPED = (
     "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
     "scheduling: {strategy: least-request}}"

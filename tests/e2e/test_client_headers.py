@@ -1,4 +1,4 @@
-"""Headers of clients that nobody should take at their word, through a real Envoy."""
+"""Headers of clients that must not be trusted, through a real Envoy."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ async def test_056_foreign_addresses_are_ignored(place, ranks):
 
 
 async def test_048_only_foreign_addresses(place, ranks):
-    """A header that names nobody of the pool is a 503 with its reason, not somebody else."""
+    """A header that names no endpoint of the pool is a 503 with its reason, not another endpoint."""
     answer = await ask(place, "10.1.2.3")
     assert answer.status == 503
     assert answer.head.get("content-type") == "application/json"

@@ -1,4 +1,4 @@
-"""`extproc demo`: it ends well, shows what it promises and leaves nobody behind."""
+"""`extproc demo`: it ends well, shows what it promises and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_the_demo_is_stopped(tmp_path, how):
     def read():
         try:
             shown.extend(os.read(ours, 4096))
-        except OSError:  # nobody writes to the terminal any more
+        except OSError:  # the other end of the terminal is closed
             read_on.set()
         if b"/200" in shown:
             read_on.set()

@@ -1,4 +1,4 @@
-"""`extproc demo-scale`: from no engine to some and back, and nobody is left behind."""
+"""`extproc demo-scale`: from no engine to some and back, and no process is left behind."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ async def killed_under_load(fixture, engines):
         )
         before = load.statuses[503]
         await load.more(100)
-        # Once it is known to be gone, nobody meets it.
+        # Once it is known to be gone, no request meets it.
         assert load.statuses[503] == before
         picks = counted(gone, "extproc_routed_requests_total", endpoint=victim)
         later = counted(await fixture.metrics(), "extproc_routed_requests_total", endpoint=victim)
@@ -241,7 +241,7 @@ async def test_121_killed_under_load_over_original_dst(engines, children):
 
 @pytest.mark.slow
 async def test_121_killed_under_load_with_retries(engines, children):
-    """With fallbacks and Envoy's retry nobody notices; the request is charged to who served it."""
+    """With fallbacks and Envoy's retry clients do not notice; the served endpoint is charged."""
     async with installation.installed(
         *engines,
         template="override-host.yaml",
@@ -254,7 +254,7 @@ async def test_121_killed_under_load_with_retries(engines, children):
 
 @pytest.mark.slow
 async def test_121_a_stalled_engine_is_ejected(engines):
-    """One that answers nobody is left out; what it had goes on when it does, and nothing fails."""
+    """A silent engine is left out; its requests continue when it answers, and nothing fails."""
     async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as fixture:
         victim = next(iter(engines))
         process = engines[victim].process

@@ -66,7 +66,7 @@ def come(listed, engine):
 
 @pytest.fixture
 def empty(live, place, listed, engine):
-    """Nobody is there at first; the call brings the engine."""
+    """The pool is empty at first; the call brings the engine."""
     live.run(leave(place, listed, engine))
     return functools.partial(come, listed, engine)
 

@@ -155,7 +155,7 @@ async def test_109_bad_frames(place, engine, body):
 
 
 async def test_110_unknown_method(place, engine):
-    """A method nobody knows is routed raw, and its ext_proc stream ends before its answer does."""
+    """An unknown method is routed raw, and its ext_proc stream ends before its answer does."""
     engine.hold.clear()
     ended = 'extproc_streams_total{result="ok"}'
     before = (await place.metrics()).get(ended, 0)

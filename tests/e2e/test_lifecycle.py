@@ -136,7 +136,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
         later = [(await ask(place)).status for _ in range(30)]
         stop.set()
     assert later == [200] * 30
-    # Nobody knows of a death before the first request that meets it.
+    # A death is unknown before the first request that meets it.
     assert {status for item in loads for status in item.result()} <= {200, 503}
     await place.settled()
     await revive(children, engines, victim)

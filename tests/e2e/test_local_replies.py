@@ -29,7 +29,7 @@ async def refused(fixture, body=CHAT):
 
 @pytest.mark.parametrize("template", installation.first_and_slow(FILES))
 async def test_errors_of_envoy_are_json_with_a_hint(template):
-    """A dead engine and a dead picker are told apart, and refusals of extproc stay as they are."""
+    """A dead engine differs from a dead picker, and refusals of extproc stay as they are."""
     dead = f"127.0.0.1:{stack.free_port()}"
     async with installation.installed(dead, template=template) as fixture:
         status, error = await refused(fixture)

@@ -104,7 +104,7 @@ async def test_refused_requests_are_logged_with_their_cause(place):
 
 
 async def test_a_limited_tenant_is_logged_as_rate_limited(place):
-    """A limit of the configuration is told apart from engines that are busy."""
+    """A limit of the configuration differs from engines that are busy."""
     headers = [("x-request-id", "limited"), ("x-llm-d-inference-fairness-id", "greedy")]
     for _ in range(5):
         status = (await http1.ask(place.port, PATH, CHAT, headers=headers)).status

@@ -42,7 +42,7 @@ def every_mode(config, listeners):
 
     Args:
         config: The lean profile; edited.
-        listeners: Told the port of each pair.
+        listeners: Called with the port of each pair.
     """
     (first,) = config["static_resources"]["listeners"]
     first["per_connection_buffer_limit_bytes"] = BUFFER_BYTES

@@ -81,7 +81,7 @@ async def test_080_fail_open(place, served, dead):
         )
         assert answer.status == 200
         assert served.asks[-1].body == CHAT
-        # What a client writes into the header is not what decides while nobody overwrites it.
+        # What a client writes into the header is not what decides while it is not overwritten.
         assert served.asks[-1].head.all(DESTINATION) == []
         assert (await http1.ask(place.port, "/v1/models")).status == 200
     await place.start_extproc()

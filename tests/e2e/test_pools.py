@@ -1,4 +1,4 @@
-"""Several pools in one picker behind a real Envoy: told apart by host, path, header and model."""
+"""Several pools in one picker behind a real Envoy, by host, path, header and model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engines(live):
 
 @pytest.fixture(scope="module")
 def config(engines, tmp_path_factory):
-    """A configuration of three pools, two of them told apart by what they list."""
+    """A configuration of three pools, two of them distinguished by the models they list."""
     at = {name: engine.address for name, engine in engines.items()}
     path = tmp_path_factory.mktemp("pools") / "extproc.yaml"
     path.write_text(

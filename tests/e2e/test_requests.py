@@ -135,7 +135,7 @@ async def test_032_requests_without_body(place, served, method):
 
 
 async def test_033_post_to_an_unknown_path(place, served):
-    """A JSON body on a path nobody knows is routed."""
+    """A JSON body on an unknown path is routed."""
     body = b'{"model":"conformance-fake-model","prompt":"Write as if you were a critic"}'
     answer = await http1.ask(place.port, "/primary-gateway-test", body)
     assert answer.status == 200

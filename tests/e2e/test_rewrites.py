@@ -181,7 +181,7 @@ async def test_086_compressed_answers_are_unchanged(place, served, listeners, mo
 
 
 async def test_086_unseen_answers_are_unchanged(place, served, listeners):
-    """Full duplex for requests alone: the data plane lets nobody see the answer."""
+    """Full duplex for requests alone: the data plane shows no answer."""
     served.plays[PATH] = counted(NAMED, JSON)
     answer = await http1.ask(listeners["FULL_DUPLEX_STREAMED", "NONE"], PATH, chat())
     assert chat_requests(served)[-1].body == chat("big-v2")

@@ -38,7 +38,7 @@ _VISIBLE_S = 300.0
 
 
 class StreamingEngine:
-    """Answers that say something whenever they are told to, and end when they are told to."""
+    """Answers whose events and end the test decides."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()

@@ -31,10 +31,10 @@ _VISIBLE_S = 300.0
 
 
 class Keeper:
-    """Whoever keeps the engines of a machine: has as many as it was told last, by whomever.
+    """The operator of a machine: runs as many engines as were requested last, by any picker.
 
     Attributes:
-        told: Who asked for how many when, in order: the number of the picker, replicas, seconds
+        calls: Requested numbers, in order: the number of the picker, replicas, seconds
             since 1970.
     """
 
@@ -81,7 +81,7 @@ class Keeper:
 
 
 class ReplicaPair:
-    """Two pickers, an Envoy, and whoever keeps engines."""
+    """Two pickers, an Envoy, and the operator of the engines."""
 
     def __init__(self, children, folder):
         self.keeper = Keeper(children, folder)

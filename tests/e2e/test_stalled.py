@@ -18,7 +18,7 @@ STALLED = [
 
 @pytest.mark.parametrize(("template", "chunks"), STALLED)
 async def test_servicer_answers_an_upload_that_stalls_with_408(template, chunks):
-    """A client that sends no more is told so in JSON, and nothing of its request stays."""
+    """A client that sends no more gets an error in JSON, and nothing of its request stays."""
     async with installation.installed(
         "127.0.0.1:9", template=template, arguments=["--config-text", IMPATIENT]
     ) as fixture:

@@ -1,4 +1,4 @@
-"""Envoy told of the engines by two pickers over xDS: it goes on whatever of them dies."""
+"""Envoy gets the engines from two pickers over xDS, and continues whichever of them dies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKING, PAUSE_S = 8, 0.1
 
 
 class XdsSite:
-    """Two pickers that follow one file of endpoints, and an Envoy told by them.
+    """Two pickers that follow one file of endpoints, and an Envoy that follows them.
 
     Attributes:
         pickers: Their processes.
@@ -316,7 +316,7 @@ async def without_one(runtime, engines, statuses):
 
 @pytest.mark.slow
 async def test_both_replicas_restart(site, engines):
-    """Not one request fails: Envoy goes on by least request, and is told again what to do."""
+    """Not one request fails: Envoy goes on by least request, and by decisions again later."""
     async with asking(site) as statuses:
         await more(statuses, 100)
         for picker in site.pickers:
@@ -332,7 +332,7 @@ async def test_both_replicas_restart(site, engines):
         assert min(served(engines)) > len(unpicked) / 6
         await without_one(site, engines, statuses)
     assert statuses.keys() == {200}
-    # Nobody asks while they start, for which they need the machine; Envoy takes them back later.
+    # No request is sent while they start, for which they need the machine; Envoy takes them back later.
     site.pickers = list(await asyncio.gather(site.picker(0), site.picker(1)))
     async with asking(site) as statuses:
         await site.until(lambda result: result["membership_healthy"] == 2, "cluster.extproc.")

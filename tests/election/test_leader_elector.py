@@ -103,7 +103,7 @@ def test_a_crashed_leader_is_replaced_in_time(chosen, at):
 @few
 @given(st.lists(good, min_size=1, max_size=30), st.floats(1.0, 60.0))
 def test_a_leader_that_resigns_is_replaced_at_once(chosen, at):
-    """Its Lease is free for whoever looks next."""
+    """Its Lease is free for the next candidate."""
     cluster = world(chosen)
     for name in NAMES[:3]:
         cluster.add(name, PATIENCE)
@@ -119,7 +119,7 @@ def test_a_leader_that_resigns_is_replaced_at_once(chosen, at):
 @few
 @given(st.lists(fates, min_size=1, max_size=40))
 def test_a_leader_is_elected_once_the_network_recovers(chosen):
-    """After any trouble somebody leads within the longest wait."""
+    """After any trouble a candidate leads within the longest wait."""
     trouble = iter(chosen)
     cluster = ElectionWorld(lambda: next(trouble, Fate(0.01, 0.01)))
     for name in NAMES[:3]:
@@ -129,7 +129,7 @@ def test_a_leader_is_elected_once_the_network_recovers(chosen):
 
 
 def test_a_renewed_lease_keeps_its_leader():
-    """Nobody takes a Lease that is renewed: an hour has one leader, and one transition."""
+    """No candidate takes a Lease that is renewed: an hour has one leader, and one transition."""
     cluster = swift()
     for name in NAMES:
         cluster.add(name, PATIENCE)
@@ -215,7 +215,7 @@ def test_a_replica_that_cannot_lead_does_not_take_the_lease():
 
 
 def test_a_deleted_lease_is_written_again_by_its_holder():
-    """Whoever knew its holder waits as if it were there; the holder writes it anew."""
+    """A candidate that knew its holder waits as if it were there; the holder writes it anew."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
     cluster.add("b", PATIENCE, at=0.5)

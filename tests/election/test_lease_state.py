@@ -31,7 +31,7 @@ def leading():
 
 
 def test_a_candidate_reads_before_it_writes():
-    """A candidate reads before it writes, and leads nobody."""
+    """A candidate reads before it writes, and does not lead."""
     state = term()
     assert state.claim(100.0) is None
     assert not state.is_leader(100.0)
@@ -65,7 +65,7 @@ def test_any_write_restarts_the_wait():
 
 
 def test_a_released_lease_is_free_at_once():
-    """Without a holder there is nobody to wait for."""
+    """Without a holder there is no wait."""
     state = term()
     state.observe(held(), 0.0)
     state.observe(held("", "2"), 1.0)

@@ -84,7 +84,7 @@ def test_new_requests_do_not_overtake_queued_ones():
 
 
 def test_the_next_pump_is_at_the_earliest_capacity():
-    """The estimate, within bounds, or the deadline; nothing where nobody waits."""
+    """The estimate, within bounds, or the deadline; nothing in an empty queue."""
     fixture = FlowControllerFixture(timeout_s=60.0)
     assert fixture.controller.dispatch(0.0) is None
     fixture.hold("a")
@@ -151,7 +151,7 @@ def test_a_request_is_cancelled_once():
 
 
 def test_a_request_may_wait_for_its_preferred_endpoint():
-    """Whoever wants another one overtakes it, until half of its time has passed."""
+    """A request for another endpoint overtakes it, until half of its time has passed."""
     fixture = FlowControllerFixture(free=9, timeout_s=60.0)
     fixture.wanted = {"a": "x", "c": "x"}
     fixture.hold(*"abcd")
@@ -184,7 +184,7 @@ def test_a_new_request_waits_for_its_chosen_endpoint():
 
 
 def test_close_rejects_queued_and_new_requests():
-    """Those who wait and those who come are told the same."""
+    """Waiting and new requests get the same answer."""
     fixture = FlowControllerFixture()
     fixture.hold("a")
     fixture.controller.close()
@@ -212,7 +212,7 @@ def test_headers_set_tenant_and_timeouts():
 
 
 def test_changes_during_a_sweep_start_another_sweep():
-    """The sweep goes to its end first, so that nobody starves, and then begins anew."""
+    """The sweep goes to its end first, so that no request starves, and then begins anew."""
     fixture = FlowControllerFixture(most=1)
     for target in "abc":
         fixture.hold(target, target=target)

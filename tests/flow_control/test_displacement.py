@@ -21,7 +21,7 @@ from tests.support.reachable import count_reachable
 
 
 def test_the_latest_of_equal_requests_is_displaced():
-    """Whoever came before keeps its place."""
+    """Earlier requests keep their place."""
     queue = Queue(FlowControlSettings(max_requests=3, order="edf"))
     equal = [QueuedItem(arrived=0.0, deadline=5.0) for _ in range(3)]
     for item in equal:
@@ -48,7 +48,7 @@ def test_displacing_many_is_not_quadratic(tenants):
 
 @pytest.mark.parametrize("tenants", [1, 20, 500])
 def test_a_join_that_would_displace_too_many_is_refused(tenants):
-    """Nobody is moved for it, the same would leave for the next one, and refusing costs little."""
+    """No request is displaced for it, the same leave for the next one, and refusing costs little."""
     queue = crowd(500, tenants=tenants, settings=FlowControlSettings(max_bytes=500))
     for at in range(200):
         queue.leave(next(iter(queue)))
@@ -124,7 +124,7 @@ def test_the_latest_of_the_busiest_tenant_is_displaced():
 
 
 def test_a_rejected_join_changes_nothing():
-    """Whoever waits is not moved, nothing is left behind, and it costs little."""
+    """No waiting request is moved, nothing is left behind, and it costs little."""
     queue = crowd(500, settings=FlowControlSettings(max_bytes=1000))
     for at in range(500):
         queue.join(QueuedItem(arrived=at, deadline=1e9, priority=1, size=1), 0.0)

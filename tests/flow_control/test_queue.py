@@ -88,7 +88,7 @@ def test_requested_times_order_requests_within_a_tenant():
 
 
 def test_requested_times_do_not_change_order_of_arrival():
-    """By arrival nobody comes earlier for a deadline or a time to first token."""
+    """By arrival no request comes earlier for a deadline or a time to first token."""
     waiters = [
         waiter(name, arrived=at, deadline=50 - at, slo_s=9.0 - at) for at, name in enumerate("abcd")
     ]
@@ -102,7 +102,7 @@ def test_higher_priorities_go_first():
 
 
 def test_tenants_are_served_round_robin():
-    """Round robin: whoever had no turn for longest goes next."""
+    """Round robin: the tenant without a turn for longest is next."""
     many = [waiter("m", tenant="m", arrived=at) for at in range(6)]
     few = [waiter("f", tenant="f", arrived=at + 10) for at in range(2)]
     assert order(queue(*many, *few, fairness="round-robin")) == "mfmfmmmm"
@@ -167,7 +167,7 @@ def test_a_full_queue_displaces_lower_priorities():
 
 
 def test_bytes_bound_the_queue():
-    """Nobody is displaced for a body that does not fit anyway."""
+    """No request is displaced for a body that does not fit anyway."""
     small = waiter("a", size=60, priority=-1)
     requests = queue(small, waiter("b", size=40), max_bytes=100)
     assert isinstance(requests.join(waiter("c", size=70), 0.0), Rejection)

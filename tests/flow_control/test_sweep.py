@@ -33,7 +33,7 @@ def bits_of(names):
 
 
 class SlotFleet:
-    """Endpoints with so many free places, of which requests are told as the dispatcher would.
+    """Endpoints with so many free places, which requests take as the dispatcher decides.
 
     Args:
         free: Places by endpoint.

@@ -50,14 +50,14 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def ours(cluster):
-    """Skips what must not be done to somebody's cluster: stopping it, or deleting definitions."""
+    """Skips what must not be done to a shared cluster: stopping it, or deleting definitions."""
     if not cluster.stoppable:
         pytest.skip("the API server is not ours to stop or to empty")
 
 
 @pytest.fixture(scope="module")
 def api(live, cluster):
-    """The API as somebody who may do everything."""
+    """The API as a user with all rights."""
     with live.holding(kube.api(cluster.admin)) as item:
         yield item
         if not cluster.stoppable:

@@ -186,7 +186,7 @@ async def test_old_pool_is_refused(api, namespace, changes, why):
 
 
 async def test_import(api, namespace):
-    """An import has no spec; its controllers are told apart by name."""
+    """An import has no spec; its controllers differ by name."""
     metadata = {"name": "one", "namespace": namespace}
     item = {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha1",

@@ -63,7 +63,7 @@ async def replicas(api, namespace, name):
 
 
 async def scaled(running):
-    """Names of the pools whose number is told."""
+    """Names of the pools whose number is published."""
     url = f"http://{serving.LOCAL}:{running.pages}/metrics"
     async with aiohttp.ClientSession() as http, http.get(url) as answer:
         name = r'^extproc_scaling_desired_replicas{pool="([^"]*)"}'

@@ -182,7 +182,7 @@ async def test_064_the_older_pool(api, place):
 
 
 async def test_long_lists_are_read_in_pages(api, place):
-    """A list of several pages is taken whole before anything is told of it."""
+    """A list of several pages is read whole before any of it is published."""
     namespace, _ = place
     await api.create(kube.pool("vllm", namespace, labels=LABELS))
     hosts = [f"127.2.4.{number + 1}" for number in range(23)]

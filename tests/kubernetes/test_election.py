@@ -168,7 +168,7 @@ async def test_120_followers_watch_pools(three):
 
 @pytest.mark.slow
 async def test_120_failover_after_a_crash_and_after_an_end(api, where, three):
-    """Killed, a leader is replaced after the Lease's duration; told to end, while it drains."""
+    """A killed leader is replaced after the Lease's duration, one that drains at once."""
     first = await leader(three)
     before = (await api.get(lease(where[0])))["spec"]
     await first.child.stop(signal.SIGKILL)
@@ -224,7 +224,7 @@ async def test_120_readiness_ends_with_the_api_server(api, cluster, crds):
 
 
 async def test_120_without_rights(api, cluster, crds):
-    """Nobody is elected, and the log says which rights are missing."""
+    """No leader is elected, and the log says which rights are missing."""
     where = await place(api, cluster, electing=False)
     async with candidate(where, ready="election: failed") as picker:
         result = picker.child.ready_line

@@ -88,7 +88,7 @@ async def test_063_outages_one_after_the_other(api, cluster, place):
 
 
 async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
-    """It is not ready and picks nobody, and becomes ready when the API server is there."""
+    """It is not ready and picks no endpoint, and becomes ready when the API server is there."""
     cluster.stop()
     try:
         async with kube_picker.picker(
@@ -147,7 +147,7 @@ async def watch_states(picker):
 
 
 async def test_lost_permissions_are_shown_while_missing(api, cluster, place):
-    """On the metrics page, to whoever asks for readiness, and as the last word of the log."""
+    """On the metrics page, in readiness, and as the last line of the log."""
     namespace, _ = place
     async with serving(place) as picker:
         await picker.knows(addresses(*range(PODS)))

@@ -39,7 +39,7 @@ def rights():
 
 
 def deployment(namespace, replicas=0):
-    """Engines, as somebody wrote them down."""
+    """Engines, as a user wrote them down."""
     labels = {"app": "vllm"}
     return {
         "apiVersion": "apps/v1",

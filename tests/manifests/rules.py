@@ -149,7 +149,7 @@ def _selectors(documents: Sequence[Document]) -> Iterator[str]:
                 parts.selects(entry["spec"][where], template["metadata"]["labels"])
                 for template in templates
             ):
-                yield f"{kind} {entry['metadata']['name']} selects nobody"
+                yield f"{kind} {entry['metadata']['name']} selects no pod"
     for service in parts.of_kind(documents, "Service"):
         chosen = [
             template

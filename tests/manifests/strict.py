@@ -33,7 +33,7 @@ def _problems(text: str) -> Sequence[str]:
     """The same, once for each object: overlays have most of theirs in common."""
     document = json.loads(text)
     name = f"{document.get('kind')} {document.get('metadata', {}).get('name')}"
-    # The schemas take null for everything; nobody writes it on purpose.
+    # The schemas take null for everything, which is never meant.
     result = [f"{where} is empty" for where in _empty(document, "")]
     theirs = foreign.SCHEMAS.get((document["apiVersion"], document["kind"]))
     if theirs is not None:
@@ -54,7 +54,7 @@ def _of_kubernetes(document: Mapping[str, Any], version: str) -> Iterator[str]:
     except kubernetes_validate.ValidationError as error:
         yield f"{'.'.join(map(str, error.path))}: {error.message}, in {version}"
     except kubernetes_validate.SchemaNotFoundError:
-        yield f"nobody knows {document['apiVersion']}, in {version}"
+        yield f"unknown: {document['apiVersion']}, in {version}"
 
 
 def _empty(value: object, where: str) -> Iterator[str]:

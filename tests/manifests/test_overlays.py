@@ -95,7 +95,7 @@ def test_engines_are_reachable(documents):
 
 
 def test_network_policy_admits_data_planes(documents):
-    """The policy lets somebody reach every port that the Service offers."""
+    """The policy allows some client on every port that the Service offers."""
     service = parts.only(documents, "Service", "extproc")
     ((_, container),) = parts.pickers(documents)
     policy = parts.only(documents, "NetworkPolicy", "extproc")
@@ -313,7 +313,7 @@ def test_cluster_wide_components_fail_without_a_namespace(tmp_path, components, 
 
 
 def test_cluster_wide_names_without_their_namespace_can_not_be_applied(tmp_path):
-    """The API server takes no % in names of RBAC: nobody shares rights for want of a transformer."""
+    """The API server takes no % in names of RBAC: no rights are shared for want of a transformer."""
     folder = place(tmp_path / "one", *CLUSTER_WIDE, namespace="one", names=False)
     documents = tools.kustomized(folder)
     names = [

@@ -36,7 +36,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class MissingTool(pytest.skip.Exception):
-    """A tool is not there, and nobody demands it."""
+    """A tool is not there, and is not demanded."""
 
 
 def find(name: str) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from tests.docs import metrics_reference
 from tests.monitoring import alerts, boards, files, grafana
 
-#: Metrics that no board and no alert shows: details for somebody who looks at one of them on purpose.
+#: Metrics that no board and no alert shows: details for a look at a single picker.
 NOT_CHARTED = {
     "extproc_body_buffer_bytes": "part of the memory of the process",
     "extproc_config_reloads": "the gauge of a failed reload is charted",

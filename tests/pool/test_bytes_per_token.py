@@ -81,7 +81,7 @@ def test_the_ratio_follows_another_kind_of_text():
 
 
 def test_a_single_endpoint_sets_the_ratio_of_the_pool():
-    """A tokenizer belongs to the model; an adapter nobody saw has that of the others."""
+    """A tokenizer belongs to the model; an unknown adapter has that of the others."""
     learned = BytesPerTokenEstimator()
     engine = CountingEngine(learned)
     engine.scrape()
@@ -93,7 +93,7 @@ def test_a_single_endpoint_sets_the_ratio_of_the_pool():
 
 @pytest.mark.parametrize("others", [5, 40])
 def test_windows_with_foreign_requests_are_skipped(others):
-    """More than a tenth that is not ours: whose tokens these are nobody knows."""
+    """If more than a tenth is not ours, the tokens cannot be attributed."""
     learned = BytesPerTokenEstimator()
     engine = CountingEngine(learned)
     for _ in range(20):

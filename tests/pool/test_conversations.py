@@ -14,7 +14,7 @@ HERE, THERE = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10
 
 
 def test_a_prompt_continues_the_conversation_of_its_longest_prefix():
-    """A later turn is told from a new conversation by the blocks it repeats."""
+    """A later turn differs from a new conversation by the blocks it repeats."""
     known = ConversationTracker()
     known.record_sent([1, 2, 3], HERE, prompt_tokens=100, now=0.0)
     assert known.last_endpoint([1, 2, 3, 4, 5]) is HERE

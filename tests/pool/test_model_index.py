@@ -23,13 +23,13 @@ def positions(index: ModelIndex, model: str, adapter: str = "") -> list[int] | N
 
 
 def test_without_model_lists_every_endpoint_may_serve():
-    """Unknown is unknown: nobody is left out while no engine listed anything."""
+    """Unknown is unknown: no endpoint is left out while no engine listed anything."""
     assert serving().match("m") is None
     assert serving(None, None).match("m") is None
 
 
 def test_endpoints_that_list_a_name_or_no_names_match():
-    """Known holders and those of whom nothing is known stay in, in pool order."""
+    """Known holders and unknown endpoints stay in, in pool order."""
     index = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
     assert positions(index, "a") == [0, 1, 3]
     assert positions(index, "lora") == [1, 2, 3]
@@ -118,7 +118,7 @@ def test_store_forgets_models_when_the_engine_restarts():
 
 
 def test_eligible_members_serve_are_allowed_and_are_up():
-    """The split comes first, then the hint, then who is down, unless that leaves nobody."""
+    """The split comes first, then the hint, then health, unless that leaves none."""
     store = PoolStore(on_gone=lambda _: None)
     store.set_endpoints([Endpoint(f"10.0.0.{at}:1") for at in range(4)], 0.0)
     for at, member in enumerate(store.pool.members):

@@ -239,7 +239,7 @@ def test_endpoints_with_the_fewest_failures_stay():
 
 
 def test_unreachable_endpoints_do_not_use_up_the_share():
-    """Three of four whose ports nobody listens on are out, and the last one stays."""
+    """Three of four whose ports are closed are out, and the last one stays."""
     detector = DetectorFixture()
     for incarnation in (1, 2, 3):
         detector.reach(incarnation)
@@ -370,7 +370,7 @@ def test_client_disconnects_count_only_after_a_long_silence():
 
 
 def test_disabled_detection_ejects_nothing():
-    """With `failures: 0` requests and silence leave nobody out; what is gone still is."""
+    """With `failures: 0` requests and silence eject no endpoint; a closed port still does."""
     detector = DetectorFixture(settings=OutlierDetectionSettings(failures=0))
     detector.fail(1, 50)
     for at in range(0, 100, 2):
@@ -403,7 +403,7 @@ events = st.lists(
 def test_at_least_one_endpoint_stays(happened: list[tuple[int, str, float]], share: float):
     """Those out without being surely gone never exceed the share, and one of the rest stays.
 
-    Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
+    An endpoint that is down is out of reach, for nothing but a scrape or an answer would bring it back.
     """
     detector = DetectorFixture(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
     here = {1, 2, 3, 4, 5}
@@ -446,7 +446,7 @@ def test_at_least_one_endpoint_stays(happened: list[tuple[int, str, float]], sha
 
 
 def test_a_connected_scrape_readmits_a_refused_endpoint():
-    """Failed requests to a port on which nobody listened are forgotten once somebody does."""
+    """Failed requests to a closed port are forgotten once it is open."""
     detector = DetectorFixture()
     detector.fail(1)
     detector.miss(1, 1, refused=True)

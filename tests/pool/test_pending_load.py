@@ -20,7 +20,7 @@ def test_pending_load_counts_until_it_is_removed():
 
 
 def test_no_pending_load_without_an_endpoint():
-    """No endpoint, no prompt, none of that name, or nobody who looks at it."""
+    """No endpoint, no prompt, none of that name, or no profile that reads it."""
     pool_fixture = PoolFixture({A: None})
     pending = pool_fixture.director.pending_load
     pending.reconfigure(counted=True)

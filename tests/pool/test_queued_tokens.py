@@ -64,7 +64,7 @@ def test_a_scrape_shows_which_requests_are_queued():
 
 
 def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
-    """With nobody waiting everything is admitted; the largest may be in the middle of it."""
+    """With no request waiting everything is admitted; the largest may be in the middle of it."""
     inflight = account(tokens_per_s=1e-9)
     for tokens in (4000, 3000, 2000):
         send(inflight, tokens, 0.0)
@@ -152,7 +152,7 @@ KNOWN = frozenset({"a", "b", "c", "d"})
     ],
 )
 def test_adapter_residency_is_classified(opened, closed, load, expected):
-    """In use here or there, lately used, room, evictable, full, or nobody knows."""
+    """In use here or there, lately used, room, evictable, full, or unknown."""
     inflight = InflightLoad(SPOT)
     reservations = {name: inflight.open(name, 1, cached_tokens=0, now=0.0) for name in opened}
     for name in closed:

@@ -57,12 +57,12 @@ def test_without_a_hint_every_endpoint_is_eligible():
     ],
 )
 def test_a_hint_names_endpoints_by_address_or_ip(subset: tuple[str, ...], expected: list[int]):
-    """ip:port names one endpoint, a bare IP all its ports, anything else nobody."""
+    """ip:port names one endpoint, a bare IP all its ports, anything else none."""
     assert eligible(fleet_of(*ADDRESSES), subset) == [ADDRESSES[at] for at in expected]
 
 
 def test_endpoints_that_are_down_are_avoided():
-    """An endpoint whose scrapes cannot connect is left out while somebody is up."""
+    """An endpoint whose scrapes cannot connect is left out while another one is up."""
     store = fleet_of(*ADDRESSES)
     take_down(store, ADDRESSES[0], ADDRESSES[3])
     assert eligible(store) == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[4]]
@@ -70,7 +70,7 @@ def test_endpoints_that_are_down_are_avoided():
 
 
 def test_when_all_are_down_all_are_eligible():
-    """If nobody is up, also inside a hint, it is the scraper that is cut off."""
+    """If no endpoint is up, also inside a hint, it is the scraper that is cut off."""
     store = fleet_of(*ADDRESSES[:3])
     take_down(store, ADDRESSES[0], ADDRESSES[1])
     assert eligible(store, ("10.0.0.1",)) == [ADDRESSES[0], ADDRESSES[1]]
@@ -79,7 +79,7 @@ def test_when_all_are_down_all_are_eligible():
 
 
 def test_an_empty_pool_has_no_eligible_endpoint():
-    """No endpoints: nobody is eligible, with or without a hint."""
+    """No endpoints: none is eligible, with or without a hint."""
     assert eligible(fleet_of()) == []
     assert eligible(fleet_of(), ("10.0.0.1",)) == []
 

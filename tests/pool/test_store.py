@@ -61,7 +61,7 @@ def test_members_keep_the_listed_order_and_the_first_duplicate():
 
 
 def test_snapshots_are_replaced_and_never_edited():
-    """A pool that somebody holds stays as it was."""
+    """A snapshot that a caller holds stays as it was."""
     store = fleet_of(FIRST, SECOND)
     before = store.pool
     members = before.members
@@ -250,7 +250,7 @@ def test_positions_are_the_same_object_until_endpoints_change():
 
 
 def test_a_new_endpoint_is_as_fast_as_the_pool():
-    """Whoever joins begins with the mean of the others, and keeps it until it shows its own."""
+    """A new endpoint begins with the mean of the others, and keeps it until it shows its own."""
     store = PoolStore(on_gone=lambda _: None)
     old = [Endpoint(f"10.0.0.{at}:8000") for at in range(2)]
     store.set_endpoints(old, 0.0)

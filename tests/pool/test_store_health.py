@@ -70,7 +70,7 @@ def test_foreign_work_does_not_eject_an_endpoint():
 
 
 def test_refusal_at_the_serving_port_is_unreachable():
-    """Nobody listens where requests would go: any number may be out for that."""
+    """Closed ports where requests would go: any number may be out for that."""
     store = fleet_of(FIRST, SECOND, THIRD, FOURTH)
     for address in (FIRST, SECOND, THIRD):
         missed(store, address, "refused")

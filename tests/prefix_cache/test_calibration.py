@@ -57,7 +57,7 @@ def test_requests_are_compared_when_the_engine_looks_them_up():
 
 
 def test_windows_of_foreign_requests_are_skipped():
-    """When most tokens are somebody else's, their hits are too."""
+    """When most tokens are of other pickers, so are their hits."""
     estimate = Calibration()
     send(estimate, 8)
     assert not estimate.observe_counters(80_000, 0)

@@ -391,7 +391,7 @@ def test_bytes_estimate_grows_with_held_blocks():
 
 
 def test_memory_stays_small_while_blocks_are_replaced():
-    """Full and churning, with 8 new blocks a chain, a block takes less than 100 bytes, as told."""
+    """Full and churning, with 8 new blocks a chain, a block takes less than 100 bytes, as documented."""
     rng = random.Random(1)
     system = [rng.getrandbits(60) for _ in range(32)]
     gc.collect()

@@ -115,7 +115,7 @@ POINTS = (
     Point(55, "C", "C", "selection header in test mode, beats the hint"),
     Point(56, "C", "C", "foreign addresses in the selection header are ignored"),
     Point(57, "C", "C", "100 requests at concurrency 10 stay on the two selected", _E2E),
-    Point(58, "C", "C", "ranks of one address are told apart by port"),
+    Point(58, "C", "C", "ranks of one address are distinguished by port"),
     Point(59, "C", "S", "one endpoint by default; fallbacks by option, in order, in the hint"),
     Point(60, "D", "S", "only ready pods of the pool"),
     Point(61, "D", "S", "pods times target ports"),

@@ -373,7 +373,7 @@ def test_an_edit_is_the_same_in_every_mode(
     trailers: bool,
     length: bool,
 ):
-    """However a body is shown and cut, what goes on is the edited one, with its length told."""
+    """However a body is shown and cut, the edited one is sent on, with its length."""
     start, stop = sorted(edge % (len(body) + 1) for edge in span)
     edited = body[:start] + content + body[stop:]
     headers = {"content-length": str(len(body))} if length else {}

@@ -85,7 +85,7 @@ def write_pair(folder: Path) -> bytes:
 
 
 def test_001_the_method_is_served_under_envoys_name():
-    """The ext_proc method answers, on 9002 unless told otherwise."""
+    """The ext_proc method answers, on 9002 by default."""
 
     async def test() -> None:
         async with serving.running(serving.settings(FIRST)) as picker:
@@ -259,7 +259,7 @@ def test_012_an_unknown_protocol():
 
 
 def test_013_unknown_names_with_leader_election():
-    """With an election, a name that nobody defined is unknown in the reply, not as an error."""
+    """With an election, an undefined name is unknown in the reply, not as an error."""
 
     async def test() -> None:
         readiness = health.Readiness(lambda: True, is_leader=lambda: False)

@@ -72,7 +72,7 @@ def test_047_the_best_of_a_hint_is_picked():
 
 
 def test_048_a_hint_without_a_match_is_refused():
-    """A hint that names nobody of the pool: 503 with the reference's text and the reason."""
+    """A hint that names no endpoint of the pool: 503 with the reference's text and the reason."""
     hint = peer.hinted(["192.168.1.99:8000"])
     headers = {**ext_proc_script.PLAIN, ":path": "/x"}
     ext_proc_script.play(
@@ -87,7 +87,7 @@ def test_048_a_hint_without_a_match_is_refused():
 
 @pytest.mark.parametrize("subset", [[], "", " , ,", [""], [" ", ","]])
 def test_049_an_empty_hint_allows_no_endpoint(subset: Any):
-    """A hint that is there and names nobody: 503."""
+    """A hint that is there and names no endpoint: 503."""
     assert picked(subset, PoolFixture(LOADS)) == ""
 
 
@@ -117,7 +117,7 @@ def test_051_a_list_element_with_commas_is_split():
     ],
 )
 def test_052_bare_addresses_and_ports(subset: list[str], expected: tuple[str, ...]):
-    """A bare IP allows all its ports, ip:port that one, a wrong port nobody; IPv6 too."""
+    """A bare IP allows all its ports, ip:port that port, a wrong port none; IPv6 too."""
     assert allowed(subset, *RANKS) == list(expected)
 
 

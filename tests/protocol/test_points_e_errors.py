@@ -26,7 +26,7 @@ NO_ENDPOINTS = ext_proc_script.refuse(
 
 
 class RejectAll:
-    """A filter that keeps nobody."""
+    """A filter that keeps no candidate."""
 
     kind = "nobody"
     needs = frozenset()

@@ -210,7 +210,7 @@ def test_086_the_answer_of_an_unedited_request_is_unchanged():
 
 
 def test_086_a_name_the_body_lacked_is_not_put_back():
-    """The header supplied a model: the client used none, and is told the engine's."""
+    """The header supplied a model: the client used none, and gets the engine's."""
     queued = ext_proc_script.Talk(PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)}).decide)
     queued.hear(
         ext_proc_script.request_headers(

@@ -45,7 +45,7 @@ def model_sent(held: PoolFixture, model: str | None, headers: Mapping[str, str] 
     named = {} if model is None else {"model": model}
     route, piece = says(held, {**named, "prompt": "x"}, headers)
     assert piece.body is not None
-    # Either it was not edited, or its length is told (checklist 27).
+    # Either it was not edited, or its length is sent (docs/reference/protocol-conformance.md#point-27).
     length = dict(route.sets).get("content-length", str(len(piece.body)))
     assert length == str(len(piece.body))
     return str(json.loads(piece.body)["model"])
@@ -122,7 +122,7 @@ def test_072_others_are_routed(priority: int, *, full: bool):
 
 
 def test_072_no_endpoints_stays_503():
-    """Nobody ready is 503 whatever the priority, as the protocol says (the reference: 429)."""
+    """No ready endpoint is 503 whatever the priority, as the protocol says (the reference: 429)."""
     queued = PoolFixture({})
     queued.store.set_policy(InferencePolicy({"batch": -1}))
     (reply,) = says(queued, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})

@@ -163,7 +163,7 @@ def test_094_an_empty_last_piece():
 
 @pytest.mark.parametrize("data", [b"no healthy upstream", b"{", b"\x00\xff"])
 def test_095_broken_json_in_a_response_passes(data: bytes):
-    """A response body is nobody's to judge."""
+    """A response body is not judged."""
     ext_proc_script.play(
         [
             ext_proc_script.response_headers(),

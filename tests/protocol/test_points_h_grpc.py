@@ -87,7 +87,7 @@ def test_109_compressed_or_short_frames_are_refused(path: str, body: bytes):
 
 @pytest.mark.parametrize("body", [frame(MESSAGE), frame(b"", flag=1), b"junk"])
 def test_110_unknown_methods_are_routed_raw(body: bytes):
-    """A gRPC method nobody knows is routed unchanged, and its response is not watched."""
+    """An unknown gRPC method is routed unchanged, and its response is not watched."""
     routed = build_pool()
     queued = ext_proc_script.play(
         [

@@ -99,7 +99,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
 
 
 def test_076_an_exception_without_endpoints_is_a_500_in_json():
-    """A bug in a decision with nobody to fall to: 500 in JSON, and the stream ends with OK."""
+    """A bug in a decision without a fallback: 500 in JSON, and the stream ends with OK."""
 
     async def test() -> None:
         empty = PoolFixture({})

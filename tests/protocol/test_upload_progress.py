@@ -71,7 +71,7 @@ def test_a_very_slow_body_is_ended():
 
 
 def test_a_slow_body_may_arrive():
-    """A slow network is no attack: nobody ends 64 MiB that take an hour."""
+    """A slow network is no attack: 64 MiB that take an hour are not ended."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(slow=1)
     arrivals.pass_time(64 * MIB / MIN_UPLOAD_BYTES_PER_S, slow=MIN_UPLOAD_BYTES_PER_S)

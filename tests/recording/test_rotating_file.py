@@ -28,7 +28,7 @@ def test_a_file_from_before_moves_on(tmp_path):
 
 
 def test_other_users_cannot_read_it(tmp_path):
-    """Names of models and times are nobody else's."""
+    """Names of models and times appear in no other recording."""
     file = RotatingFile(str(tmp_path / "f"), max_bytes=100, max_files=1)
     file.write(b"x")
     file.close()

@@ -12,7 +12,7 @@ from extproc.request import HttpRequest
 from tests.support.pool_fixture import PoolFixture
 
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST"}
-#: Endpoints nobody can tell apart, so that the opening of the conversation does.
+#: Endpoints that are all equal, so that the opening of the conversation decides.
 ALIKE = {
     f"10.0.0.{n}:8000": Load(at=100.0, waiting=0.0, running=0.0, kv_usage=0.0) for n in range(8)
 }
@@ -55,7 +55,7 @@ def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
 
 
 def test_a_prompt_that_is_not_in_the_body_is_kept():
-    """Whoever prepared a request that was parsed elsewhere may have another prompt."""
+    """A request that was parsed elsewhere may have been prepared with another prompt."""
     pool_fixture = PoolFixture(ALIKE)
     raw = chat("a")
     prepared = pool_fixture.director.prepare_parsed(pool_fixture.director.prepare(raw).request, raw)

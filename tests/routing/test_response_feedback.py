@@ -161,7 +161,7 @@ def test_outcomes_of_a_removed_endpoint_are_dropped():
 
 
 def test_usage_calibrates_the_endpoint_that_served():
-    """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
+    """All answers count for one endpoint, and predictions of the other one stay."""
     pool_fixture = PoolFixture({FIRST: None, SECOND: None}, profile="adaptive")
     first, second = (
         pool_fixture.cache_model.state_of(member(pool_fixture, name).endpoint)

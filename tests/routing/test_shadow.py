@@ -216,7 +216,7 @@ class BrokenPicker:
 
 
 def test_an_exception_of_a_shadow_is_counted():
-    """It reaches nobody."""
+    """It is sent to no peer."""
     profile = msgspec.structs.replace(registry.profiles()["adaptive"], picker=BrokenPicker())
     parts = build()
     second = shadow.ShadowScheduler(

@@ -122,7 +122,7 @@ def test_a_body_that_stops_halfway_times_out(run, http):
 
 
 def test_a_closed_port_is_refused(run):
-    """A closed port is told from a silent one."""
+    """A closed port differs from a silent one."""
     with socket.socket() as queued:
         queued.bind(("127.0.0.1", 0))
         where = client.target("127.0.0.1", queued.getsockname()[1], path="/metrics")

@@ -131,7 +131,7 @@ class FaultySite:
 
         def is_handled():
             nonlocal num_looks
-            # One that is published while a connection comes up reaches nobody: the next one does.
+            # One that is published while a connection comes up reaches no subscriber: the next one does.
             if num_looks % 50 == 0:
                 self.num_marks += 1
                 self.engine.run_prompt(text(10_000 + self.num_marks))

@@ -133,7 +133,7 @@ def test_114_adapter_lists_are_split_and_trimmed():
 
 
 def test_label_values_may_contain_any_text():
-    """Braces, commas, quotes, hashes and spaces inside label values mislead nobody."""
+    """Braces, commas, quotes, hashes and spaces inside label values do not mislead."""
     nasty = r"x} 9 # {y=\"1\"},num_gpu_blocks=\"7\", max_lora=\\"
     load = read(
         f'vllm:num_requests_waiting{{model_name="{nasty}",engine="0"}} 5',
@@ -208,7 +208,7 @@ def test_sglang_tokens_are_counted_by_mode():
 
 
 def test_sglang_capacity_is_read_from_labels_or_gauges():
-    """SGLang told its pages by labels before 0.5.11 and by gauges since."""
+    """SGLang named its ranks by labels before 0.5.11 and by gauges since."""
     old = read("sglang:token_usage 0", 'sglang:cache_config_info{num_pages="9",page_size="4"} 1')
     new = read("sglang:token_usage 0", "sglang:num_pages 9", "sglang:page_size 4")
     assert (old.kv_blocks, old.block_tokens) == (new.kv_blocks, new.block_tokens) == (9, 4)

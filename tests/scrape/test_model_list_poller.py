@@ -82,7 +82,7 @@ def test_a_new_endpoint_is_polled_at_once_and_then_rarely():
 
 
 def test_a_disabled_poller_never_polls():
-    """Without an interval nobody is asked."""
+    """Without an interval no list is requested."""
 
     async def scene():
         engine = ListingEngine(interval_s=None)

@@ -86,7 +86,7 @@ def test_many_failing_endpoints_share_a_budget():
 
 @hypothesis.given(failures=st.integers(1, 10**9), idle=st.integers(1, 200), seed=st.integers())
 def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, seed):
-    """However often nobody listened, the next look ends within 2 s, jitter and tick included."""
+    """However often the port refused, the next look ends within 2 s, jitter and tick included."""
     settings = schedule.ScrapeSchedule()
     wait_s = wait(
         settings, idle_endpoints=idle, failures=failures, refused=True, rng=random.Random(seed)

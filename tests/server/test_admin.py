@@ -53,7 +53,7 @@ def test_pages_do_not_name_the_server_software():
     ],
 )
 def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
-    """Prometheus prefers OpenMetrics; whoever does not ask for it gets the older format."""
+    """Prometheus prefers OpenMetrics; a scraper that does not ask for it gets the older format."""
 
     async def test() -> None:
         port = stack.free_port()
@@ -111,7 +111,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
 
 
 def test_a_token_file_without_a_token_is_refused(tmp_path):
-    """Nobody believes in a guard that is not there."""
+    """An empty or missing file is an error, not a port without a token."""
     for text in ("", " \n"):
         (tmp_path / "token").write_text(text)
         with pytest.raises(ConfigError):

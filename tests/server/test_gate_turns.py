@@ -151,7 +151,7 @@ def test_a_long_sweep_takes_at_most_half_of_the_time():
         fixture = Computing(loop, look_s=0.001, held=200)
         fixture.flow_controller.notify_capacity()
         others_s = await fixture.compute(lambda: fixture.looks >= 200, turn_s=0.0001)
-        # After the last slice of 5 ms nobody has rested yet.
+        # After the last slice of 5 ms the loop has not rested yet.
         assert fixture.pumped_s - 0.006 <= others_s <= fixture.pumped_s + 0.001
         fixture.flow_controller.close()
 

@@ -54,7 +54,7 @@ async def test_time_of_other_processes_is_separate():
 
 
 async def test_a_stream_that_opens_shortens_the_interval():
-    """Nobody waits while no stream is open; from the first one on holds are seen within 20 ms."""
+    """No timer runs while no stream is open; from the first one on holds are seen within 20 ms."""
     scene = StallScene()
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -357,7 +357,7 @@ class OfflineChannel(redis_peer_channel.RedisPeerChannel):
 
 
 async def test_a_stream_entry_that_raises_is_skipped(caplog):
-    """Whoever may write to the stream may write anything; what follows is heard."""
+    """Any client with access may write anything to the stream; later entries are read."""
     batches = [[(b"s", [(b"1", {b"m": b"a"}), (b"2", {b"m": b"poison"}), (b"3", {b"m": b"b"})])]]
 
     class Reading:

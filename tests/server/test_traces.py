@@ -92,7 +92,7 @@ def test_unsampled_request_has_neither_span_nor_header(fields):
 
 
 def test_request_without_caller_starts_a_trace():
-    """By chance, where nobody decided before."""
+    """By chance, if no caller decided before."""
     scene = TracedStreams(ratio=1.0)
     stream, replies = scene.begin(headers(), BODY)
     stream.finish()

@@ -125,7 +125,7 @@ class Api:
         return await self.call("GET", await self.path(item))
 
     async def delete(self, item: Object) -> None:
-        """Delete an object without grace: nobody would end a pod of ours."""
+        """Delete an object without grace: no kubelet would end a pod of ours."""
         await self.call("DELETE", await self.path(item), {"gracePeriodSeconds": 0})
 
     async def define(self, definitions: Sequence[Object]) -> None:
@@ -285,7 +285,7 @@ def pool(
     picker: Mapping[str, Any] | None = None,
     **spec: Any,
 ) -> Object:
-    """An InferencePool v1; its pods are labelled `app: name` unless told otherwise."""
+    """An InferencePool v1; its pods are labelled `app: name` by default."""
     chosen = {
         "selector": {"matchLabels": dict(labels or {"app": name})},
         "targetPorts": [{"number": number} for number in ports],
@@ -305,7 +305,7 @@ def pod(
     annotations: Mapping[str, str] | None = None,
     ready: bool = True,
 ) -> Object:
-    """A pod that runs at an address; nobody schedules or starts it."""
+    """A pod that runs at an address; it is neither scheduled nor started."""
     metadata = {
         "name": name,
         "namespace": namespace,

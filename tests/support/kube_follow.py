@@ -25,7 +25,7 @@ class Following:
     """Changes that were published.
 
     Attributes:
-        pools: By key, as told last.
+        pools: By key, as published last.
         facts: All of them.
     """
 
@@ -41,7 +41,7 @@ class Following:
         self.pools.update(result)
         for item in result.values():
             addresses = [endpoint.address for endpoint in item.endpoints]
-            assert len(set(addresses)) == len(addresses), "an address was told of twice"
+            assert len(set(addresses)) == len(addresses), "an address was published twice"
         self._news.set()
 
     def noted(self, fact: DiscoveryEvent) -> None:
@@ -65,7 +65,7 @@ class Following:
             raise AssertionError(f"pools {self.pools}; facts {self.facts}") from None
 
     def addresses(self, key: str) -> list[str]:
-        """Addresses of a pool, sorted; empty if it was never told of."""
+        """Addresses of a pool, sorted; empty if it was never published."""
         result = self.pools.get(key)
         return sorted(endpoint.address for endpoint in result.endpoints) if result else []
 

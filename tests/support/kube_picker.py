@@ -15,7 +15,7 @@ import grpc
 from extproc.demo import stack
 from tests.support import ext_proc_script, peer, serving
 
-#: Nobody looks at the engines' metrics: pods of these tests are addresses.
+#: The engines' metrics are not scraped: pods of these tests are addresses.
 UNSCRAPED = "scrape: {enabled: false}, scheduling: {strategy: round-robin}"
 
 #: Seconds a change may take to be seen. Back-off of discovery may be part of it.

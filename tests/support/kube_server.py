@@ -1,4 +1,4 @@
-"""A real Kubernetes API server for tests: kube-apiserver and etcd as children, or somebody's cluster.
+"""A real Kubernetes API server for tests: kube-apiserver and etcd as children, or a given cluster.
 
 Nothing but the API: no controller, scheduler or kubelet runs, so objects stay as tests leave them,
 and the status of a pod is what a test patches into it.
@@ -114,7 +114,7 @@ class Cluster:
         self.admin_kubeconfig = self.write_kubeconfig("admin", admin)
 
     def write_kubeconfig(self, name: str, access: Access, namespace: str = "default") -> Path:
-        """Write somebody's kubeconfig; returns its path."""
+        """Write the kubeconfig of a user; returns its path."""
         path = self.folder / f"{name}.kubeconfig"
         path.write_text(access.kubeconfig(namespace))
         path.chmod(0o600)

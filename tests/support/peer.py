@@ -1,4 +1,4 @@
-"""The other end of the wire, written by somebody else.
+"""The other end of the wire, written independently of us.
 
 `envoy_data_plane` carries Envoy's own descriptors, so that our codec never tests itself: requests
 are built with it and answers are read with it.

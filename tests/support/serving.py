@@ -233,7 +233,7 @@ async def serving_health(
 
 
 def settings(*endpoints: str, **server: Any) -> Settings:
-    """A configuration on free loopback ports, over a static list that nobody scrapes."""
+    """A configuration on free loopback ports, over a static list that is not scraped."""
     ports = {"grpc_port": 0, "grpc_health_port": 0, "metrics_port": 0}
     return Settings(
         server=ServerSection(

@@ -118,7 +118,7 @@ class EqualEnginesScene:
                 self.due[at] = self.now + self._periods.get(at, 0.2)
 
     def send(self, tokens: int, *, for_s: float | None = None) -> str:
-        """Send a prompt that nobody has seen; returns where it went.
+        """Send a new prompt; returns where it went.
 
         Args:
             tokens: Of the prompt.

@@ -40,7 +40,7 @@ def test_fields_can_be_plain_data():
 
 
 def test_a_misspelled_field_is_refused():
-    """A fact nobody knows is an error that lists those there are."""
+    """An unknown fact is an error that lists the known ones."""
     with pytest.raises(TypeError, match=r"expected some of .*waiting.*, got waitng"):
         builders.candidate("a", waitng=3)
 

@@ -117,7 +117,7 @@ def test_a_repeated_subscription_is_sent_again(script):
 
 
 def test_an_unknown_name_is_removed(script):
-    """Envoy is told that what it asks for does not exist, and told of it when it does."""
+    """Envoy learns that a requested resource does not exist, and gets it when it does."""
     assert script.envoy(ASSIGNMENT, "c") == [(ASSIGNMENT, "3", {}, {"c"})]
     assert script.envoy(ASSIGNMENT, nonce="3") == []
     responses = script.pool(a="1", b="1", c="1")
@@ -125,7 +125,7 @@ def test_an_unknown_name_is_removed(script):
 
 
 def test_a_reconnected_envoy_receives_only_differences():
-    """An Envoy from another replica is told only what differs, and always that we are here."""
+    """An Envoy from another replica gets only the differences, and always an answer."""
     script = DeltaScript(snapshot(a="1", b="2"))
     queued = {"a": "1", "b": "1", "c": "1"}
     assert script.envoy(CLUSTER, initial_versions={"a": "1", "b": "1"}) == [

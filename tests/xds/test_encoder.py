@@ -1,4 +1,4 @@
-"""Resources as somebody else's parser reads them."""
+"""Resources as an independent parser reads them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_cluster_uses_eds_over_ads():
 
 
 def test_the_destination_is_read_from_header_then_metadata():
-    """EPP protocol 004: header and metadata agree; who served is told in the same namespace."""
+    """EPP protocol 004: header and metadata agree; the served endpoint is in the same namespace."""
     override = only(cluster().load_balancing_policy, override_host.OverrideHost)
     header, metadata = override.override_host_sources
     assert header.header == "x-gateway-destination-endpoint"
@@ -69,7 +69,7 @@ def test_idle_timeout_is_below_that_of_engines():
 
 
 def test_h2c_pools_have_http2_clusters():
-    """Nobody knows what they answer health checks, so there are none; the rest is the same."""
+    """Their answer to health checks is unknown, so there are none; the rest is the same."""
     decoded = clusters.Cluster.parse(
         snapshot_cache.encode_cluster("engines", ClusterOptions(), h2c=True)
     )
@@ -99,7 +99,7 @@ def test_health_checks_are_as_configured():
 
 
 def test_health_checks_can_be_off():
-    """Without a path nobody asks."""
+    """Without a path there is no check."""
     assert cluster(ClusterOptions(health_check=HealthCheck(path=""))).health_checks == []
 
 
@@ -132,7 +132,7 @@ def test_outlier_detection_can_be_off():
 
 
 def test_every_endpoint_has_its_address_and_health():
-    """IPv6 loses its brackets; an endpoint that is down is told as such."""
+    """IPv6 loses its brackets; an endpoint that is down is marked as such."""
     decoded = assigned(
         LbEndpoint("10.0.0.1:8000"), LbEndpoint("[fd00::1]:8001", LbHealth.UNHEALTHY)
     )

@@ -81,7 +81,7 @@ def test_an_added_endpoint_changes_the_version(board, fleet):
 
 
 def test_the_order_of_endpoints_does_not_matter(board, fleet):
-    """Replicas that were told in another order say the same version."""
+    """Replicas that learned of pools in another order send the same version."""
     board.update({"": fleet.pool})
     before = board.snapshot
     fleet.set_endpoints([SECOND, FIRST], 1.0)
@@ -100,7 +100,7 @@ def test_a_removed_pool_has_no_resources(board, fleet):
 
 
 def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
-    """Two refused scrapes are told to Envoy, and a good one as well."""
+    """Two refused scrapes are published to Envoy, and a good one as well."""
     telling.update({"": fleet.pool})
     before = telling.snapshot[ASSIGNMENT]["engines"]
     fail(fleet, SECOND)

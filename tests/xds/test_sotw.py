@@ -72,7 +72,7 @@ def test_a_change_is_sent_once(script):
 
 
 def test_nothing_is_sent_before_the_first_snapshot():
-    """A stream that opens before discovery has spoken waits, and is not told of an empty pool."""
+    """A stream that opens before discovery waits, and does not get an empty pool."""
     script = SotwScript()
     assert script.envoy(CLUSTER) == []
     assert script.envoy(ASSIGNMENT, "a") == []
@@ -154,7 +154,7 @@ def test_a_warming_cluster_receives_its_endpoints_again(script):
 
 
 def test_an_unsubscribed_name_is_forgotten(script):
-    """A name taken from the subscription is not told of, and told again when it comes back."""
+    """A name taken from the subscription is not sent, and sent again when it comes back."""
     script.pool(a="1", b="1")
     script.envoy(CLUSTER, nonce="3")
     script.envoy(ASSIGNMENT, "a", "b", nonce="2")
@@ -166,7 +166,7 @@ def test_an_unsubscribed_name_is_forgotten(script):
 
 
 def test_fewer_names_are_sent_again(script):
-    """A cluster left and another changed: what is asked for is told again."""
+    """After a removed and a changed cluster, requested resources are sent again."""
     script.pool(a="1", b="1")
     script.envoy(CLUSTER, nonce="3")
     script.envoy(ASSIGNMENT, "a", "b", nonce="2")

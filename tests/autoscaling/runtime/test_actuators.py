@@ -47,14 +47,14 @@ async def test_the_program_receives_the_number_of_replicas(tmp_path):
 
 
 async def test_the_next_leader_keeps_the_requested_replicas():
-    """Engines that are still starting were asked for, though nobody sees them."""
+    """Engines that are still starting were requested, though none is visible."""
     for subject in (ExecActuator(["true", "{replicas}"], timeout_s=300.0), AdvisoryActuator()):
         subject.restore(3)
         assert await subject.current_replicas(1) == 3
 
 
 async def test_a_program_that_fails_changes_nothing():
-    """Its status and last words are told, and the number is asked for again."""
+    """Its status and last output are logged, and the number is requested again."""
     hook = ExecActuator(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=300.0)
     failed = await hook.scale(UP, 1)
     assert failed == ActuatorError("sh ended with 4: no quota 3")

@@ -130,14 +130,14 @@ class ControlLoopFixture:
 
 
 async def test_control_loop_decides_nothing_before_the_pool_is_synced():
-    """Endpoints that nobody has listed yet are no reason to scale."""
+    """Endpoints that were never listed are no reason to scale."""
     fixture = ControlLoopFixture(spec=2)
     assert await fixture.loop.step() < 1.0
     assert (fixture.loop.desired, fixture.actuator.requested) == (None, [])
 
 
 async def test_a_queued_request_wakes_the_loop():
-    """At once, without asking others; whoever else may act is told."""
+    """At once, without reading peers; other actuators are notified."""
     fixture = ControlLoopFixture()
     fixture.come()
     running = asyncio.ensure_future(fixture.loop.run())

@@ -183,7 +183,7 @@ async def test_unknown_pools_and_metrics_are_refused(metadata, code):
 
 
 async def test_an_unknown_metric_is_not_zero():
-    """Before the first look KEDA is told to keep what it has; a strange message is refused."""
+    """Before the first step KEDA keeps what it has; a strange message is refused."""
     settings = configured(scaling={}, autoscaling={"keda": {"enabled": True, "port": 0}})
     async with (
         serving.running(settings) as running,

@@ -60,7 +60,7 @@ async def test_peers_exchange_their_counters():
 
 
 async def test_a_peer_that_cannot_be_read_is_unknown():
-    """It stays in the picture under its name, as somebody of whom nothing is known."""
+    """It stays in the picture under its name, as an unknown picker."""
     async with picker("b", held=1) as other:
         subject = PeerCounterClient(
             "a", [f"127.0.0.1:{other.port}"], timeout_s=300.0, own_counters=dict

@@ -41,7 +41,7 @@ class FakeApiServer:
         self.watchers = {}
         self.moved = asyncio.Condition()
         self._runner = None
-        # Holds the port while the server is down, lest somebody else take it.
+        # Holds the port while the server is down, lest another process take it.
         self._place = socket.socket()
         self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._place.bind(("127.0.0.1", 0))

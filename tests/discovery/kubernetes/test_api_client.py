@@ -66,7 +66,7 @@ def certificate(folder, name):
 
 @contextlib.asynccontextmanager
 async def secure(path, tokens):
-    """A server with a certificate that lists no pods to whoever bears one of the tokens."""
+    """A server with a certificate that lists no pods for the bearer of one of the tokens."""
 
     async def answer(request):
         if request.headers.get("Authorization", "").lower() not in {f"bearer {t}" for t in tokens}:

@@ -131,7 +131,7 @@ def test_start_without_an_api_server_continues_unready(tmp_path):
 
 
 def test_all_pools_of_a_cluster_are_discovered(tmp_path):
-    """Pools of all namespaces come and go; each is told of alone."""
+    """Pools of all namespaces come and go; each is published alone."""
 
     async def scene():
         objects = [
@@ -195,7 +195,7 @@ def test_pods_by_label_need_no_crd(tmp_path):
 
 
 def test_changes_are_coalesced(tmp_path):
-    """A burst is told of in batches, with the last state."""
+    """A burst is published in batches, with the last state."""
 
     async def scene():
         async with following(

@@ -65,7 +65,7 @@ objects = st.one_of(
 
 
 def spoilt(value):
-    """The same object as somebody broke it."""
+    """The same object, broken by a user."""
     value = json.loads(json.dumps(value))
     value["metadata"]["labels"] = 5
     return value
@@ -173,7 +173,7 @@ class ConvergenceFixture:
     [("put", builders.pod(name, "two", app="y", uid="1", created="2026")) for name in "ab"]
 )
 def test_any_interleaving_converges_to_the_listed_state(script):
-    """Lists, events and kinds in any order; broken objects hide themselves and nobody else."""
+    """Lists, events and kinds in any order; a broken object hides no other."""
     play = ConvergenceFixture()
     for step, argument in script:
         getattr(play, step)(argument)

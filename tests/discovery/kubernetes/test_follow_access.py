@@ -73,7 +73,7 @@ def test_without_permission_for_objectives_priority_is_0(tmp_path):
 
 
 def test_crds_may_be_installed_later(tmp_path):
-    """Without the CRDs priorities are 0 and nobody is told; installed later they count."""
+    """Without the CRDs priorities are 0, without a warning; installed later they count."""
 
     async def scene():
         group = ("llm-d.ai", "inferenceobjectives")

@@ -15,7 +15,7 @@ from tests.support.canary import CANARY
 
 
 def test_an_invalid_object_is_reported_once_and_skipped(tmp_path):
-    """It is no endpoint until somebody mends it."""
+    """It is no endpoint until it is corrected."""
 
     async def scene():
         async with following(
@@ -100,7 +100,7 @@ def poison(monkeypatch, fixture, name, hits):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_object_that_raises_hides_no_other_object(tmp_path, monkeypatch, caplog, before):
-    """Listed at the start or brought by an event, it is counted, and what follows is told of."""
+    """Listed at the start or added by an event, it is counted, and later changes are published."""
     poison(
         monkeypatch,
         store.ObjectStore,
@@ -123,7 +123,7 @@ def test_an_object_that_raises_hides_no_other_object(tmp_path, monkeypatch, capl
 
 
 def test_a_pool_that_raises_hides_no_other_pool(tmp_path, monkeypatch):
-    """The others are told of, and so is it once that ends."""
+    """The others are published, and so is it once that ends."""
     wrong = [True]
     poison(
         monkeypatch,
@@ -147,7 +147,7 @@ def test_a_pool_that_raises_hides_no_other_pool(tmp_path, monkeypatch):
 
 
 def test_pools_are_reported_again_after_the_callback_raised(tmp_path, monkeypatch):
-    """Whoever is told may raise, at the start and later: nothing that changed is lost."""
+    """A listener may raise, at the start and later: no change is lost."""
 
     async def scene():
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)

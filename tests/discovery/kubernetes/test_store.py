@@ -10,7 +10,7 @@ SEL = settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel")
 
 
 class StoreWorld:
-    """A cluster that is told of objects as the server writes them."""
+    """A cluster that receives objects as the server writes them."""
 
     def __init__(self, *sources, listed=True, **wanted):
         self.subject = store.ObjectStore(
@@ -95,7 +95,7 @@ def test_nothing_is_reported_before_all_collections_are_listed():
     ],
 )
 def test_forbidden_policies_count_as_listed_and_pods_do_not(presence, optional, synced):
-    """Nobody can pick from pods nobody may see; priorities may stay unknown."""
+    """Without the right to list pods there is no pool; priorities may stay unknown."""
     world = StoreWorld(listed=False)
     for collection in world.subject.collections:
         if collection.resource.optional is optional:

@@ -239,7 +239,7 @@ def _picker(pool: GatewayPool) -> dict[str, Any]:
         "connect_timeout": "2s",
         "load_assignment": stack.assignment(name, [f"127.0.0.1:{pool.picker}"]),
         "typed_extension_protocol_options": _protocol(http2=True),
-        # The picker's own certificate, which nobody verifies.
+        # The picker's own certificate, which is not verified.
         "transport_socket": {
             "name": "envoy.transport_sockets.tls",
             "typed_config": {

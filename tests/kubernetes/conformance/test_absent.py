@@ -128,7 +128,7 @@ async def test_080_no_picker_at_all(stand):
 
 
 async def test_060_a_pool_without_a_reference(stand):
-    """12: a pool that names no picker is served by the picker that is told its name."""
+    """12: a pool that names no picker is served by the picker that has its name."""
     assert await probe(stand, "alone") == "SERVING"
     answer = await stand.ask(HOST, "/missing-epp-ref", selection=stand.pods[PRIMARY][1].host)
     assert (answer.status, answer.pod) == (200, stand.pods[PRIMARY][1].name)

@@ -194,7 +194,7 @@ async def test_061_application_protocol(stand, ports, which, rank, protocol):
 
 @pytest.mark.parametrize("which", ["unspecified", "matching", "non-matching"])
 async def test_032_port_of_the_reference(stand, which):
-    """10: a GET without a body is served; which port the route names is nobody's business.
+    """10: a GET without a body is served; the port that the route names does not matter.
 
     That a gateway ignores the port of its backendRef is the gateway's part.
     """

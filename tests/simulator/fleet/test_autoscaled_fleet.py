@@ -71,7 +71,7 @@ def test_refused_requests_are_told_when_to_try_again():
 
 
 def test_a_hold_has_a_budget():
-    """Whoever has waited that long is refused, and nobody later than that."""
+    """A request that has waited that long is refused, and none later than that."""
     run = summary(scaled(20, hold=HoldSpec(budget_s=25.1)))
     # Sent at 0 to 4 s, they would have been answered from 30 s on.
     assert run.failed == {"rejected 503": 5}
@@ -88,7 +88,7 @@ def test_a_client_that_gives_up_waits_no_longer():
 
 
 def test_an_abandoned_request_keeps_the_engine_busy():
-    """An engine that is not told of the disconnect computes an answer that is thrown away."""
+    """An engine that does not learn of the disconnect computes an answer that is thrown away."""
     fleet = [scenario.EngineGroup(count=1, profile="demo", set={"max_num_seqs": 1})]
     finished = {}
     for abandons in (False, True):

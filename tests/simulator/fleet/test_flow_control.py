@@ -217,7 +217,7 @@ def test_a_tenth_of_the_requests_wait_hardly_longer_than_alone():
 
 
 def test_requests_wait_for_the_first_engine_or_give_up():
-    """Those whose clients have patience are served once it is there; nobody is lost or refused."""
+    """Requests of clients that wait are served once it is there; none is lost or refused."""
     definition = a_scenario(
         workloads.Groups(groups=[group("some", 2.0)]),
         fleet=[scenario.EngineGroup(count=1, profile="demo", ready_s=8.0)],
@@ -234,7 +234,7 @@ def test_requests_wait_for_the_first_engine_or_give_up():
 
 
 def test_where_replicas_come_and_go_the_scenario_says_who_waits():
-    """The pickers hold nobody then."""
+    """The pickers queue no request then."""
     definition = a_scenario(autoscaling=scenario.ScenarioAutoscaling(start=1, cold_start_s=1.0))
     run = Simulation(definition, held(), seed=1)
     assert run.pickers[0].flow_controller is None

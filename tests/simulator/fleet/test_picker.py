@@ -116,7 +116,7 @@ def test_a_dead_engine_is_found_out_by_scraping():
 @pytest.mark.parametrize("gone_s", [5.0, 60.0])
 @pytest.mark.parametrize("strategy", ["round-robin", "adaptive"])
 def test_an_engine_that_comes_back_has_traffic_within_two_seconds(gone_s, strategy):
-    """However long a scraper found nobody listening, and whatever failed meanwhile."""
+    """However long a scraper was refused, and whatever failed meanwhile."""
     fixture = PickerFixture(strategy=strategy)
     fixture.until(1.0)
     fixture.nodes[0].stop()

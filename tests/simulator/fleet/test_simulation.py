@@ -43,7 +43,7 @@ def test_every_strategy_meets_the_same_requests():
 
 
 def lost_nothing(run):
-    """Run a world; everything sent has ended, and nobody's account is open."""
+    """Run a world; everything sent has ended, and no account is open."""
     metrics = run.run()
     done = [sim_request for sim_request in metrics.requests if not sim_request.failure]
     failed = [sim_request for sim_request in metrics.requests if sim_request.failure]

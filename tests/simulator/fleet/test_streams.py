@@ -26,7 +26,7 @@ def test_joined_texts_share_full_blocks_of_their_beginning():
 
 
 def test_a_text_shorter_than_the_shared_one_is_its_beginning():
-    """Nobody reads past the end of their own text."""
+    """No reader goes beyond the end of its own text."""
     streams = Streams()
     assert list(streams.joined("system", 1, first=400, tokens=64)) == list(
         streams.keys("system", 64)

@@ -121,7 +121,7 @@ def assert_counts_fit(page, *, requests):
         for part in ("queue", "inference", "prefill", "decode")
     }
     assert times["inference"] == pytest.approx(times["prefill"] + times["decode"])
-    # Of an engine that cannot keep its pace, time between two steps is nobody's.
+    # Of an engine that cannot keep its pace, time between two steps belongs to no step.
     assert vllm("inter_token_latency_seconds_sum") <= times["decode"] * (1 + 1e-9)
     total_s = vllm("e2e_request_latency_seconds_sum")
     assert times["queue"] + times["inference"] <= total_s * (1 + 1e-9)

@@ -196,7 +196,7 @@ async def test_unknown_paths_answer_like_fastapi():
 
 @engine_server.run
 async def test_echo_hashes_the_body_as_received_on_any_path():
-    """Also for a body of 5 MiB to a path nobody serves, and for one that is no JSON."""
+    """Also for a body of 5 MiB to an unknown path, and for one that is no JSON."""
     async with engine_server.engine() as (_, client):
         body = b"\x00\xff" * (5 << 19)
         for path in ("/v1/chat/completions", "/whatever"):
