@@ -149,7 +149,7 @@ def peers_block() -> str:
 
 def peers_routing_block() -> str:
     """Hits and times beside llm-d's picker."""
-    if not (rig.RESULTS / "bench.peers.routing.json").exists():
+    if not (rig.RESULTS / "peers_routing.json").exists():
         return "Nothing measured yet."
     return bench.peers.routing.block(run.read("peers_routing"))
 

@@ -33,7 +33,7 @@ FACTORS = {
     "crowding": (1 / 8, 2.0),
 }
 
-#: How near costs must be to be distinguished by the hash of the conversation.
+#: How near costs must be to be told apart by the hash of the conversation.
 TIES = (0.0, 0.02, 0.05, 0.1)
 
 #: Throughput at most, the others at least.

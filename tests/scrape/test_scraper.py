@@ -362,7 +362,7 @@ def test_real_engines_are_scraped_over_sockets(http):
     async def scene():
         first, second = (
             http.ScriptedServer(),
-            http.Server(http.answer(b"sglang:num_queue_reqs 9\n")),
+            http.ScriptedServer(http.answer(b"sglang:num_queue_reqs 9\n")),
         )
         async with http.serving(first, "127.0.0.1"), http.serving(second, "127.0.0.2"):
             fleet_ = store.PoolStore(lambda _: None)
