@@ -29,7 +29,7 @@ def test_copies_in_the_memory_of_the_host_are_followed(form):
     """An engine names them by their hashes alone, in both forms, and removes them again."""
 
     async def test():
-        engine = Engine(form=form, blocks=8, host_blocks=6)
+        engine = PublishingEngine(form=form, blocks=8, host_blocks=6)
         async with running(engine) as subscriber:
             for number in range(5):
                 engine.run_prompt(text(number))
