@@ -78,7 +78,7 @@ class SentPrompt(NamedTuple):
 
 
 def _note_sent(known: dict[str, SentPrompt], address: str, sent: SentPrompt) -> None:
-    """Note an engine as the latest, and give up the earliest where they are too many."""
+    """Note an engine as the latest, and evict the earliest where there are too many."""
     known.pop(address, None)
     if len(known) >= _MAX_SENT:
         del known[next(iter(known))]
