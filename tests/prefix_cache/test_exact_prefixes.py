@@ -227,8 +227,8 @@ def test_a_prompt_remembers_few_engines():
         assert list(prefixes.match(chain(prompt)).prompt.sent) == addresses
 
 
-class _Request:
-    """A sent request, of which the test sees whether it is still kept."""
+class SentRequestFixture:
+    """A sent request, to which the test holds a weak reference."""
 
     def __init__(self, address):
         self.endpoint = Endpoint(address)
@@ -237,14 +237,14 @@ class _Request:
 
 def test_a_prompt_that_is_never_mapped_keeps_few_requests():
     """Such as one with a salt, which goes to every engine in time."""
-    found, _ = exact()
-    requests = [_Request(f"10.0.0.{number}:8000") for number in range(100)]
-    kept = [weakref.ref(request) for request in requests]
+    prefixes, _ = exact()
+    requests = [SentRequestFixture(f"10.0.0.{number}:8000") for number in range(100)]
+    references = [weakref.ref(request) for request in requests]
     for number in range(100):
-        found.record_sent(chain(SYSTEM), requests[number], float(number))
+        prefixes.record_sent(chain(SYSTEM), requests[number], float(number))
     requests.clear()
     gc.collect()
-    assert sum(request() is not None for request in kept) == 16
+    assert sum(request() is not None for request in references) == 16
 
 
 def test_a_prompt_remembers_where_those_that_it_goes_on_from_were_sent():

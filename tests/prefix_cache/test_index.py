@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.prefix_cache import blocks
-from extproc.prefix_cache import index as index_module
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
 from tests.support.seeded import examples
 
@@ -195,13 +194,13 @@ def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, queries
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from(KEYS)), max_size=6),
     questions(prompts.map(chain)),
 )
-def test_what_is_cleared_is_given_up_in_steps(most, script, cleared, asked):
+def test_what_is_cleared_is_given_up_in_steps(most, script, cleared, queries):
     """Nothing that an endpoint held before is believed meanwhile, and all is gone in the end."""
     script = [*script]
     for position, key in cleared:
         script.insert(position, ("clear", key, None))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module, "_MAX_RELEASED", most)
+        patch.setattr("extproc.prefix_cache.index._MAX_RELEASED", most)
         index, naive = PrefixIndex(12), Naive(12)
         for name, key, argument in script:
             arguments = {"forget": (), "clear": (), "retract": argument}.get(name, (argument,))
@@ -211,7 +210,7 @@ def test_what_is_cleared_is_given_up_in_steps(most, script, cleared, asked):
             elif name != "resize":
                 getattr(naive, name)(key, argument)
             check_books(index)
-            for question in asked:
+            for question in queries:
                 slots = [index.slot(other) for other in KEYS]
                 depths = index.match(question)
                 for other, slot in zip(KEYS, slots, strict=True):
@@ -231,7 +230,7 @@ def test_what_is_cleared_is_given_up_in_steps(most, script, cleared, asked):
 
 def test_an_endpoint_with_many_runs_is_cleared_in_bounded_steps(monkeypatch):
     """Each chain of it is a run of its own; other endpoints are matched as before."""
-    monkeypatch.setattr(index_module, "_MAX_RELEASED", 10)
+    monkeypatch.setattr("extproc.prefix_cache.index._MAX_RELEASED", 10)
     index = PrefixIndex(1000)
     for number in range(100):
         index.record(A, [number])

@@ -130,7 +130,7 @@ def test_the_first_attempt_may_wait(monkeypatch):
 
     async def test():
         monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
-        async with Peer(GREETING + READY).running(wait_s=0.3) as peer:
+        async with PublisherPeer(GREETING + READY).running(wait_s=0.3) as peer:
             async with asyncio.timeout(300):
                 while not peer.num_opened:
                     await sleep(0.001)

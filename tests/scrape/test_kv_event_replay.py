@@ -114,7 +114,7 @@ def test_answers_without_end_count_as_silence(bound, monkeypatch):
 
 def test_requests_in_a_row_wait():
     """An engine may show a gap with every batch, and each request takes a connection."""
-    site = Site()
+    site = ReplaySite()
     for _ in range(12):
         site.replay.request(0, verify=False)
     assert site.waits_s == pytest.approx([0.0] * 8 + [0.05, 0.1, 0.15, 0.2])
