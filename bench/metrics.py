@@ -7,9 +7,9 @@ a second, each round in another order: one that observes no request, one with me
 decisions as always, one with `log.requests: all` besides, and one with a recording of decisions besides.
 Four rounds warm up, and all processes have priority over other work where root runs them. Ratios are
 taken to the first, within a round; the last one has the bar. `core`: requests pass the core alone,
-without gRPC, with the body and the usage of an answer. `pages`: pages are rendered under the names of
-extproc alone, with those of llm-d, and with the table of series full; they are rendered in pieces,
-between which requests are routed.
+without gRPC, 1,000 in a second of simulated time, with the body and the usage of an answer. `pages`:
+pages are rendered under the names of extproc alone, with those of llm-d, and with the table of series
+full; they are rendered in pieces, between which requests are routed.
 """
 
 from __future__ import annotations
@@ -236,11 +236,11 @@ def _round_of(
             stream = core.open(*request)
             core.say(stream, *answer)
             stream.finish()
+            core.passes(1.0 / RATE)
         while recording is not None and recording.take(32):
             pass
         handler.flush()  # which an event loop does at the end of a turn
         used = time.process_time() - used
-        core.passes(1.0)
         return used / REQUESTS * 1e6
 
     return run

@@ -38,6 +38,8 @@ class RecordedDecision(msgspec.Struct, frozen=True, gc=False):
         key: Process and number: the key of its end.
         unix_s: Unix time of the decision.
         candidates: Candidates of the scheduler; empty where they were left out.
+        chosen_candidate: Candidate of the endpoint that was chosen, as of the last decision that has it;
+            None before.
     """
 
     key: tuple[int, int]
@@ -45,6 +47,7 @@ class RecordedDecision(msgspec.Struct, frozen=True, gc=False):
     row: rows.DecisionRow
     chosen: Endpoint
     candidates: Sequence[Candidate]
+    chosen_candidate: Candidate | None
 
 
 class RecordedEnd(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +63,7 @@ class RecordedEndpoint(msgspec.Struct, gc=False):
     Attributes:
         state: Its last state; None before the first.
         page: As in `Candidate`.
+        candidate: Candidate of the last decision that has it; None before.
     """
 
     endpoint: Endpoint
@@ -67,6 +71,7 @@ class RecordedEndpoint(msgspec.Struct, gc=False):
     state: rows.StateRow | None = None
     load: Load = NO_LOAD
     page: Load | None = None
+    candidate: Candidate | None = None
 
 
 class RecordingReader:
@@ -166,12 +171,17 @@ class RecordingReader:
         self._columns = _NO_COLUMNS
 
     def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
-        chosen = self._find(row.endpoint, number).endpoint
+        chosen = self._find(row.endpoint, number)
         candidates: Sequence[Candidate] = ()
         if row.candidates is not None:
             candidates = self._to_candidates(row.candidates, row.at, number)
         return RecordedDecision(
-            (self._epoch, row.n), row.at + self._clock_offset_s, row, chosen, candidates
+            (self._epoch, row.n),
+            row.at + self._clock_offset_s,
+            row,
+            chosen.endpoint,
+            candidates,
+            chosen.candidate,
         )
 
     def _to_candidates(
@@ -196,7 +206,7 @@ class RecordingReader:
         fields["residency"] = _RESIDENCIES[residency]
         page = known.page
         at = known.load.at if page is None else page.at
-        return Candidate(
+        known.candidate = Candidate(
             endpoint=known.endpoint,
             load=known.load,
             age_s=now - at if at > -math.inf else math.inf,
@@ -204,6 +214,7 @@ class RecordingReader:
             page=page,
             **fields,
         )
+        return known.candidate
 
     def _find(self, n: int, number: int) -> RecordedEndpoint:
         known = self.endpoints.get(n)

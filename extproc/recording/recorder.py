@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import os
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -88,14 +89,14 @@ class RotatingFile:
         return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
 
 
-#: Entries that may wait for their rows, and candidates among them (count). A second of 1,000 requests
-#: has two entries each; a candidate takes some 300 bytes.
+#: Entries that may wait for their rows, and the same times the candidates of a decision (count). A
+#: second of 1,000 requests has two entries each; a candidate takes some 300 bytes.
 MAX_ENTRIES: Final = 4096
-_MAX_CANDIDATES: Final = 40_000
+_MAX_CANDIDATES: Final = 80_000
 
-#: Candidates recorded per decision, on average (count): with more of them only every second, third, ...
-#: decision has any, so that the work per request has a bound.
-_CANDIDATES_PER_DECISION: Final = 64
+#: Candidates recorded per second (count), so that this work has a bound: some 1.5 us each. Decisions that
+#: come faster have rows without candidates in between.
+_CANDIDATES_PER_S: Final = 1000.0
 
 #: Columns of candidates, of which each is a tuple of its fields: those that rows of endpoints follow
 #: from, and those of a table.
@@ -123,6 +124,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
         session: Hash of the session; 0 for none.
         affinity_seed: Hash by which ties are broken; None for none.
         pool: Name of the pool, where the decision does not name it.
+        has_candidates: Whether its candidates are to be recorded.
     """
 
     n: int
@@ -133,6 +135,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     affinity_seed: int | None
     queued_s: float
     pool: str
+    has_candidates: bool
 
 
 def hash_session(session: str) -> int:
@@ -158,8 +161,7 @@ class Recording:
     def __init__(self, header: Callable[[], rows.HeaderRow], counts: Counter[str]) -> None:
         self._header = header
         self._counts = counts
-        self._entries: deque[RoutedRequest | rows.EndRow | rows.HeaderRow] = deque()
-        self._waiting_candidates = 0
+        self._entries: list[RoutedRequest | rows.EndRow | rows.HeaderRow] = []
         self._dropped = 0
         self._encoder = msgspec.json.Encoder()
         self.restart()
@@ -168,7 +170,6 @@ class Recording:
         """Begin anew with the next row, as at the beginning of a file."""
         self._states: dict[str, _KnownEndpoint] = {}
         self._is_headed = False
-        self._candidate_credit = 0
         # Columns of the last table: what rows of endpoints have, their numbers, and the others.
         self._state_columns: Sequence[Sequence[object]] = ()
         self._numbers: Sequence[int] = ()
@@ -179,15 +180,14 @@ class Recording:
         if self._is_headed or self._entries:
             self._entries.append(self._header())
 
-    def add(self, entry: RoutedRequest | rows.EndRow, *, num_candidates: int = 0) -> None:
+    def add(self, entry: RoutedRequest | rows.EndRow, num_candidates: int = 0) -> None:
         """Record a decision with so many candidates or an end, or drop it where too many wait."""
-        waiting_candidates = self._waiting_candidates + num_candidates
-        if len(self._entries) >= MAX_ENTRIES or waiting_candidates > _MAX_CANDIDATES:
+        waiting = len(self._entries)
+        if waiting >= MAX_ENTRIES or waiting * num_candidates > _MAX_CANDIDATES:
             self._dropped += 1
             self._counts["dropped"] += 1
-            return
-        self._waiting_candidates = waiting_candidates
-        self._entries.append(entry)
+        else:
+            self._entries.append(entry)
 
     def take(self, most: int) -> bytes:
         """Lines of the entries that wait, oldest first.
@@ -195,39 +195,38 @@ class Recording:
         Returns:
             Complete lines; empty where nothing waits.
         """
+        batch = self._entries[:most]
+        del self._entries[:most]
         lines: list[rows.Row] = []
-        if not self._is_headed and (self._entries or self._dropped):
+        if not self._is_headed and (batch or self._dropped):
             self._is_headed = True
             lines.append(self._header())
         if self._dropped:
             lines.append(rows.LossRow(rows=self._dropped))
             self._dropped = 0
-        num_rows = 0
-        for _ in range(min(most, len(self._entries))):
-            entry = self._entries.popleft()
+        num_rows = len(batch)
+        for entry in batch:
             if isinstance(entry, RoutedRequest):
-                self._waiting_candidates -= len(entry.decision.candidates)
-                lines += self._rows_of(entry)
-            else:
-                lines.append(entry)
-                if isinstance(entry, rows.HeaderRow):
-                    self.restart()
-                    self._is_headed = True
-                    continue
-            num_rows += 1
+                self._add_rows(entry, lines)
+                continue
+            lines.append(entry)
+            if isinstance(entry, rows.HeaderRow):
+                self.restart()
+                self._is_headed = True
+                num_rows -= 1
         if num_rows:
             self._counts["recorded"] += num_rows
         return self._encoder.encode_lines(lines) if lines else b""
 
-    def _rows_of(self, entry: RoutedRequest) -> list[rows.Row]:
-        """A decision, behind the endpoints and states that it refers to."""
-        lines: list[rows.Row] = []
+    def _add_rows(self, entry: RoutedRequest, lines: list[rows.Row]) -> None:
+        """Add the row of a decision, behind those of endpoints and states that it refers to."""
         decision = entry.decision
         request, pool = decision.request, decision.pool or entry.pool
         chosen = decision.endpoints[0]
         candidates: Sequence[Candidate] = decision.candidates
         known, table = self._states, None
-        if self._may_take(len(candidates)):
+        # A file begins with the states of all.
+        if candidates and (entry.has_candidates or not known):
             columns = [*zip(*map(msgspec.structs.astuple, candidates), strict=True)]
             states, numbers = _read_states(columns), self._numbers
             if states != self._state_columns:
@@ -235,12 +234,15 @@ class Recording:
                 numbers = tuple([known[candidate.endpoint.address].n for candidate in candidates])
                 self._state_columns = states
             table = self._build_table(numbers, _read_columns(columns))
-        if chosen.address not in known:
-            lines += self._rows_of_endpoint(Candidate(chosen), entry.at, pool)
+        state = known.get(chosen.address)
+        if state is None:
+            same = [candidate for candidate in candidates if candidate.endpoint is chosen]
+            lines += self._rows_of_endpoint((*same, Candidate(chosen))[0], entry.at, pool)
+            state = known[chosen.address]
         row = rows.DecisionRow(
             entry.n,
             entry.at,
-            known[chosen.address].n,
+            state.n,
             entry.queued_s,
             pool,
             decision.profile,
@@ -262,17 +264,6 @@ class Recording:
             table,
         )
         lines.append(row)
-        return lines
-
-    def _may_take(self, num_candidates: int) -> bool:
-        """True if a decision may be recorded with so many candidates, which are counted then."""
-        if num_candidates <= _CANDIDATES_PER_DECISION:
-            return num_candidates > 0
-        self._candidate_credit += _CANDIDATES_PER_DECISION
-        if self._candidate_credit < num_candidates:
-            return False
-        self._candidate_credit = 0
-        return True
 
     def _build_table(
         self, numbers: Sequence[int], columns: Sequence[Sequence[Any]]
@@ -360,6 +351,8 @@ class Recordings:
         self._on_change = on_change
         self._active: list[Recording] = []
         self._number = 0
+        # Candidates that may be recorded as of the monotonic second behind (count).
+        self._credit, self._credited_at = _CANDIDATES_PER_S, -math.inf
 
     def __len__(self) -> int:
         return len(self._active)
@@ -395,7 +388,10 @@ class Recordings:
             Its number.
         """
         self._number += 1
-        request = decision.request
+        request, num_candidates = decision.request, len(slim.candidates)
+        if (credit := self._credit + (now - self._credited_at) * _CANDIDATES_PER_S) > 0.0:
+            self._credit = min(credit, _CANDIDATES_PER_S) - num_candidates
+            self._credited_at = now
         chain = decision.block_hashes
         if not chain and request.prompt:
             # A strategy that reads no prefixes is compared with strategies that do.
@@ -410,31 +406,13 @@ class Recordings:
             affinity_seed(request),
             queued_s,
             pool,
+            credit > 0.0,
         )
-        num_candidates = len(slim.candidates)
         for recording in self._active:
-            recording.add(entry, num_candidates=num_candidates)
+            recording.add(entry, num_candidates)
         return self._number
 
-    def add_end(
-        self,
-        number: int,
-        *,
-        status: str,
-        ttft_s: float | None,
-        total_s: float,
-        usage: Mapping[str, int],
-    ) -> None:
-        """Record the end of a request.
-
-        Args:
-            status: HTTP status; empty without response headers.
-            ttft_s: Seconds from the decision to the first token; None where unknown.
-            usage: Tokens that the engine reported, by kind.
-        """
-        read = usage.get
-        entry = rows.EndRow(
-            number, status, ttft_s, total_s, read("prompt"), read("cached"), read("completion")
-        )
+    def add_end(self, end: rows.EndRow) -> None:
+        """Record the end of a request."""
         for recording in self._active:
-            recording.add(entry)
+            recording.add(end)

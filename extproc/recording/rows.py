@@ -171,7 +171,7 @@ class DecisionRow(RecordingRow, frozen=True, omit_defaults=True, tag="decision")
         blocks: Chain of block hashes of the prompt, root first.
         matched_tokens: Prompt tokens predicted as cached on the chosen endpoint.
         conversation_stats: As in `Decision`.
-        candidates: Candidates of the scheduler; None where they were left out.
+        candidates: Candidates of the scheduler; None where decisions came too fast to record all.
     """
 
     n: int
@@ -206,6 +206,7 @@ class EndRow(RecordingRow, frozen=True, omit_defaults=True, tag="end"):
         status: HTTP status; empty without response headers.
         ttft_s: Seconds from the decision to the first chunk of a stream; None where chunks were not
             shown.
+        total_s: Seconds from the decision to the end.
         prompt_tokens: As the engine reported; None where it did not, as are the next two.
         cached_tokens: Of these, tokens found in its cache.
         output_tokens: Tokens of the answer.

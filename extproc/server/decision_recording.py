@@ -21,10 +21,10 @@ from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings, Rotat
 _log = logging.getLogger("extproc.server")
 
 #: Seconds between two batches of rows.
-_BATCH_S: Final = 0.1
+_BATCH_S: Final = 0.25
 
-#: Entries turned into rows at a time (count), between which requests have their turn: some 20 us each.
-_TURN_ENTRIES: Final = 32
+#: Entries turned into rows at a time (count), between which requests have their turn: some 5 us each.
+_TURN_ENTRIES: Final = 128
 
 #: Recordings for clients at a time (count): each costs every request some microseconds.
 MAX_CLIENTS: Final = 4

@@ -207,7 +207,7 @@ class TrafficReader:
             len(self._observed) >= self._max_requests
         ):
             return False
-        chosen = next((c for c in event.candidates if c.endpoint is event.chosen), None)
+        chosen = event.chosen_candidate
         rates = StepTimeModel() if chosen is None else chosen.rates
         if not self._observed:
             self.is_cold = not rates.evidence

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
+from extproc.recording.rows import EndRow
 from extproc.request import UNNAMED, RequestLabels, shorten_id
 from extproc.supervision import ExceptionLog
 from extproc.telemetry.counters import MAX_DEFERRED, REMOVED_ENDPOINT, PoolCounters, ProcessCounters
@@ -299,16 +300,21 @@ class RequestRecorder:
 
     def _record_end(self, record: DecisionRecord, status: str, duration_s: float) -> None:
         """Put the end into recordings; only chunks of a stream show the first token."""
-        recordings, routed_s = self._streams.recordings, max(self._routed_s, 0.0)
+        recordings, read = self._streams.recordings, record.usage.get
         if recordings is None:
             return
-        has_token = self._is_chunked and self._first_chunk_s >= 0.0
+        routed_s = max(self._routed_s, 0.0)
+        has_token = self._first_chunk_s >= 0.0 and self._is_chunked
         recordings.add_end(
-            self._number,
-            status=status,
-            ttft_s=self._first_chunk_s - routed_s if has_token else None,
-            total_s=duration_s - routed_s,
-            usage=record.usage,
+            EndRow(
+                self._number,
+                status,
+                self._first_chunk_s - routed_s if has_token else None,
+                duration_s - routed_s,
+                read("prompt"),
+                read("cached"),
+                read("completion"),
+            )
         )
 
     def on_usage(self, usage: Mapping[str, int]) -> None:

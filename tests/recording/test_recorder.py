@@ -2,6 +2,7 @@ import json
 from collections import Counter
 
 import msgspec
+import pytest
 
 from extproc.decision import Decision
 from extproc.endpoint import NO_LOAD, Candidate, Endpoint, Load, StepTimeModel
@@ -118,7 +119,7 @@ def test_an_end_has_times_and_usage():
     active = recordings.recordings()
     recording = active.start()
     number = add(active, a_decision([a_candidate(1)]))
-    active.add_end(number, status="200", ttft_s=0.5, total_s=2.0, usage={"completion": 7})
+    active.add_end(rows.EndRow(number, "200", 0.5, 2.0, output_tokens=7))
     assert lines(recording)[-1] == {
         "kind": "end",
         "n": number,
@@ -142,16 +143,30 @@ def test_rows_without_room_are_counted_and_noted():
     assert counts["recorded"] == recorder.MAX_ENTRIES
 
 
-def test_candidates_of_large_fleets_are_recorded_now_and_then():
-    """The work of a request has a bound; every decision is there, with or without candidates."""
+@pytest.mark.parametrize(("num_candidates", "per_s", "recorded"), [(8, 1000, 250), (250, 20, 9)])
+def test_a_second_has_so_many_candidates(num_candidates, per_s, recorded):
+    """The work has a bound, however many requests there are; every decision is there."""
     active = recordings.recordings()
     recording = active.start()
-    candidates = [a_candidate(number) for number in range(250)]
-    for _ in range(8):
-        add(active, a_decision(candidates, chosen=3))
+    candidates = [a_candidate(number) for number in range(num_candidates)]
+    for number in range(per_s):
+        add(active, a_decision(candidates, chosen=3), now=10.0 + number / per_s)
     decisions = [line for line in lines(recording) if line["kind"] == "decision"]
-    assert len(decisions) == 8
-    assert sum("candidates" in line for line in decisions) == 2
+    assert len(decisions) == per_s
+    assert sum("candidates" in line for line in decisions) == pytest.approx(recorded, abs=1)
+
+
+def test_a_file_begins_with_candidates():
+    """Those of the next decision are recorded, so that the states of all endpoints are known."""
+    active = recordings.recordings()
+    recording = active.start()
+    candidates = [a_candidate(number) for number in range(1001)]
+    for _ in range(3):
+        add(active, a_decision(candidates))
+        written = lines(recording)
+        recording.restart()
+        assert "candidates" in written[-1]
+        assert {line["kind"] for line in written[1:-1]} == {"endpoint", "state"}
 
 
 def test_neither_prompt_nor_session_is_recorded():

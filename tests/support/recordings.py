@@ -77,13 +77,14 @@ def record(
         return commit(sim_request, outcome)
 
     def ended(sim_request):
-        usage = {"completion": sim_request.work.output_tokens} if shows_usage else {}
         active.add_end(
-            numbers[sim_request.id],
-            status="503" if sim_request.failure else "200",
-            ttft_s=None if math.isnan(sim_request.first_s) else sim_request.first_s,
-            total_s=timeline.now - sim_request.sent_at,
-            usage=usage,
+            rows.EndRow(
+                numbers[sim_request.id],
+                "503" if sim_request.failure else "200",
+                None if math.isnan(sim_request.first_s) else sim_request.first_s,
+                timeline.now - sim_request.sent_at,
+                output_tokens=sim_request.work.output_tokens if shows_usage else None,
+            )
         )
         end(sim_request)
 
