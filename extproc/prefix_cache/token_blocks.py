@@ -102,6 +102,14 @@ class EngineBlocks:
         return self.lower_keys.get(hashed) if key is None else key
 
     @property
+    def spared_ratio(self) -> float:
+        """Share of computing a block that is saved although the device evicted it; 0 without a host.
+
+        Engines that copy blocks to the memory of the host do so before they evict them.
+        """
+        return self.lower_weights[0] if self.lower_bits[0] else 0.0
+
+    @property
     def is_exact(self) -> bool:
         """True while what it holds is known, and nothing else is."""
         return self.is_live and self.is_complete

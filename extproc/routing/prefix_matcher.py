@@ -266,7 +266,8 @@ class ExactMatcher:
         Engines evict what was used longest ago, and so does the estimate, in the order in which
         prompts were sent: it is ahead of the engine by the prompts that wait there. What it has given
         up is lost once those q tokens, less the free ones, are computed. While few wait, the
-        estimate of the size of the cache K is at fault rather: q / (q + `_SIZE_ERROR` K) is lost.
+        estimate of the size of the cache K is at fault rather: q / (q + `_SIZE_ERROR` K) is lost. Of
+        that, what the memory of the host spares is not.
         """
         queued = member.account.queued(now) + member.foreign_tokens
         capacity = member.load.kv_tokens
@@ -276,7 +277,14 @@ class ExactMatcher:
         for engine in self._engines[member.endpoint.address]:
             held += len(engine.keys)
         queued -= max(0, capacity - held * self._exact.index.block_tokens)
-        return queued / (queued + _SIZE_ERROR * capacity) if queued > 0.0 else 0.0
+        if queued <= 0.0:
+            return 0.0
+        return self._lost_ratio(member) * queued / (queued + _SIZE_ERROR * capacity)
+
+    def _lost_ratio(self, member: EndpointSnapshot) -> float:
+        """Share of computing a block again that its eviction costs: less where the host has copies."""
+        engines = self._engines[member.endpoint.address]
+        return 1.0 - (min([engine.spared_ratio for engine in engines]) if engines else 0.0)
 
     def _discount_idle(
         self,
@@ -304,7 +312,7 @@ class ExactMatcher:
             return
         held, (chain, tokens) = corrected[position], prompt
         shared = min(held, tokens[account.count_open_blocks(chain)])
-        share = lacking / (lacking + _SIZE_ERROR * load.kv_tokens)
+        share = self._lost_ratio(member) * lacking / (lacking + _SIZE_ERROR * load.kv_tokens)
         if shared < held:
             corrected[position] = held - int((held - shared) * share)
             self._sources[member.endpoint.address] = "both"

@@ -119,13 +119,29 @@ def test_a_prompt_that_was_just_sent_is_believed_until_its_events_come(pool):
     assert pool.matched() == {A: 0, B: 16}
 
 
+def copy_to_host(pool, weight):
+    """Let the memory of a host hold a block of another prompt, and spare so much of computing it."""
+    index, engine = pool.exact.index, pool.engines[A]
+    index.apply(engine, BlockStored([99], None, TOKENS[-SIZE:].tobytes(), SIZE, medium="CPU"))
+    index.set_lower_weight(engine, 0, weight)
+
+
 @pytest.mark.parametrize(
-    ("queued", "free", "expected"),
-    [(0, 0, 320), (1_000, 1_600, 320), (16, 0, 200), (1_000_000, 0, 80)],
+    ("queued", "free", "spared", "expected"),
+    [
+        (0, 0, 0.0, 320),
+        (1_000, 1_600, 0.0, 320),
+        (16, 0, 0.0, 200),
+        (1_000_000, 0, 0.0, 80),
+        (1_000_000, 0, 0.5, 200),
+        (1_000_000, 0, 1.0, 320),
+    ],
 )
-def test_what_prompts_ahead_will_evict_does_not_count(pool, queued, free, expected):
-    """As far as the estimate has given it up: it is ahead of the engine by what waits there."""
+def test_what_prompts_ahead_will_evict_does_not_count(pool, queued, free, spared, expected):
+    """As far as the estimate has given it up, and no copy on the host spares it."""
     pool.store(A, 20)
+    if spared:
+        copy_to_host(pool, spared)
     pool.map_prompt()
     member = pool.fixture.store.pool.members[0]
     sent = member.account.open("", 1, cached_tokens=0, now=-9.0)
@@ -147,19 +163,22 @@ def test_what_prompts_ahead_will_evict_does_not_count(pool, queued, free, expect
 
 
 @pytest.mark.parametrize(
-    ("waiting", "context_tokens", "is_shared", "expected"),
+    ("waiting", "context_tokens", "is_shared", "spared", "expected"),
     [
-        (0, 100_000, False, 320),
-        (2, 80, False, 320),
-        (4, 100_000, False, 0),
-        (4, 100_000, True, 256),
+        (0, 100_000, False, 0.0, 320),
+        (2, 80, False, 0.0, 320),
+        (4, 100_000, False, 0.0, 0),
+        (4, 100_000, True, 0.0, 256),
+        (4, 100_000, False, 0.75, 240),
     ],
 )
 def test_idle_blocks_do_not_count_where_requests_wait_for_memory(
-    pool, waiting, context_tokens, is_shared, expected
+    pool, waiting, context_tokens, is_shared, spared, expected
 ):
     """They are evicted before it begins; what open requests have in common with it stays."""
     pool.store(A, 20)
+    if spared:
+        copy_to_host(pool, spared)
     pool.map_prompt()
     member = pool.fixture.store.pool.members[0]
     account = member.account
