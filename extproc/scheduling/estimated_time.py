@@ -220,7 +220,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         after = GOALS[self.goal]
         own, others, waiting = after * self.own_share, after * self.others_share, self.waiting_share
         both, half_answer, fresh = (own + others) * answer, 0.5 * answer, _FRESH * answer
-        ceiling, roomy = self.kv_ceiling, self.crowding_start
+        ceiling, roomy, shown = self.kv_ceiling, self.crowding_start, 1.0 + _FRESH
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
@@ -241,18 +241,27 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             step_s = rates.step_s
             iteration = step_s + per_sequence * batch
             cost = work + _ITERATIONS * iteration
-            cost += batch * (both * per_sequence + others * work)
             queued, there = c.queued_tokens, 0.0
-            if queued:
-                line = queued * per_request
-                there = line if line < batch else batch  # noqa: FURB136 - a call, as above
+            if batch:
+                cost += batch * (both * per_sequence + others * work)
+                if queued:
+                    line = queued * per_request
+                    there = line if line < batch else batch  # noqa: FURB136 - a call, as above
+                    cost += queued * per_token
+                if (age := c.age_s) > fresh * step_s:
+                    # `_share_unseen`, written out.
+                    age = age if age < sending_s else sending_s  # noqa: FURB136
+                    alone = answer * step_s + work
+                    alone = alone if alone > _SHORTEST_S else _SHORTEST_S  # noqa: FURB136
+                    if age > _FRESH * alone:
+                        share = shown * (1.0 - alone / (alone + age)) - _FRESH
+                        unseen = batch * (share * share)
+                        if unseen > there:  # noqa: PLR1730
+                            there = unseen
+                if there:
+                    cost += waiting * work * there
+            elif queued:
                 cost += queued * per_token
-            if c.age_s > fresh * step_s:
-                unseen = batch * _share_unseen(c.age_s, sending_s, answer * step_s + work)
-                if unseen > there:  # noqa: PLR1730 - a call, as above
-                    there = unseen
-            if there:
-                cost += waiting * work * there
             load = c.load
             if matched < best:
                 delayed = batch + (load.waiting or 0.0)
