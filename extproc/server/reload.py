@@ -169,15 +169,10 @@ class Reloader:
     async def _reload(self, edited: Sequence[str]) -> ReloadResult:
         restart: tuple[str, ...] = ()
         try:
-            # In a thread: a long file takes longer than a request may wait.
+            # In a thread: a long file takes longer than a request may wait, to read and to compare.
             written = await asyncio.to_thread(self._source.read)
-            restart = tuple(reloading.find_restart_fields(self._initial, written))
-            in_force = reloading.apply_live_fields(self._initial, written)
-            loader.check_compatible(in_force, where="the configuration")
-            changes = (
-                *reloading.find_changes(self._applied, in_force),
-                *reloading.find_edited_plugins(in_force, edited),
-            )
+            restart = await asyncio.to_thread(self._find_restart_fields, written)
+            in_force, changes = await asyncio.to_thread(self._compare, written, edited)
             self._apply_settings(in_force)
         except ConfigError as error:
             # What is new may lean on what the process does not have yet.
@@ -191,6 +186,22 @@ class Reloader:
             name: self._stamps.get(name, stamp) for name, stamp in self._read_stamps().items()
         }
         return ReloadResult(changes=changes, restart=restart, settings=in_force)
+
+    def _find_restart_fields(self, written: Settings) -> tuple[str, ...]:
+        return tuple(reloading.find_restart_fields(self._initial, written))
+
+    def _compare(
+        self, written: Settings, edited: Sequence[str]
+    ) -> tuple[Settings, tuple[reloading.Change, ...]]:
+        """Settings that are to be in force, and what they change.
+
+        Raises:
+            ConfigError: They do not fit together.
+        """
+        in_force = reloading.apply_live_fields(self._initial, written)
+        loader.check_compatible(in_force, where="the configuration")
+        changes = reloading.find_changes(self._applied, in_force)
+        return in_force, (*changes, *reloading.find_edited_plugins(in_force, edited))
 
     def _read_stamps(self) -> dict[str, _Stamp]:
         return {name: _stamp(name) for name in self._source.files(self._file_settings)}

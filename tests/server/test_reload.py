@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import threading
 
 import pytest
 
@@ -126,6 +127,26 @@ def test_reloader_reads_again_a_file_that_changed_during_the_read(scene):
     assert scene.routed() == "round-robin"
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "least-request"
+
+
+def test_settings_are_compared_beside_the_event_loop(scene, monkeypatch):
+    """Those of hundreds of pools take longer than a request may wait."""
+    threads = set()
+
+    def note(method):
+        def noting(*arguments):
+            threads.add(threading.current_thread())
+            return method(*arguments)
+
+        return noting
+
+    for name in ("find_restart_fields", "apply_live_fields", "find_changes"):
+        monkeypatch.setattr(reloading, name, note(getattr(reloading, name)))
+    scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\n")
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "round-robin"
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_changed_symlink_is_a_change(tmp_path):
