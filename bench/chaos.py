@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench import chaos_site, hostile_requests, rig, steady_client
+from bench import chaos_site, hostile_requests, rig, robustness, steady_client
 from bench.chaos_site import ChaosEngine, ChaosSite
 from bench.hostile_watch import MIB
 from extproc.routing import peer_sync
@@ -52,8 +52,8 @@ FLOOD_S = 2.0
 #: Seconds after the chaos until accounts must be zero.
 CALM_S = 10.0
 
-#: What the native transport ended, by limit.
-_LIMITS = "extproc_http2_limits_total"
+#: What the native transport ended, by limit, and what came of KV events and of prompts to render.
+_COUNTED = tuple(robustness.CHAOS_COUNTS)
 
 _BROKEN = (
     "pools: [{name: \0}]",
@@ -299,7 +299,7 @@ async def run(
         accounts = await site.picker.accounts()
         metrics = await site.picker.metrics()
         chaos.counts |= {
-            name: int(value) for name, value in metrics.items() if name.startswith(_LIMITS)
+            name: int(value) for name, value in metrics.items() if name.startswith(_COUNTED)
         }
         sampling.cancel()
         return judged(site, chaos, outcomes, samples, accounts, began=began, ended=ended)

@@ -17,6 +17,14 @@ def describe_run(result: Mapping[str, Any]) -> str:
     )
 
 
+#: Counters that a chaos run sums up, by what they are called there.
+CHAOS_COUNTS: Mapping[str, str] = {
+    "extproc_http2_limits_total": "connections ended for floods of HTTP/2 frames",
+    "extproc_kv_event_batches_total": "batches of KV events",
+    "extproc_mapped_prompts_total": "prompts to render",
+}
+
+
 def chaos_table(result: Mapping[str, Any]) -> str:
     """Return the bars of a chaos run, and what happened in it."""
     rows = ["| bar | wanted | measured | |", "|---|---|---|---|"]
@@ -31,10 +39,10 @@ def chaos_table(result: Mapping[str, Any]) -> str:
         "entries": "foreign entries in Redis",
         "edits": "edits of files",
     }
-    flood = "extproc_http2_limits_total"
-    other = {name: n for name, n in result["other"].items() if not name.startswith(flood)}
-    floods = sum(n for name, n in result["other"].items() if name.startswith(flood))
-    counts = result["engines"] | other | {"connections ended for floods of HTTP/2 frames": floods}
+    counts = dict(result["engines"])
+    for name, count in result["other"].items():
+        metric = CHAOS_COUNTS.get(name.partition("{")[0], name)
+        counts[metric] = counts.get(metric, 0) + count
     events = ", ".join(f"{names.get(name, name)} {count}" for name, count in counts.items())
     hostile = sum(result["hostile_answers"].values())
     return "\n".join(
