@@ -23,6 +23,10 @@ from extproc.prefix_cache.token_blocks import EngineBlocks, TokenBlockIndex
 #: has fewer. A million take 8 MB, and the table of their byte blocks some 40 MB: 16 million tokens.
 MAX_MAPPED_BLOCKS: Final = 1_000_000
 
+#: Blocks that a prompt counts as besides (count): clients choose how short prompts are, and one takes some
+#: kilobyte, and a microsecond to evict.
+_PROMPT_BLOCKS: Final = 32
+
 #: Seconds after a prompt was sent, within which its events may not be there yet, although its request
 #: is over.
 _SETTLE_S: Final = 2.0
@@ -118,7 +122,7 @@ class MappedPrompt:
     @property
     def num_blocks(self) -> int:
         """Token blocks that it counts as (count): engines may have blocks of any size."""
-        return max(len(self.keys), len(self.chain))
+        return _PROMPT_BLOCKS + max(len(self.keys), len(self.chain))
 
 
 class PromptMap:

@@ -119,7 +119,7 @@ def test_a_prompt_of_too_many_blocks_is_not_mapped():
 
 def test_oldest_prompts_are_given_up_with_what_only_they_have():
     """Blocks that a later prompt shares stay."""
-    prompts = PromptMap(SCHEDULE.cuts, max_blocks=50)
+    prompts = PromptMap(SCHEDULE.cuts, max_blocks=50 + 2 * 32)
     for letter in b"abcdefgh":
         prompt = SYSTEM + bytes([letter]) * 160
         keys = kv_events.block_keys(1, tokens(prompt).tobytes(), SIZE)
@@ -128,18 +128,18 @@ def test_oldest_prompts_are_given_up_with_what_only_they_have():
     assert prompts.find(chain(SYSTEM + b"a" * 160))[2] == 10
     assert prompts.covers(chain(SYSTEM + b"h" * 160))
     assert not prompts.covers(chain(SYSTEM + b"a" * 160))
-    prompts.add(chain(SYSTEM), [1] * 60, tokens=240, block_tokens=SIZE, prompt_bytes=160)
+    prompts.add(chain(SYSTEM), [1] * 120, tokens=480, block_tokens=SIZE, prompt_bytes=160)
     assert len(prompts) == 2
 
 
 def test_prompts_without_a_full_block_are_given_up_too():
     """Of engines with long blocks, and of one that answers with a single token for every prompt."""
-    prompts = PromptMap(SCHEDULE.cuts, max_blocks=50)
+    prompts = PromptMap(SCHEDULE.cuts, max_blocks=850)
     for number in range(100):
         prompt = b"%08d" % number * 20
         prompts.add(chain(prompt), [], tokens=1, block_tokens=SIZE, prompt_bytes=len(prompt))
         prompts.add(chain(prompt), [], tokens=1, block_tokens=SIZE, prompt_bytes=len(prompt))
-    assert len(prompts) == 50 // len(chain(prompt)) == 25
+    assert len(prompts) == 850 // (32 + len(chain(prompt))) == 25
     assert prompts.covers(chain(prompt))
     assert len(prompts._at) == 50
 
@@ -225,6 +225,14 @@ def test_a_prompt_remembers_few_engines():
         prompt = b"%08d" % number * 8
         add(prefixes, prompt)
         assert list(prefixes.match(chain(prompt)).prompt.sent) == addresses
+
+
+def test_short_prompts_are_few():
+    """Short prompts take memory, and time when they are evicted, and clients choose their length."""
+    prompts = PromptMap(SCHEDULE.cuts, max_blocks=3300)
+    for number in range(200):
+        prompts.add([number], [number], tokens=5, block_tokens=SIZE, prompt_bytes=64)
+    assert len(prompts) == 100
 
 
 class SentRequestFixture:

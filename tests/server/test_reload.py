@@ -130,7 +130,7 @@ def test_reloader_reads_again_a_file_that_changed_during_the_read(scene):
 
 
 def test_settings_are_compared_beside_the_event_loop(scene, monkeypatch):
-    """Those of hundreds of pools take longer than a request may wait."""
+    """Settings of hundreds of pools take longer to compare than a request may wait."""
     threads = set()
 
     def note(method):
