@@ -13,7 +13,7 @@ last w of ours were not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class InflightLoad:
         opened: Reservations ever opened (count).
         answered: Requests closed with an answer (count, cumulative).
         served: Of these, requests with a prompt that this replica sent itself.
+        answered_s: Seconds that those answered took, summed (cumulative).
+        answered_tokens: Their uncached prompt tokens, summed.
         ran: Adapter or model names of requests answered since the last scrape.
         texts: Text prompts answered since the last comparison with the engine's counters:
             [requests, bytes of text] by adapter or model name.
@@ -86,6 +88,8 @@ class InflightLoad:
         "adapter_slots",
         "adapters",
         "answered",
+        "answered_s",
+        "answered_tokens",
         "answers",
         "at",
         "done",
@@ -124,6 +128,8 @@ class InflightLoad:
         self.opened = 0
         self.answered = 0
         self.served = 0
+        self.answered_s = 0.0
+        self.answered_tokens = 0
         self._idle_s = self._turned_at = 0.0
         self._idled = 0
         self.ran: set[str] = set()
@@ -286,6 +292,11 @@ class InflightLoad:
                 count += bool(reservation.prompt_tokens) and not reservation.from_peers
         return count
 
+    def open_work(self, now: float) -> Iterator[tuple[float, int]]:
+        """Seconds that each open request is open, and its uncached prompt tokens."""
+        for reservation in self._open:
+            yield now - reservation.at, reservation.uncached_tokens
+
     def set_drain_rate(self, rates: StepTimeModel, requests: float) -> None:
         """Set how fast queued work drains."""
         self.iteration_s = rates.iteration_s(requests)
@@ -358,6 +369,8 @@ class InflightLoad:
     def _remember(self, reservation: Reservation, now: float) -> None:
         """Keep the facts of an answer that estimators read; bounded."""
         self.answered += 1
+        self.answered_s += now - reservation.at
+        self.answered_tokens += reservation.uncached_tokens
         if reservation.prompt_tokens:
             prefill_s = reservation.uncached_tokens / self.tokens_per_s
             self.answers.guess((now - reservation.at - prefill_s) / self.iteration_s)

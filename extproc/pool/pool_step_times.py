@@ -1,21 +1,41 @@
-"""Step time estimators of a pool: per engine, with the mean of the pool as prior."""
+"""Step time estimators of a pool: per engine, with the mean of those that look alike as prior."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
+from extproc.endpoint import DEFAULT_STEP_TIMES, NO_LOAD, Load, StepTimeModel
 from extproc.pool import step_time_estimator
+from extproc.pool.answer_pace import AnswerPace
 from extproc.pool.request_tokens import AnswerTokens
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.step_time_estimator import StepTimeEstimator
 
 #: Seconds for which what the pool has shown stands: to work it out is a walk over all members.
 _STANDS_S = 1.0
+
+#: Steps in which sizes of KV caches count as alike, as a share. Engines of one model on one machine
+#: differ by a few blocks; half of the memory, or another model, is several steps.
+_SIZE_STEP = 0.1
+
+#: Kind of an engine, by what its page says of it: engine type, and size of the KV cache in steps.
+_Kind: TypeAlias = tuple[str, int]
+
+
+class _Shown(NamedTuple):
+    """Mean step times of engines with evidence, at the speed of the median and of the fastest one."""
+
+    typical: StepTimeModel
+    fastest: StepTimeModel
+
+
+_NOTHING = _Shown(DEFAULT_STEP_TIMES, DEFAULT_STEP_TIMES)
 
 
 class PoolStepTimeEstimators:
@@ -25,66 +45,147 @@ class PoolStepTimeEstimators:
         "_answers",
         "_at",
         "_by_incarnation",
-        "_fastest",
         "_is_changed",
-        "_pooled",
+        "_kinds",
+        "_paced_at",
+        "_paces",
+        "_pool",
         "_shared",
+        "_shown",
     )
 
     def __init__(self, answers: AnswerTokens | None = None) -> None:
         self._answers = answers or AnswerTokens()
         self._by_incarnation: dict[int, StepTimeEstimator] = {}
-        self._at = -math.inf
-        self._pooled = self._fastest = self._shared = DEFAULT_STEP_TIMES
+        self._kinds: dict[int, _Kind] = {}
+        self._paces: dict[int, AnswerPace] = {}
+        self._at = self._paced_at = -math.inf
+        self._pool = _NOTHING
+        self._shown: Mapping[_Kind, _Shown] = {}
+        #: Typical step times that members without evidence were given, of the pool and by kind.
+        self._shared: Mapping[_Kind | None, StepTimeModel] = {None: DEFAULT_STEP_TIMES}
         self._is_changed = False
 
     def on_endpoint_added(self, incarnation: int) -> StepTimeEstimator:
         """Start the estimator of a new endpoint at the mean of the pool."""
-        learner = StepTimeEstimator(self._pooled, self._answers)
+        learner = StepTimeEstimator(self._pool.typical, self._answers)
         self._by_incarnation[incarnation] = learner
         return learner
 
     def on_endpoint_removed(self, incarnation: int) -> None:
         """Drop the estimator of an endpoint."""
         del self._by_incarnation[incarnation]
+        self._kinds.pop(incarnation, None)
+        self._paces.pop(incarnation, None)
 
-    def with_pool_prior(self, incarnation: int, now: float) -> StepTimeEstimator:
-        """Estimator of an endpoint, its prior the pool mean, at most a second old."""
+    def with_pool_prior(
+        self, incarnation: int, now: float, load: Load = NO_LOAD
+    ) -> StepTimeEstimator:
+        """Estimator of an endpoint, its prior the mean of its kind, at most a second old.
+
+        Where no engine of its kind has shown step times, it is the mean of the pool.
+
+        Args:
+            load: What its page says; without a page it is of no kind.
+        """
         if now - self._at >= _STANDS_S:
             self._at = now
-            self._pooled, self._fastest = self._now()
-            self._is_changed = self._is_changed or not step_time_estimator.are_close(
-                self._pooled, self._shared
-            )
+            self._learn()
         learner = self._by_incarnation[incarnation]
-        learner.set_prior(self._fastest if learner.is_unexplored else self._pooled)
+        shown = self._pool
+        kv_tokens = load.kv_tokens
+        if kv_tokens:
+            kind = self._kinds[incarnation] = _kind(load.engine, kv_tokens)
+            shown = self._shown.get(kind, shown)
+        learner.set_prior(shown.fastest if learner.is_unexplored else shown.typical)
         return learner
 
     def share(self, members: Sequence[EndpointSnapshot], now: float) -> Sequence[EndpointSnapshot]:
-        """Members, with what the pool shows now for those that have shown no step times.
+        """Members, with what others and their answers show now of those that have no step times.
 
-        The same object while what the pool shows is what it was the last time.
+        The same object while that is what it was the last time.
         """
+        if now - self._paced_at >= _STANDS_S:
+            self._paced_at = now
+            self._is_changed |= self._observe_answers(members, now)
         if not self._is_changed:
             return members
-        self._is_changed, self._shared = False, self._pooled
+        self._is_changed, self._shared = False, self._typical()
         return tuple(
-            member
-            if member.rates.evidence
-            else msgspec.structs.replace(
-                member, rates=self.with_pool_prior(member.endpoint.incarnation, now).pooled_rates
-            )
+            member if member.rates.evidence else self._with_shared(member, now)
             for member in members
         )
 
-    def _now(self) -> tuple[StepTimeModel, StepTimeModel]:
-        """Mean of the engines with evidence, at the speed of the median and of the fastest one."""
-        shown = [learner for learner in self._by_incarnation.values() if learner.rates.evidence]
-        if not shown:
-            return DEFAULT_STEP_TIMES, DEFAULT_STEP_TIMES
-        mean = step_time_estimator.pool_mean([learner.rates_at_pool_speed for learner in shown])
-        mean = msgspec.structs.replace(mean, evidence=float(len(shown)))
-        slowness = [learner.slowness for learner in shown]
-        return step_time_estimator.scaled(mean, median(slowness)), step_time_estimator.scaled(
-            mean, min(slowness)
-        )
+    def _with_shared(self, member: EndpointSnapshot, now: float) -> EndpointSnapshot:
+        learner = self.with_pool_prior(member.endpoint.incarnation, now, member.load)
+        rates = learner.pooled_rates
+        if learner.is_paced:
+            member.account.set_drain_rate(rates, member.account.in_flight + member.foreign)
+        return msgspec.structs.replace(member, rates=rates)
+
+    def _observe_answers(self, members: Sequence[EndpointSnapshot], now: float) -> bool:
+        """Note how long answers take where an engine shows no step times; True if that changed."""
+        learners = [self._by_incarnation[member.endpoint.incarnation] for member in members]
+        if all(learner.rates.evidence for learner in learners):
+            return False
+        paced: list[tuple[StepTimeEstimator, float, float]] = []
+        counted: list[float] = []
+        shown: list[float] = []
+        for member, learner in zip(members, learners, strict=True):
+            account, evidence = member.account, learner.rates.evidence
+            pace = self._paces.setdefault(member.endpoint.incarnation, AnswerPace())
+            pace.update(account, now)
+            # Of an engine whose speed is known, a request that hangs says nothing.
+            open_work = () if evidence else account.open_work(now)
+            slowness = pace.slowness(account, learner.due_rates, open_work)
+            paced.append((learner, slowness, pace.answers))
+            if pace.is_known:
+                (counted if evidence else shown).append(slowness)
+        # Answers that are longer than the counters say are so on all engines.
+        usual = median(counted or shown or [1.0])
+        changed = [
+            learner.set_pace(slowness / usual, answers) for learner, slowness, answers in paced
+        ]
+        return any(changed)
+
+    def _learn(self) -> None:
+        """Work out what the pool, and each kind of engine in it, has shown."""
+        shown: dict[_Kind | None, list[StepTimeEstimator]] = defaultdict(list)
+        for incarnation, learner in self._by_incarnation.items():
+            if learner.rates.evidence:
+                shown[None].append(learner)
+                kind = self._kinds.get(incarnation)
+                if kind is not None:
+                    shown[kind].append(learner)
+        self._pool = _summarize(shown[None])
+        self._shown = {
+            kind: _summarize(learners) for kind, learners in shown.items() if kind is not None
+        }
+        if not self._is_changed:
+            here, before = self._typical(), self._shared
+            self._is_changed = here.keys() != before.keys() or not all(
+                step_time_estimator.are_close(typical, before[kind])
+                for kind, typical in here.items()
+            )
+
+    def _typical(self) -> dict[_Kind | None, StepTimeModel]:
+        typical: dict[_Kind | None, StepTimeModel] = {None: self._pool.typical}
+        typical.update((kind, shown.typical) for kind, shown in self._shown.items())
+        return typical
+
+
+def _kind(engine: str, kv_tokens: int) -> _Kind:
+    return engine, round(math.log(kv_tokens) / _SIZE_STEP)
+
+
+def _summarize(shown: Iterable[StepTimeEstimator]) -> _Shown:
+    learners = list(shown)
+    if not learners:
+        return _NOTHING
+    mean = step_time_estimator.pool_mean([learner.rates_at_pool_speed for learner in learners])
+    mean = msgspec.structs.replace(mean, evidence=float(len(learners)))
+    slowness = [learner.slowness for learner in learners]
+    return _Shown(
+        step_time_estimator.scaled(mean, median(slowness)),
+        step_time_estimator.scaled(mean, min(slowness)),
+    )

@@ -60,6 +60,9 @@ _USUAL = 0.25
 #: (`python -m bench.proof --only heterogeneous --columns adaptive --seeds 8`).
 _ALIKE = 0.4
 
+#: Change of the pace of answers that rates follow, as a share of it.
+_PACE_CHANGE = 0.1
+
 #: Windows with adapter loads remembered, and wanted before their median counts. Loads are seen a
 #: scrape late or early now and then, so some windows say nonsense.
 _MOST_LOADS, _ENOUGH_LOADS = 9, 3
@@ -96,6 +99,7 @@ class StepTimeEstimator:
         "_loads",
         "_off",
         "_outputs",
+        "_pace",
         "_prior",
         "_row_at",
         "_rows",
@@ -130,6 +134,7 @@ class StepTimeEstimator:
         self._outputs: EngineCounters | None = None
         self._steps: float | None = None  # at the last scrape
         self._shown = False  # by the engine, how long adapters take
+        self._pace = 1.0  # seconds of this engine for one of the prior, by its answers
 
     def set_prior(self, prior: StepTimeModel) -> None:
         """Take another prior.
@@ -141,6 +146,22 @@ class StepTimeEstimator:
         if prior.evidence > bool(self.rates.evidence):
             self._prior = _unknowns(prior)
             self._weight = _STRONG
+
+    def set_pace(self, slowness: float, answers: float) -> bool:
+        """Take in how long answers take; that counts until the engine has shown step times.
+
+        Args:
+            slowness: Seconds of this engine for one second of the prior.
+            answers: Answers that show it (count). Each is taken to differ by as much as it takes.
+
+        Returns:
+            True if rates change by it.
+        """
+        pace = shrunk(slowness, 1.0, noise=1.0 / (1.0 + answers))
+        if self.rates.evidence or abs(pace - self._pace) <= _PACE_CHANGE * self._pace:
+            return False
+        self._pace = pace
+        return True
 
     def update(
         self,
@@ -289,11 +310,16 @@ class StepTimeEstimator:
 
     @property
     def is_unexplored(self) -> bool:
-        """True if the engine counts its work, has none, and did none yet that shows its speed.
+        """True if the engine counts its work, has none, and nothing shows its speed yet.
 
         It is believed to be as fast as the fastest, so that it gets requests and shows whether it is.
         """
-        return self._is_counting and self._is_idle and not self.rates.evidence
+        return self._is_counting and self._is_idle and not self.rates.evidence and not self.is_paced
+
+    @property
+    def is_paced(self) -> bool:
+        """True if the answers of an engine without step times say that it is unlike its pool."""
+        return self._pace != 1.0 and not self.rates.evidence
 
     def _likely(self, shown: float, prior: float) -> float:
         """Estimate between a prior and what was shown: the prior where windows err by as much.
@@ -301,11 +327,9 @@ class StepTimeEstimator:
         Engines of a pool mostly are alike, and a difference that is noise would send one of them
         more than its share.
         """
-        if not self._windows or shown == prior:
+        if not self._windows:
             return prior
-        noise = _ALIKE * _ALIKE + _USUAL * _USUAL / self._windows
-        off = (shown - prior) / min(shown, prior)
-        return prior + (shown - prior) * max(0.0, 1.0 - noise / (off * off))
+        return shrunk(shown, prior, noise=_USUAL * _USUAL / self._windows)
 
     @property
     def _anchored(self) -> Sequence[float]:
@@ -336,7 +360,7 @@ class StepTimeEstimator:
         if self._weight is _WEAK:
             return own
         if not own.evidence:
-            return _with_unknowns(self._prior, own)
+            return scaled(_with_unknowns(self._prior, own), self._pace)
         fresh = 1.0 if self._last is None else self._freshness(self._last.at)
         settled = [
             there + fresh * (self._likely(shown, anchor) - there)
@@ -346,6 +370,11 @@ class StepTimeEstimator:
         ]
         settled[_LOADING] = own.adapter_load_s if self._loading_known else self._prior[_LOADING]
         return _with_unknowns(settled, own)
+
+    @property
+    def due_rates(self) -> StepTimeModel:
+        """The same, by which answers are due: of an engine without evidence those of the prior."""
+        return self.pooled_rates if self.rates.evidence else _with_unknowns(self._prior, self.rates)
 
     @property
     def _loading_known(self) -> bool:
@@ -411,6 +440,18 @@ def engine_restarted(before: Load, after: Load) -> bool:
         (before.counters.generated_tokens, after.counters.generated_tokens),
     )
     return any(old is not None and new is not None and new < old for old, new in pairs)
+
+
+def shrunk(shown: float, prior: float, *, noise: float) -> float:
+    """Estimate between a prior and what was shown: the prior where those are alike.
+
+    Args:
+        noise: Squared share by which what was shown errs.
+    """
+    if shown == prior:
+        return prior
+    off = (shown - prior) / min(shown, prior)
+    return prior + (shown - prior) * max(0.0, 1.0 - (_ALIKE * _ALIKE + noise) / (off * off))
 
 
 def scaled(rates: StepTimeModel, factor: float) -> StepTimeModel:

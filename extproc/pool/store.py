@@ -238,7 +238,7 @@ class PoolStore:
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
         account.record_scrape(sent=token.sent, written=token.written, waiting=queued, now=now)
-        learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now)
+        learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now, load)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
         learner.update(
@@ -266,10 +266,14 @@ class PoolStore:
                 models=None if restart else member.models,
             )
         )
+        self._share_step_times(now)
+        return ObservedPage(member, load, rates, restart)
+
+    def _share_step_times(self, now: float) -> None:
+        """Give members what the pool, and answers, show of those that show no step times."""
         members = self._estimators.share(self.pool.members, now)
         if members is not self.pool.members:
             self.pool = msgspec.structs.replace(self.pool, members=members)
-        return ObservedPage(member, load, rates, restart)
 
     def scrape_failed(self, token: ScrapeToken, reason: str, now: float) -> None:
         """Count a failed scrape; the last load stays and ages.
@@ -283,6 +287,7 @@ class PoolStore:
         lost = reason in NO_CONNECTION
         failures = member.failures + 1 if lost else 0
         self._replace_member(msgspec.structs.replace(member, failures=failures, failure=reason))
+        self._share_step_times(now)
         if member.endpoint.rank is not None and member.endpoint.rank.index:
             return  # the health of the engine, which its first rank reports
         self.outlier_detector.record_scrape_failure(

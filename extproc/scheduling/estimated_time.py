@@ -52,7 +52,7 @@ _SHORTEST_S = 1e-3
 
 #: Factors of the weights of seconds after the first token, by goal. What they come to:
 #: docs/concepts/adaptive.md#goals.
-GOALS: Mapping[str, float] = {"first-token": 0.3, "balanced": 1.0, "throughput": 10.0}
+GOALS: Mapping[str, float] = {"balanced": 1.0, "throughput": 10.0}
 
 # Looking a member up in its enum takes as long as all the rest of a comparison.
 _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
@@ -144,9 +144,9 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     nothing, on every endpoint alike.
 
     Attributes:
-        goal: What counts more: the first token, or the whole answer and with it throughput. Seconds after the
-            first token, `own_share` and `others_share`, count 0.3 times as much, as they are, or ten
-            times as much.
+        goal: What counts more: the first token, or the whole answer and with it throughput. Seconds
+            after the first token, `own_share` and `others_share`, count as they are, or ten times as
+            much.
         own_share: Seconds of a slower answer that weigh as much as one second of a later first
             token. Simulated, 0.2 brings first tokens of prompts that share nothing 7 % later; with
             0.05 full engines answer 5 % less, as their batches grow unlike.
@@ -187,7 +187,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         }
     )
 
-    goal: Literal["first-token", "balanced", "throughput"] = "balanced"
+    goal: Literal["balanced", "throughput"] = "balanced"
     own_share: float = 0.07
     others_share: float = 0.02
     waiting_share: float = 1.0
@@ -219,7 +219,11 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         ) = terms
         after = GOALS[self.goal]
         own, others, waiting = after * self.own_share, after * self.others_share, self.waiting_share
-        both, half_answer, fresh = (own + others) * answer, 0.5 * answer, _FRESH * answer
+        half_answer, fresh = 0.5 * answer, _FRESH * answer
+        # Iterations that a sequence more makes longer: those until the first token, and those after.
+        longer = _ITERATIONS + (own + others) * answer
+        # Comparisons with a boolean take half as long as those with a number or a string.
+        adapter, crowds = bool(context.adapter), continued > 0.0
         ceiling, roomy, shown = self.kv_ceiling, self.crowding_start, 1.0 + _FRESH
         costs: list[float] = []
         add = costs.append
@@ -239,11 +243,10 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
             step_s = rates.step_s
-            iteration = step_s + per_sequence * batch
-            cost = work + _ITERATIONS * iteration
+            cost = work + _ITERATIONS * step_s
             queued, there = c.queued_tokens, 0.0
             if batch:
-                cost += batch * (both * per_sequence + others * work)
+                cost += batch * (longer * per_sequence + others * work)
                 if queued:
                     line = queued * per_request
                     there = line if line < batch else batch  # noqa: FURB136 - a call, as above
@@ -266,11 +269,13 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             if matched < best:
                 delayed = batch + (load.waiting or 0.0)
                 cost += wasted * delayed * (best - matched) * per_token
-            place = c.residency
-            if place is not _RESIDENT and place is not _IDLE:
-                delayed = waiting * there
-                delayed += reloaded * (batch + (load.waiting or 0.0))
-                cost += self._loading(c, answer * iteration, delayed)
+            if adapter:
+                place = c.residency
+                if place is not _RESIDENT and place is not _IDLE:
+                    delayed = waiting * there
+                    delayed += reloaded * (batch + (load.waiting or 0.0))
+                    iteration = step_s + per_sequence * batch
+                    cost += self._loading(c, answer * iteration, delayed)
             usage = load.kv_usage
             if usage is not None:
                 blocks, size = load.kv_blocks, load.block_tokens
@@ -285,10 +290,11 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                         held = active
                     if held + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-                    if continued:
+                    if crowds:
                         held = conversations_per_open * active
-                        if batch > c.in_flight:
-                            held *= batch / (c.in_flight or 1)
+                        own = c.in_flight
+                        if batch - own > 0.0:  # to compare a float with an integer takes longer
+                            held *= batch / (own or 1)
                         if held + uncached + growth > roomy * capacity:
                             cost += self._crowding(
                                 continued, tokens + growth, conversations_per_open, c

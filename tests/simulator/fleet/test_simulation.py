@@ -237,6 +237,34 @@ def test_an_engine_that_was_slow_gets_requests_again():
     assert share(250.0, 350.0) > 0.15
 
 
+def count_by_engine(definition, *, since_s):
+    """Requests of each engine that were sent from a time on."""
+    sent = lost_nothing(a_simulation(definition)).requests
+    nodes = [request.node for request in sent if request.sent_at >= since_s]
+    return [nodes.count(n) for n in range(sum(group.count for group in definition.fleet))]
+
+
+def test_a_slow_engine_that_shows_nothing_gets_few_requests():
+    """Without a page, how long its answers take says that it has a quarter of the others' speed."""
+    fleet = [
+        scenario.EngineGroup(count=2, profile="l4-8b-fp8"),
+        scenario.EngineGroup(count=1, profile="l4-8b-fp8", speed=0.25, has_metrics=False),
+    ]
+    workload = independent(300, prompt=spread_out(300), output=spread_out(60))
+    definition = a_scenario(workload, fleet=fleet, client=client.Client(rate_per_s=1.0))
+    *_, slow = counts = count_by_engine(definition, since_s=60.0)
+    assert slow < 0.05 * sum(counts)
+
+
+def test_equal_engines_share_the_requests_of_one_prompt():
+    """A prefix that all requests begin with is copied, also where no engine has much to do."""
+    workload = conversations(1600, turns=exactly(1), prompt=spread_out(400), output=spread_out(60))
+    four = [scenario.EngineGroup(count=4, profile="l4-8b-fp8")]
+    definition = a_scenario(workload, fleet=four, client=client.Client(rate_per_s=4.0))
+    counts = count_by_engine(definition, since_s=200.0)
+    assert min(counts) > 0.2 * sum(counts)
+
+
 @pytest.mark.parametrize("delay_s", [None, 0.0, 0.005])
 def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
     """Requests of others are in the accounts while they are open, and only where pickers talk."""
