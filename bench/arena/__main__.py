@@ -5,7 +5,7 @@
     python -m bench.arena --test [--jobs N]
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
-`--ablate` the default is played beside itself without each weight of its cost. Without
+`--ablate` the default is played beside itself without each constant of its cost. Without
 arguments the first forty scenarios of the training set are played. The test set is for releases: it is played as a
 whole, from a committed tree, and always written.
 """
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--test", action="store_true", help="the test set, once for a release")
-    parser.add_argument("--ablate", action="store_true", help="the default without each weight")
+    parser.add_argument("--ablate", action="store_true", help="the default without each constant")
     args = parser.parse_args()
     if args.test and args.ablate:
         parser.error("the test set is for scores; leave out --ablate")
@@ -60,8 +60,8 @@ def main() -> None:
     entry = ablation.record(rows) if args.ablate else report.record(rows)
     print(f"\r\x1b[K{count} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
     if args.ablate:
-        for weight, values in entry["weights"].items():
-            print(weight, values)
+        for constant, values in entry["constants"].items():
+            print(constant, values)
     else:
         for figure, values in entry["figures"].items():
             print(figure, values["published"], "clairvoyant", values["clairvoyant"]["mean"])

@@ -199,8 +199,8 @@ def test_every_scenario_has_traits():
 
 
 def test_an_ablation_is_compared_with_the_default():
-    """A weight without which first tokens come twice as late pays, with a ratio of 2."""
-    slower = {f"no {weight}": 1.0 for weight in ablation.WEIGHTS} | {"no waste_share": 2.0}
+    """A constant without which first tokens come twice as late pays, with a ratio of 2."""
+    slower = {f"no {constant}": 1.0 for constant in ablation.WITHOUT} | {"no waste_share": 2.0}
     rows = [row(1, adaptive=1.0, **slower)]
     about = {"command": "c", "commit": "abc", "date": "2026-01-01"}
     text = ablation.block(about | ablation.record(rows))
@@ -211,13 +211,13 @@ def test_an_ablation_is_compared_with_the_default():
 
 
 def test_ablations_are_profiles_that_can_be_run():
-    """The default is the first, and each other lacks a weight that the cost has."""
+    """The default is the first, and each other leaves out a constant that the cost has."""
     default, *others = ablation.variants()
     assert default.strategy == "adaptive"
-    for variant, weight in zip(others, ablation.WEIGHTS, strict=True):
+    for variant, constant in zip(others, ablation.WITHOUT, strict=True):
         column = simulation_runs.column(variant, folder=rig.ROOT, where="here")
         assert column.settings is not None
-        assert hasattr(EstimatedTime(), weight)
+        assert hasattr(EstimatedTime(), constant)
 
 
 FLAT = [name.replace("-", "_") for name in score.PUBLISHED]
