@@ -185,7 +185,11 @@ class OraclePicker:
         return _WEIGHTS.crowding * self._recurrence.continuation_ratio * cache_s * max(0.0, value)
 
     def _stall_s(self, candidate: _CandidateState) -> float:
-        """Seconds until the cache has room for this request and all ahead of it."""
+        """Seconds until the cache has room for this request and all ahead of it.
+
+        Blocks that nothing holds count as room, those that the request finds among them: so this
+        is too short where these are most of them.
+        """
         engine, work = candidate.node.engine, candidate.work
         machine = engine.profile
         wanted = work.prompt_tokens - candidate.cached + work.output_tokens // 2
