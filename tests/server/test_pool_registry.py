@@ -7,6 +7,7 @@ import json
 import pytest
 
 from extproc.config import loader
+from extproc.demo import stack
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -28,7 +29,7 @@ def read(text):
     return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
-def sites(text, *, written=None, heard=True, on_change=lambda: None, prefix_budget=None):
+def sites(text, *, written=None, heard=True, on_change=lambda: None, **facts):
     counters = ProcessCounters()
     shared = RuntimeContext(
         counters,
@@ -36,7 +37,7 @@ def sites(text, *, written=None, heard=True, on_change=lambda: None, prefix_budg
         client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
         schedule.EndpointCounts(),
         lambda: 1.0,
-        prefix_budget,
+        **facts,
     )
     return PoolRegistry(
         read(text),
@@ -334,3 +335,37 @@ async def test_loops_of_a_pool_that_raise_stop_no_other(monkeypatch):
         await loops("pool a", "pool b")
     assert subject.supervisor.failures["pools"] == 1
     assert subject.supervisor.degraded == []
+
+
+async def test_only_the_leader_listens_for_kv_events():
+    """A replica that leads accepts connections of engines, and none before and after."""
+    port, is_standby = stack.free_port(), True
+    text = f"""
+pool: {{endpoints: ['{A}']}}
+kv_events: {{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}
+"""
+    subject = sites(text, is_standby=lambda: is_standby)
+    await subject.sync()
+
+    async def is_listening():
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            return False
+        writer.close()
+        return True
+
+    running = asyncio.ensure_future(subject.run())
+    try:
+        async with asyncio.timeout(300):
+            assert not await is_listening()
+            is_standby = False
+            while not await is_listening():
+                await asyncio.sleep(0.01)
+            is_standby = True
+            while await is_listening():
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
