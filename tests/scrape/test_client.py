@@ -193,7 +193,7 @@ def test_an_answer_to_a_body_is_fetched(run, http):
     """The body follows the head, with its length."""
 
     async def scene():
-        async with http.serving(http.Server(http.answer(b"{}"))) as server:
+        async with http.serving(http.ScriptedServer(http.answer(b"{}"))) as server:
             fetch = subject()
             where = client.post_target(f"http://127.0.0.1:{server.port}/v1/render")
             answers = await fetch.post(where, b"12\r\n\r\n")
@@ -220,7 +220,7 @@ def test_of_two_calls_at_a_time_one_connection_is_kept(run, http):
     """The other one is closed, and not only forgotten."""
 
     async def scene():
-        async with http.serving(http.Server()) as server:
+        async with http.serving(http.ScriptedServer()) as server:
             fetch = subject()
             await asyncio.gather(fetch.get(at(server)), fetch.get(at(server)))
             while sum(not writer.is_closing() for writer in server.writers) > 1:
@@ -236,7 +236,10 @@ def test_connections_that_are_too_old_are_closed(run, http):
     """By the end of any call: targets of which no page is wanted any more leave none."""
 
     async def scene():
-        async with http.serving(http.Server()) as old, http.serving(http.Server()) as new:
+        async with (
+            http.serving(http.ScriptedServer()) as old,
+            http.serving(http.ScriptedServer()) as new,
+        ):
             fetch = subject(idle_s=-1.0)
             await fetch.get(at(old))
             await fetch.get(at(new))
