@@ -236,15 +236,20 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def find_chosen(self) -> int | None:
         """Position of the first endpoint in `scored_candidates`; None if it is not there."""
-        chosen, scored = self.endpoints[0], self.scored_candidates
-        for at, candidate in enumerate(scored):
-            if candidate.endpoint is chosen:
+        return self._find_scored(self.endpoints[0])
+
+    def _find_scored(self, endpoint: Endpoint) -> int | None:
+        for at, candidate in enumerate(self.scored_candidates):
+            if candidate.endpoint is endpoint:
                 return at
-        addresses = [candidate.endpoint.address for candidate in scored]
-        return addresses.index(chosen.address) if chosen.address in addresses else None
+        addresses = [candidate.endpoint.address for candidate in self.scored_candidates]
+        return addresses.index(endpoint.address) if endpoint.address in addresses else None
 
     def find_chosen_and_runner_up(self) -> tuple[int | None, int | None]:
-        """Positions of the first endpoint, and of the highest total but its; None for neither."""
+        """Positions of the first endpoint, and of the highest total but its; None for neither.
+
+        Of equal totals, the second is that of the first fallback.
+        """
         totals, chosen = self.totals, self.find_chosen()
         if chosen is None:
             return None, totals.index(max(totals)) if totals else None
@@ -252,7 +257,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             return chosen, None
         others = list(totals)
         others[chosen] = -math.inf
-        return chosen, others.index(max(others))
+        best = max(others)
+        fallback = self._find_scored(self.endpoints[1]) if len(self.endpoints) > 1 else None
+        if fallback is not None and others[fallback] == best:
+            return chosen, fallback
+        return chosen, others.index(best)
 
     def without_candidates(self) -> Decision:
         """With the first endpoint and the runner-up alone of many, and their costs without terms.

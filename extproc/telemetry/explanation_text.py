@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from extproc.telemetry.explanation import Json
 
@@ -181,6 +182,14 @@ def _branch(branch: Json) -> tuple[str, str, str]:
     return f"  {branch['name']}", str(len(left)), f"{dropped}{fault}; {way}"
 
 
+def _sorted_finalists(explanation: Json, key: Callable[[Json], float]) -> list[Json]:
+    """Finalists, the best first; of equal ones, those that were named come first."""
+    return sorted(
+        explanation["scored_candidates"],
+        key=lambda finalist: (key(finalist), finalist["rank"] or math.inf),
+    )
+
+
 def _scores(explanation: Json) -> str:
     scorers = explanation["scorers"]
     head = (
@@ -189,7 +198,7 @@ def _scores(explanation: Json) -> str:
         "TOTAL",
         "ORDER",
     )
-    ordered = sorted(explanation["scored_candidates"], key=lambda finalist: -finalist["total"])
+    ordered = _sorted_finalists(explanation, lambda finalist: -finalist["total"])
     rows = [
         (
             finalist["endpoint"],
@@ -209,7 +218,7 @@ def _costs(explanation: Json) -> str:
     cost = explanation["cost"]
     unit = f" {cost['unit']}" if cost["unit"] else ""
     head = (f"COST{unit}", *cost["terms"], "TOTAL", "ORDER")
-    ordered = sorted(explanation["scored_candidates"], key=lambda finalist: finalist["cost"])
+    ordered = _sorted_finalists(explanation, lambda finalist: finalist["cost"])
     rows = [
         (
             finalist["endpoint"],

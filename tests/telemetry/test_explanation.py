@@ -175,6 +175,22 @@ PRICED = CostResult(
 )
 
 
+def test_the_runner_up_of_equals_is_the_first_fallback():
+    """Tables begin with the chosen endpoint and its fallbacks where totals are equal."""
+    document = explanation.explain(
+        decision(
+            endpoints=[B.endpoint, C.endpoint],
+            scored_candidates=[A, B, C],
+            scores=[ScorerResult("one", 1.0, [1.0, 1.0, 1.0])],
+            totals=[1.0, 1.0, 1.0],
+        )
+    )
+    assert document["runner_up"] == C.endpoint.address
+    table = explanation_text.render_table(document).partition("SCORE")[2]
+    lines = table.splitlines()[1:4]
+    assert [line.split()[0] for line in lines] == [c.endpoint.address for c in (B, C, A)]
+
+
 def test_costs_are_shown_in_milliseconds():
     """A cost model's terms stand beside its costs, seconds as milliseconds."""
     document = explanation.explain(decision(scores=[], cost=PRICED, totals=[-0.5, -0.0123]))
