@@ -37,31 +37,6 @@ class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return not (self.hosts or self.paths or self.headers or self.models)
 
 
-def matches(match: PoolMatch, headers: Mapping[str, str]) -> bool:
-    """True if the headers of a request match; models are not checked.
-
-    Args:
-        headers: Headers of the request, names in lower case, pseudo headers included.
-    """
-    if match.hosts:
-        host = request_host(headers)
-        if not any(_matches_host(host, pattern) for pattern in match.hosts):
-            return False
-    if match.paths:
-        path = request_path(headers)
-        if not any(_is_below(path, pattern) for pattern in match.paths):
-            return False
-    return all(headers.get(name) == value for name, value in match.headers.items())
-
-
-def matches_model(match: PoolMatch, model: str) -> bool:
-    """True if a model name matches."""
-    return any(
-        model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
-        for pattern in match.models
-    )
-
-
 def is_within(match: PoolMatch, limit: PoolMatch) -> bool:
     """True if every request that a match allows is within a limit.
 
@@ -154,10 +129,6 @@ def _host_within(host: str, limit: str) -> bool:
 
 def _model_within(model: str, limit: str) -> bool:
     return model == limit or (limit.endswith("*") and model.startswith(limit[:-1]))
-
-
-def _matches_host(host: str, pattern: str) -> bool:
-    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
 def _is_below(path: str, prefix: str) -> bool:

@@ -9,6 +9,7 @@ from extproc.config import loader, pool_annotations
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
 from extproc.routing.pool_match import PoolMatch
+from tests.support import linear_match
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 KEY = "team-a/llama"
@@ -114,9 +115,9 @@ REQUESTS = st.tuples(
 
 def takes(claim, request):
     host, path, model, headers = request
-    if not pool_match.matches(claim, {":authority": host, ":path": path, **headers}):
+    if not linear_match.matches(claim, {":authority": host, ":path": path, **headers}):
         return False
-    return not claim.models or pool_match.matches_model(claim, model)
+    return not claim.models or linear_match.matches_model(claim, model)
 
 
 @given(CLAIMS, CLAIMS, REQUESTS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.routing import pool_match
 from extproc.routing.pool_match import MatchIndex, PoolMatch
+from tests.support import linear_match
 from tests.support.seeded import examples
 
 hosts = st.text("ab.", max_size=5)
@@ -39,10 +39,12 @@ def test_index_agrees_with_linear_matching(listed, headers, model):
     """The same claims in the same order, for headers and for models."""
     index = MatchIndex(listed)
     routes = index.find_routes(headers)
-    fitting = [at for at, claim in enumerate(listed) if pool_match.matches(claim, headers)]
+    fitting = [at for at, claim in enumerate(listed) if linear_match.matches(claim, headers)]
     assert list(index.positions(routes, headers)) == fitting
     named = [
-        at for at in fitting if not listed[at].models or pool_match.matches_model(listed[at], model)
+        at
+        for at in fitting
+        if not listed[at].models or linear_match.matches_model(listed[at], model)
     ]
     assert list(index.positions(routes & index.find_models(model), headers)) == named
     assert index.with_conditions == sum(
