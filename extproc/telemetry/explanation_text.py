@@ -28,11 +28,12 @@ _LEGEND = {
     "COST": "finalist; a column for each part of the estimated cost",
     "TOTAL": "sum of the columns: the highest score or the lowest cost is best",
     "ORDER": "1 is the chosen endpoint, 2 the first fallback; empty is not named",
+    "chosen by": "picker; rendezvous decides among near totals by a hash of the conversation",
 }
 
 
 def render_legend() -> str:
-    """Renders the meaning of all columns, one per line."""
+    """Renders the meaning of all columns, and of the last line, one per line."""
     width = max(map(len, _LEGEND))
     return "".join(f"{name:<{width}}  {text}\n" for name, text in _LEGEND.items())
 
