@@ -237,8 +237,10 @@ def _round_of(
             core.say(stream, *answer)
             stream.finish()
             core.passes(1.0 / RATE)
-        while recording is not None and recording.take(32):
-            pass
+        if recording is not None:
+            core.picker.counters.settle()
+            while recording.take(128):
+                pass
         handler.flush()  # which an event loop does at the end of a turn
         used = time.process_time() - used
         return used / REQUESTS * 1e6

@@ -86,7 +86,11 @@ class EndpointPickerProcess:
             self._traces.tracer,
         )
         self.decision_recorder = DecisionRecorder(
-            settings, self.counters.recorded_rows, clock=clock, on_change=self._set_recording
+            settings,
+            self.counters.recorded_rows,
+            clock=clock,
+            settle=self.counters.settle,
+            on_change=self._set_recording,
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
         self.reloads = reload.ReloadHistory(settings, clock, self.counters)

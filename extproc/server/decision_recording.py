@@ -38,6 +38,7 @@ class DecisionRecorder:
 
     Args:
         counts: Rows by result; updated here.
+        settle: Records the ends of requests that wait to be counted.
         on_change: Called with True when the first recording starts, and with False after the last.
     """
 
@@ -47,9 +48,11 @@ class DecisionRecorder:
         counts: Counter[str],
         *,
         clock: Callable[[], float],
+        settle: Callable[[], None],
         on_change: Callable[[bool], None],
     ) -> None:
         self._settings = settings
+        self._settle = settle
         self._counts = counts
         self._clock = clock
         self._clients = 0
@@ -94,6 +97,7 @@ class DecisionRecorder:
                     recording, file, section, was_failing=is_failing
                 )
         finally:
+            self._settle()
             self.recordings.stop(recording)
             if self._writing is not None:
                 with contextlib.suppress(OSError):
@@ -116,6 +120,7 @@ class DecisionRecorder:
             ends_at = self._clock() + min(seconds, MAX_CLIENT_S)
             while self._clock() < ends_at and not self._is_closed:
                 await asyncio.sleep(_BATCH_S)
+                self._settle()
                 async for lines in _take_batch(recording):
                     yield lines
         finally:
@@ -126,6 +131,7 @@ class DecisionRecorder:
         self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
     ) -> bool:
         """Write what waits; returns True if the file cannot be written."""
+        self._settle()
         async for lines in _take_batch(recording):
             self._unwritten += lines
         if not self._unwritten:

@@ -256,8 +256,6 @@ class RequestRecorder:
         self._end = endpoint, status, duration_s
         if record is not None:
             record.status, record.seconds = status, duration_s
-            if self._number:
-                self._record_end(record, status, duration_s)
         counters = self._streams.counters
         due, self._due = self._due, self._due | _ENDED
         if not due:
@@ -276,6 +274,8 @@ class RequestRecorder:
         )
         if record is None:
             return
+        if self._number:
+            self._record_end(record, status, duration_s)
         series = self._find_series(record)
         if usage := record.usage:
             series.record_tokens(usage)

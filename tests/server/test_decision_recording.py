@@ -83,7 +83,7 @@ async def test_a_recording_names_the_settings_in_force():
     own = SchedulingSection(strategy="random")
     pools = (PoolSection(name="a"), PoolSection(name="b", scheduling=own))
     subject = decision_recording.DecisionRecorder(
-        plain, Counter(), clock=lambda: 1.0, on_change=lambda _: None
+        plain, Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
     )
     recording = subject.recordings.start()
     subject.recordings.add_end(rows.EndRow(1))
@@ -129,7 +129,7 @@ async def test_a_file_is_written_while_more_comes_than_is_taken(tmp_path):
     """A batch ends where requests come faster than their rows are made."""
     path = tmp_path / "decisions.jsonl"
     subject = decision_recording.DecisionRecorder(
-        settings(path), Counter(), clock=lambda: 1.0, on_change=lambda _: None
+        settings(path), Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
     )
     async with running(subject.run), asyncio.timeout(300):
         while not path.exists() or not path.stat().st_size:
@@ -143,7 +143,11 @@ async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
     folder = tmp_path / "gone"
     counts = Counter()
     recorder = decision_recording.DecisionRecorder(
-        settings(folder / "f"), counts, clock=lambda: 1.0, on_change=lambda _: None
+        settings(folder / "f"),
+        counts,
+        clock=lambda: 1.0,
+        settle=lambda: None,
+        on_change=lambda _: None,
     )
     caplog.set_level(logging.INFO, "extproc.server")
     async with running(recorder.run):
@@ -239,7 +243,7 @@ async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkey
     monkeypatch.setattr(recorder.RotatingFile, "write", write_slowly)
     path, counts = tmp_path / "f", Counter()
     subject = decision_recording.DecisionRecorder(
-        settings(path), counts, clock=lambda: 1.0, on_change=lambda _: None
+        settings(path), counts, clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
     )
     task = asyncio.ensure_future(subject.run())
     await until(lambda: len(subject.recordings))
