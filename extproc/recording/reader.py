@@ -27,9 +27,6 @@ _RESIDENCIES: Final = tuple(AdapterResidency)
 
 _read_columns = operator.attrgetter(*rows.CandidateTable.__struct_fields__)
 
-#: Columns before the first table.
-_NO_COLUMNS: Final = (None,) * len(rows.CandidateTable.__struct_fields__)
-
 
 class RecordedDecision(msgspec.Struct, frozen=True, gc=False):
     """A decision as it was recorded.
@@ -88,7 +85,6 @@ class RecordingReader:
         self._decoder = msgspec.json.Decoder(rows.Row)
         self._epoch = 0
         self._clock_offset_s = 0.0
-        self._columns: Sequence[Sequence[Any] | None] = _NO_COLUMNS
         self.header: rows.HeaderRow | None = None
         self.endpoints: dict[int, RecordedEndpoint] = {}
         self.lost = 0
@@ -168,7 +164,6 @@ class RecordingReader:
         self._clock_offset_s = offset_s
         self.header = header
         self.endpoints = {}
-        self._columns = _NO_COLUMNS
 
     def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
         chosen = self._find(row.endpoint, number)
@@ -187,14 +182,9 @@ class RecordingReader:
     def _to_candidates(
         self, table: rows.CandidateTable, now: float, number: int
     ) -> list[Candidate]:
-        columns = [
-            column
-            for values, before in zip(_read_columns(table), self._columns, strict=True)
-            if (column := before if values is None else values) is not None
-        ]
-        if len(columns) < len(_NO_COLUMNS) or len({*map(len, columns)}) > 1:
-            raise _bad_line(self._where, number, "a table without some of its columns")
-        self._columns = columns
+        columns = _read_columns(table)
+        if len({*map(len, columns)}) > 1:
+            raise _bad_line(self._where, number, "a table with columns of other lengths")
         return [self._to_candidate(values, now, number) for values in zip(*columns, strict=True)]
 
     def _to_candidate(self, values: tuple[Any, ...], now: float, number: int) -> Candidate:

@@ -7,14 +7,13 @@ is full drops what comes, and counts it: no request ever waits for a recording.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import mmh3
 import msgspec
@@ -98,20 +97,10 @@ _MAX_CANDIDATES: Final = 80_000
 #: come faster have rows without candidates in between.
 _CANDIDATES_PER_S: Final = 1000.0
 
-#: Columns of candidates, of which each is a tuple of its fields: those that rows of endpoints follow
-#: from, and those of a table.
-_position = Candidate.__struct_fields__.index
-_read_states = operator.itemgetter(*map(_position, ("endpoint", "load", "rates", "page")))
-_read_columns = operator.itemgetter(*map(_position, rows.CANDIDATE_FIELDS))
-
-
-@functools.cache
-def _select_changed(
-    changed: tuple[bool, ...],
-) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Reads columns that changed, and the value behind them in place of the others."""
-    behind = len(changed)
-    return operator.itemgetter(*[at if is_new else behind for at, is_new in enumerate(changed)])
+#: Of a candidate as a tuple, the fields of a table.
+_read_columns: Final = operator.itemgetter(
+    *map(Candidate.__struct_fields__.index, rows.CANDIDATE_FIELDS)
+)
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -170,10 +159,6 @@ class Recording:
         """Begin anew with the next row, as at the beginning of a file."""
         self._states: dict[str, _KnownEndpoint] = {}
         self._is_headed = False
-        # Columns of the last table: what rows of endpoints have, their numbers, and the others.
-        self._state_columns: Sequence[Sequence[object]] = ()
-        self._numbers: Sequence[int] = ()
-        self._columns: Sequence[Sequence[Any]] = ((),) * len(rows.CANDIDATE_FIELDS)
 
     def add_header(self) -> None:
         """Begin anew behind the entries that wait, as with other settings."""
@@ -227,13 +212,10 @@ class Recording:
         known, table = self._states, None
         # A file begins with the states of all.
         if candidates and (entry.has_candidates or not known):
+            lines += self._rows_of_states(candidates, entry.at, pool)
             columns = [*zip(*map(msgspec.structs.astuple, candidates), strict=True)]
-            states, numbers = _read_states(columns), self._numbers
-            if states != self._state_columns:
-                lines += self._rows_of_states(candidates, entry.at, pool)
-                numbers = tuple([known[candidate.endpoint.address].n for candidate in candidates])
-                self._state_columns = states
-            table = self._build_table(numbers, _read_columns(columns))
+            numbers = [known[candidate.endpoint.address].n for candidate in candidates]
+            table = rows.CandidateTable(numbers, *_read_columns(columns))
         state = known.get(chosen.address)
         if state is None:
             same = [candidate for candidate in candidates if candidate.endpoint is chosen]
@@ -264,18 +246,6 @@ class Recording:
             table,
         )
         lines.append(row)
-
-    def _build_table(
-        self, numbers: Sequence[int], columns: Sequence[Sequence[Any]]
-    ) -> rows.CandidateTable:
-        """The columns of candidates that differ from those of the table before."""
-        changed = tuple(map(operator.ne, columns, self._columns))
-        table = rows.CandidateTable(
-            None if numbers == self._numbers else numbers,
-            *_select_changed(changed)((*columns, None)),
-        )
-        self._numbers, self._columns = numbers, columns
-        return table
 
     def _rows_of_states(
         self, candidates: Sequence[Candidate], now: float, pool: str

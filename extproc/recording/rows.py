@@ -1,9 +1,9 @@
 """Rows of a recording: JSON lines, each with its type in `kind`.
 
 A recording begins with a header. An endpoint and its state have a row before the first decision that
-refers to them, and a state again when it changed. A decision has a row when it is made, and another one
-when its request ended; a column of its candidates is left out where the decision before has the same.
-A second header starts anew, so recordings may be concatenated.
+refers to them, and a state again with the next candidates once it changed. A decision has a row when it
+is made, and another one when its request ended. A second header starts anew, so recordings may be
+concatenated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from extproc.endpoint import NO_EXTRA, NO_LABELS, NO_LOAD, Load, StepTimeModel
 
 #: Version of the rows; a reader refuses others.
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 class RecordingRow(
@@ -121,27 +121,24 @@ class StateRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag=
     scraped_at: float | None = None
 
 
-class CandidateTable(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Candidates of a decision by column; a column that is None is as in the table before.
-
-    The columns behind the first are fields of `Candidate`, aligned with the endpoints. Most of them
-    stay from one decision to the next, and are left out.
+class CandidateTable(msgspec.Struct, frozen=True, gc=False):
+    """Candidates of a decision by column; those behind the first are fields of `Candidate`.
 
     Attributes:
         endpoints: Numbers of their endpoints.
         residency: Position in `AdapterResidency`.
     """
 
-    endpoints: Sequence[int] | None = None
-    in_flight: Sequence[int] | None = None
-    estimated_requests: Sequence[float] | None = None
-    prompt_tokens: Sequence[int] | None = None
-    matched_tokens: Sequence[int] | None = None
-    queued_tokens: Sequence[float] | None = None
-    unscraped_tokens: Sequence[float] | None = None
-    residency: Sequence[int] | None = None
-    active_context_tokens: Sequence[float] | None = None
-    conversation_local: Sequence[bool] | None = None
+    endpoints: Sequence[int]
+    in_flight: Sequence[int]
+    estimated_requests: Sequence[float]
+    prompt_tokens: Sequence[int]
+    matched_tokens: Sequence[int]
+    queued_tokens: Sequence[float]
+    unscraped_tokens: Sequence[float]
+    residency: Sequence[int]
+    active_context_tokens: Sequence[float]
+    conversation_local: Sequence[bool]
 
 
 #: Columns of a table behind the endpoints.

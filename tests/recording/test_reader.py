@@ -1,3 +1,4 @@
+import json
 import sys
 
 import msgspec
@@ -7,7 +8,7 @@ from extproc.cli import serve
 from extproc.config.settings import DecisionsSection, RecordSection, Settings
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
 from extproc.errors import ConfigError
-from extproc.recording import parquet, reader
+from extproc.recording import parquet, reader, rows
 from tests.recording.test_recorder import a_candidate, a_decision, add
 from tests.support import recordings
 
@@ -49,21 +50,14 @@ def test_candidates_come_back_as_the_scheduler_saw_them():
     assert event.unix_s == 1_000_010.0
 
 
-def test_columns_that_stay_come_back():
-    """Those that a decision leaves out are as in the decision before that has candidates."""
-    idle, busy = a_candidate(1), a_candidate(1, in_flight=2, matched_tokens=16)
-    other = a_candidate(2, conversation_local=True)
-    tables = [[idle], [idle], [busy], [busy, other], [], [other, busy], [idle]]
-    chosen = [a_decision(candidates or [idle]) for candidates in tables]
-    chosen[4] = msgspec.structs.replace(chosen[4], candidates=())
-    _, events = read(recorded(*chosen))
-    for event, candidates in zip(events, tables, strict=True):
-        numbers = [
-            (it.endpoint.address, it.in_flight, it.matched_tokens) for it in event.candidates
-        ]
-        assert numbers == [
-            (it.endpoint.address, it.in_flight, it.matched_tokens) for it in candidates
-        ]
+def test_the_chosen_candidate_is_that_of_the_last_decision_with_candidates():
+    """Decisions that come too fast have none of their own."""
+    idle, busy, other = a_candidate(1), a_candidate(1, in_flight=2), a_candidate(2)
+    decisions = [a_decision([idle, other]), a_decision([idle]), a_decision([busy])]
+    decisions[1] = msgspec.structs.replace(decisions[1], candidates=())
+    _, events = read(recorded(*decisions))
+    assert [len(event.candidates) for event in events] == [2, 0, 1]
+    assert [event.chosen_candidate.in_flight for event in events] == [0, 0, 2]
 
 
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
@@ -117,11 +111,21 @@ def test_a_last_line_that_was_cut_is_left_out():
     assert source.header is not None
 
 
-_TABLE_WITHOUT_COLUMNS = b"""\
-{"kind":"recording","version":2}
+_TABLE = {
+    "endpoints": [0],
+    **{name: [0] for name in rows.CANDIDATE_FIELDS},
+    "conversation_local": [False],
+}
+_HEAD = """\
+{"kind":"recording","version":3}
 {"kind":"endpoint","n":0,"address":"10.0.0.1:8000"}
-{"kind":"decision","n":1,"at":1,"endpoint":0,"candidates":{"endpoints":[0]}}
 """
+
+
+def _with_table(**columns):
+    """A recording whose decision has these columns besides or in place of those of one endpoint."""
+    decision = {"kind": "decision", "n": 1, "at": 1, "endpoint": 0, "candidates": _TABLE | columns}
+    return f"{_HEAD}{json.dumps(decision)}\n".encode()
 
 
 @pytest.mark.parametrize(
@@ -129,19 +133,17 @@ _TABLE_WITHOUT_COLUMNS = b"""\
     [
         (b"no JSON\n", "line 1", "malformed"),
         (b'{"kind":"\xff"}\n', "line 1", "invalid start byte"),
-        (b'{"kind":"recording","version":2,"settings":' + b'{"a":' * 9999, "line 1", "recursion"),
+        (b'{"kind":"recording","version":3,"settings":' + b'{"a":' * 9999, "line 1", "recursion"),
         (b'{"kind":"decision","n":1,"at":1,"endpoint":0}\n', "line 1", "before any header"),
         (b'{"kind":"recording","version":1}\n', "line 1", "version 1"),
         (
-            b'{"kind":"recording","version":2}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
+            b'{"kind":"recording","version":3}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
             "line 2",
             "endpoint 5 without a row",
         ),
-        (
-            _TABLE_WITHOUT_COLUMNS,
-            "line 3",
-            "a table without some of its columns",
-        ),
+        (_with_table(endpoints=None), "line 3", "Expected `array`"),
+        (_with_table(in_flight=[]), "line 3", "a table with columns of other lengths"),
+        (_with_table(), "line 3", "endpoint 0 without a state before"),
     ],
 )
 def test_errors_name_file_line_and_reason(lines, where, words):

@@ -55,23 +55,6 @@ def test_a_decision_has_endpoints_and_states_before_it():
     assert decision["candidates"]["endpoints"] == [0, 1]
 
 
-def test_columns_of_candidates_are_written_when_they_change():
-    """A table has all columns at first, and then those that differ from the table before."""
-    active = recordings.recordings()
-    recording = active.start()
-    busy = a_candidate(1, in_flight=1, estimated_requests=1.0)
-    columns = []
-    for candidates in ([a_candidate(1)], [a_candidate(1)], [busy], [busy, a_candidate(2)]):
-        add(active, a_decision(candidates))
-        columns.append(lines(recording)[-1]["candidates"])
-    assert set(columns[0]) == {"endpoints", *rows.CANDIDATE_FIELDS}
-    assert columns[1:3] == [{}, {"in_flight": [1], "estimated_requests": [1.0]}]
-    assert set(columns[3]) == {"endpoints", *rows.CANDIDATE_FIELDS}
-    recording.restart()
-    add(active, a_decision([busy]))
-    assert set(lines(recording)[-1]["candidates"]) == {"endpoints", *rows.CANDIDATE_FIELDS}
-
-
 def test_states_are_written_when_they_change():
     """A load that stays has one row; another load, or other step times, has another."""
     active = recordings.recordings()
