@@ -93,9 +93,9 @@ class RotatingFile:
 MAX_ENTRIES: Final = 4096
 _MAX_CANDIDATES: Final = 80_000
 
-#: Candidates recorded per second (count), so that this work has a bound: some 1.5 us each. Decisions that
+#: Candidates recorded per second (count), so that this work has a bound: some 2 us each. Decisions that
 #: come faster have rows without candidates in between.
-_CANDIDATES_PER_S: Final = 1000.0
+_CANDIDATES_PER_S: Final = 500.0
 
 #: Of a candidate as a tuple, the fields of a table.
 _read_columns: Final = operator.itemgetter(

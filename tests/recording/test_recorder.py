@@ -126,7 +126,7 @@ def test_rows_without_room_are_counted_and_noted():
     assert counts["recorded"] == recorder.MAX_ENTRIES
 
 
-@pytest.mark.parametrize(("num_candidates", "per_s", "recorded"), [(8, 1000, 250), (250, 20, 9)])
+@pytest.mark.parametrize(("num_candidates", "per_s", "recorded"), [(8, 1000, 125), (250, 20, 5)])
 def test_a_second_has_so_many_candidates(num_candidates, per_s, recorded):
     """The work has a bound, however many requests there are; every decision is there."""
     active = recordings.recordings()
