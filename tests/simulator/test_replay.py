@@ -13,9 +13,9 @@ from tests.support import recordings
 FLEET = [scenario.EngineGroup(count=3, profile="l4-8b-fp8")]
 
 
-def write(tmp_path, strategy, workload, *, shows_usage=True, **facts):
+def write(tmp_path, strategy, workload, *, fleet=FLEET, shows_usage=True, **facts):
     """A recording of a simulated run, and the mean time to its first tokens."""
-    definition = builders.a_scenario(workload, fleet=FLEET, **facts)
+    definition = builders.a_scenario(workload, fleet=fleet, **facts)
     lines, metrics = recordings.record(
         definition, builders.settings(strategy), shows_usage=shows_usage
     )
@@ -42,6 +42,15 @@ def test_the_recorded_strategy_decides_alike(tmp_path, strategy):
     assert agreement.ratio >= 0.99
     if strategy in {"adaptive", "round-robin"}:
         assert agreement.by_chance <= 2
+
+
+def test_ties_among_many_endpoints_are_decided_alike(tmp_path):
+    """Chance among twenty equal endpoints takes more draws than among two."""
+    fleet = [scenario.EngineGroup(count=20, profile="l4-8b-fp8")]
+    path, _ = write(tmp_path, "least-request", talks(), fleet=fleet, client=client.Client(users=2))
+    (agreement,) = replay.load(path, strategies=(), configs=()).agreements
+    assert agreement.ratio >= 0.99
+    assert agreement.by_chance > agreement.decisions / 2
 
 
 def test_another_strategy_decides_otherwise(tmp_path):
