@@ -33,7 +33,8 @@ class _CandidateState(msgspec.Struct):
     Attributes:
         others: What every job there still needs.
         cached: Prompt tokens of the request that its cache has, on the device or its host.
-        reload_s: Seconds to load those of the host.
+        reloaded: Those of the host, which take room on the device.
+        reload_s: Seconds to load them.
         home: Whether the conversation lives there.
         held: Tokens that the open prompts there will hold.
     """
@@ -42,6 +43,7 @@ class _CandidateState(msgspec.Struct):
     work: RequestSpec
     others: Sequence[engine_request.Outstanding]
     cached: int
+    reloaded: int
     reload_s: float
     home: bool
     held: float
@@ -66,6 +68,8 @@ class OraclePicker:
         self._nodes = nodes
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}
+        #: Prompt tokens of requests that were not on the device when they were sent.
+        self._off_device: dict[str, int] = {}
         self._recurrence = ConversationTracker()
         self._accounts = [InflightLoad(Endpoint(f"engine-{n}")) for n in range(len(nodes))]
         self._reservations: dict[str, Reservation] = {}
@@ -91,6 +95,7 @@ class OraclePicker:
         where = next(n for n in self._listed if self._nodes[n] is best.node)
         sim_request.predicted_tokens = best.cached
         self._uncached[sim_request.id] = work.prompt_tokens - best.cached
+        self._off_device[sim_request.id] = work.prompt_tokens - best.cached + best.reloaded
         account = self._accounts[where]
         reservation = self._reservations[sim_request.id] = account.open(
             "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
@@ -110,7 +115,7 @@ class OraclePicker:
 
     def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
-        del self._uncached[sim_request.id]
+        del self._uncached[sim_request.id], self._off_device[sim_request.id]
         self._reservations.pop(sim_request.id).close(0.0)
 
     def rates(self) -> None:
@@ -121,14 +126,15 @@ class OraclePicker:
         machine, pool = engine.profile, engine.pool
         size, limit = machine.block_tokens, (work.prompt_tokens - 1) // machine.block_tokens
         depth = pool.match(work.keys, limit)
-        reloaded = 0 if pool.host is None else pool.host.match(work.keys, depth, limit)
+        reloaded = 0 if pool.host is None else pool.host.match(work.keys, depth, limit) * size
         account = self._accounts[n]
         return _CandidateState(
             self._nodes[n],
             work,
             others=list(engine.outstanding()),
-            cached=(depth + reloaded) * size,
-            reload_s=reloaded * size * machine.reload_s_per_token,
+            cached=depth * size + reloaded,
+            reloaded=reloaded,
+            reload_s=reloaded * machine.reload_s_per_token,
             home=account is home,
             held=account.active_context_tokens,
         )
@@ -192,10 +198,12 @@ class OraclePicker:
         """
         engine, work = candidate.node.engine, candidate.work
         machine = engine.profile
-        wanted = work.prompt_tokens - candidate.cached + work.output_tokens // 2
+        wanted = work.prompt_tokens - candidate.cached + candidate.reloaded
+        wanted += work.output_tokens // 2
         for other in candidate.others:
             if other.waiting:
-                wanted += self._remaining_tokens(other) + other.output_left // 2
+                tokens = self._off_device.get(other.id, other.prompt_left)
+                wanted += min(tokens, other.prompt_left) + other.output_left // 2
         missing = wanted - engine.pool.available * machine.block_tokens
         if missing <= 0:
             return 0.0
