@@ -263,6 +263,10 @@ BLOCKS: Mapping[str, GeneratedBlock] = {
     "hostile": GeneratedBlock(
         "benchmarks/robustness.md", lambda: robustness.hostile_table(run.read("hostile"))
     ),
+    "hostile events": GeneratedBlock(
+        "benchmarks/robustness.md",
+        lambda: robustness.hostile_table(run.read("hostile_events_rendered")),
+    ),
     "soak": GeneratedBlock(
         "benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))
     ),
