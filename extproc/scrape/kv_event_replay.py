@@ -1,7 +1,8 @@
-"""Replay: the batches that an engine is asked to send again, one request at a time."""
+"""Replay: the batches that an engine is asked to send again, one request at a time, and when."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -17,6 +18,20 @@ _MAX_BATCHES, _MAX_BYTES = 100_000, 1 << 30
 #: Seconds between two requests, each of which takes a connection, and those that may follow each other at
 #: once (count): an engine chooses by what it publishes how often it is asked.
 _REQUEST_S, _MAX_BURST = 0.05, 8
+
+#: Seconds at most without a batch until the replay socket is asked whether there are more, time and
+#: again: no later batch would show that the last one was lost.
+_CONFIRM_S: Final = 1.0
+
+#: Such questions per second over all subscriptions (count): each takes a connection.
+_CONFIRMS_PER_S: Final = 100.0
+
+#: Seconds at most until an engine is asked for everything again, behind a malformed message. It is
+#: doubled each time, because what is malformed may be sent again.
+_MAX_LEARN_WAIT_S: Final = 64.0
+
+#: Seconds for which a silent replay socket is left alone, and a subscription whose messages are of no use.
+REST_S: Final = 30.0
 
 #: Number that ends a replay.
 END: Final = (1 << 64) - 1
@@ -135,3 +150,71 @@ class BatchReplay:
         if self._connector is not None:
             self._connector.close()
             self._connector = None
+
+
+class ReplaySchedule:
+    """Times at which a replay socket is asked although no gap is known.
+
+    It is asked for more while no batch comes, and for everything behind a malformed message.
+
+    Args:
+        clock: Monotonic seconds.
+        count_subscriptions: Returns the number of subscriptions, which share a rate of questions.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        rng: random.Random,
+        *,
+        count_subscriptions: Callable[[], int],
+    ) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._count_subscriptions = count_subscriptions
+        self._confirm_at = self._rests_until = 0.0
+        self._learn_at: float | None = None
+        self._learn_wait_s = _CONFIRM_S
+
+    def start(self) -> None:
+        """Begin with a new connection, whatever the socket did before."""
+        self._rests_until = 0.0
+        self.confirm_later()
+
+    def confirm_later(self) -> None:
+        """Ask for more once nothing has come for a while, not all subscriptions at once."""
+        wait_s = max(_CONFIRM_S, self._count_subscriptions() / _CONFIRMS_PER_S)
+        later = self._clock() + wait_s * self._rng.uniform(0.8, 1.0)
+        self._confirm_at = max(self._rests_until, later)
+
+    def rest(self) -> None:
+        """Leave the socket alone for a while: it is silent."""
+        self._rests_until = self._clock() + REST_S
+        self.confirm_later()
+
+    def learn_later(self) -> None:
+        """Ask for everything, unless that is planned."""
+        if self._learn_at is None:
+            self._learn_at = self._clock() + self._learn_wait_s
+
+    def cancel_learning(self) -> None:
+        """Do not ask for everything."""
+        self._learn_at = None
+
+    def lengthen_learning(self) -> None:
+        """Wait twice as long the next time."""
+        self._learn_wait_s = min(_MAX_LEARN_WAIT_S, 2.0 * self._learn_wait_s)
+
+    def note_learned(self) -> None:
+        """Note that everything is known: the next wait is the shortest."""
+        self._learn_wait_s = _CONFIRM_S
+
+    def take_due(self, now: float) -> Literal["learn", "confirm"] | None:
+        """Take the question that is due, and plan a repeated one again; None while none is."""
+        if self._learn_at is not None and now >= self._learn_at:
+            self._learn_at = None
+            return "learn"
+        if now < self._confirm_at:
+            return None
+        self.confirm_later()
+        return "confirm"

@@ -15,7 +15,7 @@ from extproc.prefix_cache import kv_events
 from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
 from extproc.scrape.kv_event_connection import EngineConnection, EngineConnector
-from extproc.scrape.kv_event_replay import END, BatchReplay
+from extproc.scrape.kv_event_replay import END, REST_S, BatchReplay, ReplaySchedule
 from extproc.scrape.zmtp import SocketType
 
 if TYPE_CHECKING:
@@ -29,23 +29,11 @@ _MESSAGE_COST: Final = 4
 _MESSAGE_BYTES_PER_BLOCK: Final = 4096
 _EVENT_BYTES_PER_BLOCK: Final = 256
 
-#: Seconds at most without a batch until the replay socket is asked whether there are more, time and
-#: again: no later batch would show that the last one was lost.
-_CONFIRM_S: Final = 1.0
-
-#: Such questions per second over all subscriptions (count): each takes a connection.
-_CONFIRMS_PER_S: Final = 100.0
-
-#: Seconds at most until an engine is asked for everything again, behind a malformed message. It is
-#: doubled each time, because what is malformed may be sent again.
-_MAX_LEARN_WAIT_S: Final = 64.0
-
 #: Numbers of batches end here: a thousand per second for thousands of years.
 _MAX_SEQ: Final = 1 << 48
 
-#: Malformed messages in a row after which a subscription rests (count), and for how long (seconds), as
-#: does a replay socket that was silent.
-_MAX_MALFORMED, _REST_S = 16, 30.0
+#: Malformed messages in a row after which a subscription rests (count).
+_MAX_MALFORMED: Final = 16
 
 #: Share of the blocks of a cache that are known when it counts as known: the others are the last ones
 #: of running requests, which are not full.
@@ -120,11 +108,9 @@ class EngineSubscription:
         #: Batch that showed a gap, until that is filled.
         self._held: tuple[int, bytes] | None = None
         self._has_replay = False
-        #: When the replay socket is asked whether there are more, and until when it is left alone.
-        self._confirm_at = self._confirm_rests_until = 0.0
-        #: When all batches are asked for again, and seconds until then next time.
-        self._learn_at: float | None = None
-        self._learn_wait_s = _CONFIRM_S
+        self._schedule = ReplaySchedule(
+            owner.clock, owner.rng, count_subscriptions=lambda: owner.num_subscriptions
+        )
         self._num_malformed = 0
         self._rests_until: float | None = None
         self._reload_time = ReloadTimeEstimator()
@@ -182,7 +168,8 @@ class EngineSubscription:
             self._sub.close()
         self._connector = self._sub = None
         self._pending.clear()
-        self._held = self._learn_at = None
+        self._held = None
+        self._schedule.cancel_learning()
 
     def rest(self, why: str) -> None:
         """Close the sockets for a while: what the engine sends is of no use."""
@@ -192,7 +179,7 @@ class EngineSubscription:
         self._last_live = -1
         self._is_from_start = True
         owner = self._owner
-        self._rests_until = owner.clock() + _REST_S * owner.rng.uniform(0.5, 1.0)
+        self._rests_until = owner.clock() + REST_S * owner.rng.uniform(0.5, 1.0)
         owner.exact.index.wipe(self.engine, is_complete=False)
         self._lose(why)
 
@@ -205,14 +192,13 @@ class EngineSubscription:
             # An answer that waits to be read shows a late event loop, not a silent socket.
             if self._replay.is_silent and not self.work(1):
                 self._end_replay()
-        elif self._learn_at is not None and now >= self._learn_at:
-            self._learn_at = None
+        else:
+            due = self._schedule.take_due(now)
             if self._sub is not None and self._has_replay:
-                self._learn_again()
-        elif now >= self._confirm_at:
-            self._confirm_later()
-            if self._sub is not None and self._has_replay and self.engine.is_live:
-                self._ask_for_more()
+                if due == "learn":
+                    self._learn_again()
+                elif due == "confirm" and self.engine.is_live:
+                    self._ask_for_more()
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
@@ -297,9 +283,8 @@ class EngineSubscription:
     def _on_connected(self) -> None:
         self._has_replay = bool(self._replay_port)
         self._replay.forget_size()
-        self._confirm_rests_until = 0.0
         # What is published before the engine knows of the subscription is not sent to us.
-        self._confirm_later()
+        self._schedule.start()
         if self._has_replay:
             self._ask_for_more()
         # Else the number of its next batch says what was missed.
@@ -325,7 +310,7 @@ class EngineSubscription:
         owner.exact.index.set_live(self.engine, is_live=True)
         if self._is_all_known:
             owner.exact.index.set_complete(self.engine)
-            self._learn_wait_s = _CONFIRM_S
+            self._schedule.note_learned()
         if self._is_reported_lost or not self._was_live:
             self._is_reported_lost, self._was_live = False, True
             detail = (
@@ -343,7 +328,7 @@ class EngineSubscription:
         if seq >= _MAX_SEQ:
             self._on_malformed()
             return
-        self._confirm_later()
+        self._schedule.confirm_later()
         payload = frames[2]
         restarted = seq <= self._last_live
         self._last_live = seq
@@ -404,12 +389,11 @@ class EngineSubscription:
         else:
             owner = self._owner
             owner.exact.index.wipe(self.engine, is_complete=False)
-            if self._learn_at is None:
-                self._learn_at = owner.clock() + self._learn_wait_s
+            self._schedule.learn_later()
 
     def _learn_again(self) -> None:
         """Ask for everything from the start of the engine."""
-        self._learn_wait_s = min(_MAX_LEARN_WAIT_S, 2.0 * self._learn_wait_s)
+        self._schedule.lengthen_learning()
         self._expected = self._digest = 0
         self._is_from_start = True
         self._pending.clear()
@@ -435,15 +419,6 @@ class EngineSubscription:
         owner.callbacks.on_cleared(self.endpoint)
 
     # Replay.
-
-    def _confirm_later(self) -> None:
-        """Ask for more once nothing has come for a while, not all subscriptions at once."""
-        owner = self._owner
-        wait_s = max(_CONFIRM_S, owner.num_subscriptions / _CONFIRMS_PER_S)
-        now = owner.clock()
-        self._confirm_at = max(
-            self._confirm_rests_until, now + wait_s * owner.rng.uniform(0.8, 1.0)
-        )
 
     def _ask_for_more(self) -> None:
         """Ask for the batches behind the last one that is known, and for that one to compare it."""
@@ -483,8 +458,7 @@ class EngineSubscription:
             return
         if replay.is_silent and self._held is None and self.engine.is_live:
             # Nothing is known to be missing. It is asked again, but seldom, as batches wait for it.
-            self._confirm_rests_until = self._owner.clock() + _REST_S
-            self._confirm_later()
+            self._schedule.rest()
         elif replay.is_silent:
             # It is not asked again on this connection: each gap would wait for it.
             self._has_replay = False
