@@ -44,6 +44,12 @@ _FOLLOW_S = 0.2
 #: Blocks that are taken in per turn of the event loop (count), about a millisecond.
 _BLOCKS_PER_TURN = 256
 
+#: Blocks of a subscription that are taken in at once, and per second after that (count): about a tenth
+#: of a second of the loop, and a tenth of its time. An engine stores a few hundred a second, and a
+#: replay after a reconnection may have a full cache of them.
+_BURST_BLOCKS: Final = 20_000
+_BLOCKS_PER_S: Final = 20_000.0
+
 #: Seconds for others that turns may owe them before there is a pause. Turns follow each other until then:
 #: on a busy machine, a process that sleeps waits long for the processor.
 _MAX_OWED_S = 0.01
@@ -182,6 +188,9 @@ class KvEventSubscriber:
         #: Those that are to work in the next turn, in order.
         self._ready: dict[EngineSubscription, None] = {}
         self._turn: asyncio.Handle | None = None
+        #: When the blocks that each took in are within its rate, and those that wait until then.
+        self._even_at: dict[EngineSubscription, float] = {}
+        self._resting: set[EngineSubscription] = set()
         #: Seconds owed to others, half of what was computed, and when the last turn ended.
         self._owed_s = 0.0
         self._ended_at = -math.inf
@@ -262,9 +271,26 @@ class KvEventSubscriber:
             return None
 
     def wake(self, subscription: EngineSubscription) -> None:
-        """Let a subscription work in the next turn."""
-        self._ready[subscription] = None
-        self._schedule_turn(0.0)
+        """Let a subscription work in the next turn, or once it keeps to its rate again."""
+        if subscription not in self._resting:
+            self._ready[subscription] = None
+            self._schedule_turn(0.0)
+
+    def _end_rest(self, subscription: EngineSubscription) -> None:
+        self._resting.discard(subscription)
+        self.wake(subscription)
+
+    def _charge(self, subscription: EngineSubscription, blocks: int, now: float) -> None:
+        """Let a subscription go on in its turn, or later where it is ahead of its rate."""
+        even_at = max(self._even_at.get(subscription, 0.0), now) + blocks / _BLOCKS_PER_S
+        self._even_at[subscription] = even_at
+        ahead_s = even_at - now - _BURST_BLOCKS / _BLOCKS_PER_S
+        if ahead_s <= 0.0:
+            self._ready[subscription] = None
+            return
+        # Its connections stop reading meanwhile, and its engine drops what it cannot send.
+        self._resting.add(subscription)
+        asyncio.get_running_loop().call_later(ahead_s, self._end_rest, subscription)
 
     def _start(self, endpoint: Endpoint) -> None:
         key = index_key(endpoint)
@@ -293,6 +319,7 @@ class KvEventSubscriber:
         self.num_subscriptions -= len(stopped)
         for subscription in stopped:
             subscription.close()
+            self._even_at.pop(subscription, None)
             place = plain_ip(subscription.endpoint.ip), subscription.rank
             others = [other for other in self._at.pop(place, ()) if other is not subscription]
             if others:
@@ -339,7 +366,7 @@ class KvEventSubscriber:
             used = self._attempt(subscription, subscription.work, min(left, _BLOCKS_PER_TURN // 4))
             if used:
                 left -= used
-                ready[subscription] = None
+                self._charge(subscription, used, began)
         is_sweeping = self.exact.index.sweep(_BLOCKS_PER_TURN)
         # Never more than two thirds of the loop.
         self._ended_at = time.monotonic()

@@ -455,6 +455,25 @@ def test_a_turn_does_as_much_as_its_events_cost(event, most):
     run_async(test())
 
 
+def test_an_engine_has_a_rate_of_blocks_beyond_a_burst():
+    """30,000 blocks at once take half a second at least: 20,000 are the burst, and a second's worth."""
+
+    async def test():
+        engine = PublishingEngine()
+        async with running(engine) as subscriber:
+            subscription = subscriber.subscription
+            event = ["BlockStored", [1], None, list(range(16)), 16]
+            events = [msgspec.Raw(msgspec.msgpack.encode(event))] * 40_000
+            subscription._pending.extend(events)
+            cost = subscription.work(1)
+            began = asyncio.get_running_loop().time()
+            subscription.wake()
+            await subscriber.until(lambda: (40_000 - len(subscription._pending)) * cost >= 30_000)
+            assert asyncio.get_running_loop().time() - began >= 0.45
+
+    run_async(test())
+
+
 def test_an_index_with_losses_and_lost_connections_equals_the_engine():
     """A hundredth of the batches is lost, and the connection is cut time and again."""
 
