@@ -127,14 +127,16 @@ class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     Attributes:
         strategy: Name of a predefined profile. `adaptive` estimates seconds from learned engine
             speeds, so it has no weights to tune.
-        goal: What `adaptive` prefers where it cannot have both. `balanced`: seconds before the first
-            token weigh most, and those after it decide between endpoints that are close. `throughput`:
-            an early end of whole answers. Profiles without the cost `estimated-time` have none.
+        goal: What `adaptive` prefers where it cannot have both. `first-token`: only seconds until first
+            tokens count, of the request and of others. `balanced`: those weigh most, and seconds after
+            the first token decide between endpoints that are close. `throughput`: an early end of whole
+            answers, seconds after the first token count ten times as much. Profiles without the cost
+            `estimated-time` have none.
         profile: Profile that lists its plugins by roles. Null: the strategy.
     """
 
     strategy: validation.Name = "adaptive"
-    goal: Literal["balanced", "throughput"] = "balanced"
+    goal: Literal["first-token", "balanced", "throughput"] = "balanced"
     profile: ProfileEntry | None = None
 
 

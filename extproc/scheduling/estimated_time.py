@@ -52,7 +52,7 @@ _SHORTEST_S = 1e-3
 
 #: Factors of the weights of seconds after the first token, by goal. What they come to:
 #: docs/concepts/adaptive.md#goals.
-GOALS: Mapping[str, float] = {"balanced": 1.0, "throughput": 10.0}
+GOALS: Mapping[str, float] = {"first-token": 0.0, "balanced": 1.0, "throughput": 10.0}
 
 # Looking a member up in its enum takes as long as all the rest of a comparison.
 _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
@@ -144,9 +144,9 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     nothing, on every endpoint alike.
 
     Attributes:
-        goal: What counts more: the first token, or the whole answer and with it throughput. Seconds
-            after the first token, `own_share` and `others_share`, count as they are, or ten times as
-            much.
+        goal: What counts more: first tokens, or whole answers and with them throughput. Seconds after
+            the first token, `own_share` and `others_share`, count nothing with `first-token`, as they
+            are with `balanced`, and ten times as much with `throughput`.
         own_share: Seconds of a slower answer that weigh as much as one second of a later first
             token. Simulated, 0.2 brings first tokens of prompts that share nothing 7 % later; with
             0.05 full engines answer 5 % less, as their batches grow unlike.
@@ -187,7 +187,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         }
     )
 
-    goal: Literal["balanced", "throughput"] = "balanced"
+    goal: Literal["first-token", "balanced", "throughput"] = "balanced"
     own_share: float = 0.07
     others_share: float = 0.02
     waiting_share: float = 1.0

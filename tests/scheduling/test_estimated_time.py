@@ -51,9 +51,10 @@ def test_a_goal_weighs_what_comes_after_the_first_token():
     context = builders.context(1000)
     terms = {goal: dict(EstimatedTime(goal=goal).cost(context, candidates).terms) for goal in GOALS}
     (balanced,) = terms["balanced"].pop("slowdown")
+    assert terms["first-token"].pop("slowdown") == [0.0]
     assert terms["throughput"].pop("slowdown") == pytest.approx([10.0 * balanced])
     assert balanced > 0.0
-    assert terms["throughput"] == terms["balanced"]
+    assert terms["first-token"] == terms["throughput"] == terms["balanced"]
 
 
 LOADS = ("estimated_requests", "queued_tokens", "unscraped_tokens", "waiting", "kv_usage")
