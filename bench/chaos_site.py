@@ -174,7 +174,8 @@ def _config(listed: Path, redis: Redis | None, cluster: ChaosCluster | None) -> 
         "pools": pools,
         "flow_control": {"enabled": True},
         # The labels of listed endpoints name both ports; those of the cluster publish elsewhere.
-        "kv_events": {"enabled": True, "replay_port": 5558},
+        # So few blocks that hostile engines reach the bound within the run.
+        "kv_events": {"enabled": True, "replay_port": 5558, "max_blocks": 20_000},
         **({"peer_sync": {"url": redis.url}} if redis else {}),
     }
 
