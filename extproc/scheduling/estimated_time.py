@@ -117,11 +117,11 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     - waiting = `waiting_share` q (u p + l) with q = min(n, Q / v) and v the mean of u over the latest
       requests: those who wait for their first token wait for this prefill and this adapter as well,
       because iterations have them together with theirs, or as many more come after it. q is at least
-      n e e, e = a / (a + o s + u p) with a the age of the scrape, or the time since the first request
-      where that is less, and s an iteration without others: the share of requests that came after
-      it, twice, because Q is an estimate where neither a scrape nor an answer has confirmed it. What
-      is not seen is taken to wait. A scrape younger than a tenth of o s + u p counts as of now, and e
-      rises from 0 there.
+      i e e for i own requests, e = a / (a + o s + u p) with a the age of the scrape, or the time since
+      the first request where that is less, and s an iteration without others: the share of requests
+      that came after it, twice, because Q is an estimate where neither a scrape nor an answer has
+      confirmed it. What is not seen is taken to wait; others' requests are as the scrape shows them. A
+      scrape younger than a tenth of o s + u p counts as of now, and e rises from 0 there.
     - waste = `waste_share` (n + w) ((m* - m) p + l), with w of the n requests waiting for the batch, m*
       the most tokens cached on any candidate, and l only where another candidate has the adapter: work
       that need not be done delays those who run, those who wait, and as many later ones. Less by the
@@ -251,14 +251,14 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     line = queued * per_request
                     there = line if line < batch else batch  # noqa: FURB136 - a call, as above
                     cost += queued * per_token
-                if (age := c.age_s) > fresh * step_s:
+                if (age := c.age_s) > fresh * step_s and (own_open := c.in_flight):
                     # `_share_unseen`, written out.
                     age = age if age < sending_s else sending_s  # noqa: FURB136
                     alone = answer * step_s + work
                     alone = alone if alone > _SHORTEST_S else _SHORTEST_S  # noqa: FURB136
                     if age > _FRESH * alone:
                         share = shown * (1.0 - alone / (alone + age)) - _FRESH
-                        unseen = batch * (share * share)
+                        unseen = own_open * (share * share)
                         if unseen > there:  # noqa: PLR1730
                             there = unseen
                 if there:
@@ -390,7 +390,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         delayed = c.estimated_requests + (c.load.waiting or 0.0)
         unseen = _share_unseen(c.age_s, sending_s, answer * rates.step_s + prefill)
         first_tokens = max(
-            min(c.estimated_requests, c.queued_tokens * per_request), c.estimated_requests * unseen
+            min(c.estimated_requests, c.queued_tokens * per_request), c.in_flight * unseen
         )
         wanted = uncached + 0.5 * answer * (1.0 + c.estimated_requests)
         if c.conversation_local:

@@ -139,23 +139,26 @@ def test_queued_requests_are_delayed_by_this_prompt():
 
 
 def test_requests_that_no_scrape_shows_wait():
-    """All where none ever came, few at the age of an answer, none before anything was sent."""
+    """All of ours where none ever came, few at the age of an answer, none before anything was sent."""
     cost = EstimatedTime()
     ages = {"never": math.inf, "an answer old": 3.1, "now": 0.0, "barely old": 0.31}
-    candidates = builders.candidates(
-        {name: {"estimated_requests": 10, "age_s": age_s} for name, age_s in ages.items()}
-    )
+    facts = {
+        name: {"estimated_requests": 10, "in_flight": 10, "age_s": age_s}
+        for name, age_s in ages.items()
+    }
+    facts["of others"] = {"estimated_requests": 10, "age_s": math.inf}
+    candidates = builders.candidates(facts)
 
     def waiting(now):
         context = builders.context(prompt_tokens=1000, now=now)
         return dict(cost.cost(context, candidates).terms)["waiting"]
 
-    assert waiting(1.0) == [0.0, 0.0, 0.0, 0.0]
+    assert waiting(1.0) == [0.0, 0.0, 0.0, 0.0, 0.0]
     request = InferenceRequest(api="chat", prompt_tokens=1000)
     cost.on_committed(
         Decision(request=request, endpoints=(candidates[0].endpoint,), picker="max-score"), 1.0
     )
-    assert waiting(1e9) == pytest.approx([1.0, (1.1 * 0.5 - 0.1) ** 2, 0.0, 0.0])
+    assert waiting(1e9) == pytest.approx([1.0, (1.1 * 0.5 - 0.1) ** 2, 0.0, 0.0, 0.0])
     first = waiting(4.1)
     assert first[0] == first[1] == pytest.approx((1.1 * 0.5 - 0.1) ** 2)
 
