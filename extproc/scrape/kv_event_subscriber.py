@@ -61,7 +61,8 @@ _MAX_BLOCK_S = 20e-6
 #: Address to listen on, in the form of ZeroMQ; empty for none.
 BIND_PATTERN: Final = r"^(tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
 
-_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_MAX_PORT: Final = 65535
+_Port = Annotated[int, msgspec.Meta(ge=1, le=_MAX_PORT)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -107,7 +108,7 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enabled: bool = False
     port: _Port = 5557
     bind: Annotated[str, msgspec.Meta(pattern=BIND_PATTERN)] = ""
-    replay_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    replay_port: Annotated[int, msgspec.Meta(ge=0, le=_MAX_PORT)] = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
     render_model: str = ""
@@ -122,11 +123,20 @@ def require(settings: KvEventsSection) -> None:
     """Refuse a tokenizer that needs a package that is not installed, or is not there, and a bad URL.
 
     Raises:
-        ConfigError: The package is not installed, the folder cannot be read, or the URL has no host,
-            a port that is none, or a user.
+        ConfigError: The package is not installed, the folder cannot be read, the URL has no host, a port
+            that is none, or a user, or ranks have ports beyond the last one.
     """
     if settings.enabled and settings.tokenizer_path:
         LocalTokenizer(settings.tokenizer_path)
+    bound = int(settings.bind.rpartition(":")[2] or 0)
+    last = max(bound, settings.port, settings.replay_port) + settings.ranks - 1
+    if settings.enabled and last > _MAX_PORT:
+        raise ConfigError(
+            "kv_events",
+            wanted=f"ports up to {_MAX_PORT}, that of a rank being the port plus its number",
+            got=f"{settings.ranks} ranks, the last of them on port {last}",
+            fix="set lower ports, or fewer ranks",
+        )
     if settings.enabled and settings.render_url:
         try:
             client.post_target(settings.render_url)
@@ -381,7 +391,9 @@ def _ports(settings: KvEventsSection, endpoint: Endpoint) -> tuple[int, int]:
     ports = []
     for label, usual in ((PORT_LABEL, settings.port), (REPLAY_PORT_LABEL, settings.replay_port)):
         text = endpoint.labels.get(label, "")
-        is_port = text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535
+        is_port = (
+            text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= _MAX_PORT
+        )
         ports.append(int(text) if is_port else usual)
     return ports[0], ports[1]
 

@@ -11,6 +11,7 @@ import pytest
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import kv_event_replay
+from extproc.scrape.kv_event_subscriber import KvEventsSection, require
 from tests.scrape.kv_event_engines import (
     HOST,
     PublishingEngine,
@@ -530,3 +531,14 @@ def test_a_publisher_needs_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[kv-events\]'"):
         PublishingEngine()
+
+
+@pytest.mark.parametrize(
+    "ports", [{"port": 65535}, {"replay_port": 65535}, {"bind": "tcp://*:65535"}]
+)
+def test_ranks_beyond_the_last_port_are_refused(ports):
+    """A picker does not start with a rank that has no port; one rank has."""
+    require(KvEventsSection(enabled=True, ranks=1, **ports))
+    require(KvEventsSection(enabled=False, ranks=2, **ports))
+    with pytest.raises(ConfigError, match="port 65536"):
+        require(KvEventsSection(enabled=True, ranks=2, **ports))
