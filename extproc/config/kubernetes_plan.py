@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from extproc import election
 from extproc.config import pool_sections, pools
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes.settings import (
@@ -23,8 +24,7 @@ from extproc.discovery.kubernetes.settings import (
     PodSelector,
     ServiceRef,
 )
-from extproc.election import lease_state
-from extproc.election.lease_state import ElectionSettings
+from extproc.election import ElectionSettings
 from extproc.errors import ConfigError
 
 #: File with the namespace of a pod.
@@ -168,7 +168,7 @@ def plan_election(
     _check_lease_times(wanted.lease, where)
     here = namespace(environment)
     name = wanted.lease.name or _lease_name(settings, plan, here)
-    if not lease_state.is_lease_name(name):
+    if not election.is_lease_name(name):
         raise ConfigError(
             f"{where}, cluster.lease.name",
             wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",

@@ -11,7 +11,7 @@ from extproc.config import validation
 from extproc.config.autoscaling import ScalingSection
 from extproc.config.pool_annotations import MatchRule
 from extproc.discovery.kubernetes.settings import MAX_PORTS
-from extproc.election.lease_state import ElectionSettings
+from extproc.election import ElectionSettings
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
 

@@ -29,7 +29,7 @@ from extproc.server import (
     console,
     grpc_workarounds,
     health,
-    lease_client,
+    leader_elector,
     listeners,
     reload,
     stream_context,
@@ -116,7 +116,7 @@ class EndpointPickerProcess:
         self.readiness = self._build_readiness()
         memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._stall_meter = StallMeter(self.counters, count_streams=memory_trimmer.count)
-        self._elector = lease_client.build_elector(
+        self._elector = leader_elector.build_elector(
             settings, can_lead=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
         self.admin_token = _admin_token(settings)

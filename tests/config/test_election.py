@@ -10,7 +10,7 @@ from extproc.config.pool_sections import (
     PoolSource,
 )
 from extproc.config.settings import Settings
-from extproc.election.lease_state import ElectionSettings
+from extproc.election import ElectionSettings
 from extproc.errors import ConfigError
 
 INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NAMESPACE": "here"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from extproc import election
 from extproc.autoscaling import demand_estimator, policies
 from extproc.config import (
     autoscaling,
@@ -20,7 +21,6 @@ from extproc.config import (
     tracing,
     validation,
 )
-from extproc.election import lease_state
 from extproc.flow_control import rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
@@ -36,7 +36,7 @@ SECTIONS = (
     ("pools.match", pool_match.PoolMatch),
     ("cluster", pool_sections.ClusterSection),
     ("cluster.match_rules[]", pool_annotations.MatchRule),
-    ("cluster.lease", lease_state.ElectionSettings),
+    ("cluster.lease", election.ElectionSettings),
     ("scrape", settings.ScrapeSection),
     ("health", endpoint_health.OutlierDetectionSettings),
     ("scheduling", pool_sections.SchedulingSection),

@@ -8,8 +8,8 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.election import leader_elector
-from extproc.election.lease_state import ElectionSettings, LeaseRecord
+from extproc.election import ElectionSettings, LeaseRecord
+from extproc.server import leader_elector
 from tests.election.world import ElectionWorld, Fate, Store
 from tests.support.seeded import examples
 

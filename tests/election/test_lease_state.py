@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.election import lease_state
-from extproc.election.lease_state import ElectionSettings, LeaseRecord, LeaseState, LeaseWrite
+from extproc import election
+from extproc.election import ElectionSettings, LeaseRecord, LeaseState, LeaseWrite
 
 PATIENCE = ElectionSettings(duration_s=15, renew_s=10.0, retry_s=2.0)
 
@@ -169,12 +169,12 @@ HELD = {
 
 
 def written(put, before=None):
-    return lease_state.build_lease(put, namespace="n", name="l", at=AT, before=before)
+    return election.build_lease(put, namespace="n", name="l", at=AT, before=before)
 
 
 def test_a_lease_is_read():
     """Holder, duration, transitions and version; the object comes along for the next write."""
-    record, stored = lease_state.parse_lease(json.dumps(HELD).encode())
+    record, stored = election.parse_lease(json.dumps(HELD).encode())
     assert record == LeaseRecord("other", 20, 2, "7")
     assert stored == HELD
 
@@ -183,15 +183,15 @@ def test_a_lease_is_read():
 def test_a_lease_without_a_holder_is_read(spec):
     """A Lease that was never held, or was released, has no holder."""
     text = json.dumps({"metadata": {"resourceVersion": "1"}, "spec": spec}).encode()
-    record, _ = lease_state.parse_lease(text)
+    record, _ = election.parse_lease(text)
     assert record == LeaseRecord("", 15, 0, "1")
 
 
 @given(st.binary(max_size=200) | st.sampled_from([b"[]", b"{}", b'{"metadata":{}}', b"\xff"]))
 def test_unreadable_leases_are_values(text):
     """Nothing that a server could send raises."""
-    result = lease_state.parse_lease(text)
-    assert isinstance(result, lease_state.UnreadableLease)
+    result = election.parse_lease(text)
+    assert isinstance(result, election.UnreadableLease)
 
 
 def test_a_first_write_creates():
@@ -261,10 +261,10 @@ def test_a_version_is_written_without_a_stored_object():
 )
 def test_names(name, fits):
     """Names are checked as Kubernetes checks those of a Lease."""
-    assert lease_state.is_lease_name(name) is fits
+    assert election.is_lease_name(name) is fits
 
 
 def test_paths():
     """Of one Lease, and of all in a namespace."""
-    assert lease_state.lease_path("n", "l") == "/apis/coordination.k8s.io/v1/namespaces/n/leases/l"
-    assert lease_state.lease_path("n") == "/apis/coordination.k8s.io/v1/namespaces/n/leases"
+    assert election.lease_path("n", "l") == "/apis/coordination.k8s.io/v1/namespaces/n/leases/l"
+    assert election.lease_path("n") == "/apis/coordination.k8s.io/v1/namespaces/n/leases"

@@ -7,7 +7,8 @@ import itertools
 import random
 import types
 
-from extproc.election import leader_elector, lease_state
+from extproc import election
+from extproc.server import leader_elector
 
 
 @types.coroutine
@@ -43,7 +44,7 @@ class Store:
         if put.version != (self.record.version if self.record else ""):
             return leader_elector.LeaseRequestFailed("conflict", conflict=True)
         self._version += 1
-        self.record = lease_state.LeaseRecord(
+        self.record = election.LeaseRecord(
             put.holder, put.duration_s, put.transitions, str(self._version)
         )
         return self.record

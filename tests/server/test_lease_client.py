@@ -10,15 +10,15 @@ import socket
 import pytest
 from aiohttp import web
 
+from extproc import election
 from extproc.config import kubernetes_plan
 from extproc.demo import stack
 from extproc.discovery.kubernetes import settings
-from extproc.election import leader_elector, lease_state
-from extproc.election.lease_state import ElectionSettings
+from extproc.election import ElectionSettings
 from extproc.errors import ConfigError
-from extproc.server import lease_client
+from extproc.server import leader_elector
 
-FIRST = lease_state.LeaseWrite("me", 15, 0, acquired=True, version="")
+FIRST = election.LeaseWrite("me", 15, 0, acquired=True, version="")
 NAME, PLACE = "l", "n"
 ALL = f"/apis/coordination.k8s.io/v1/namespaces/{PLACE}/leases"
 
@@ -90,7 +90,7 @@ def refused(status, message):
 async def opened(kubeconfig, **times):
     wanted = ElectionSettings(name=NAME, namespace=PLACE, **times)
     reaching = settings.KubernetesSettings(sources=(), kubeconfig=kubeconfig)
-    client = lease_client.LeaseClient(kubernetes_plan.ElectionPlan(wanted, reaching))
+    client = leader_elector.LeaseClient(kubernetes_plan.ElectionPlan(wanted, reaching))
     await client.open()
     try:
         yield client
@@ -111,10 +111,8 @@ async def test_lease_is_created_renewed_and_read(tmp_path):
     async with lease_fixture(tmp_path) as (api, client):
         assert await client.read() is None
         created = await client.write(FIRST)
-        assert created == lease_state.LeaseRecord("me", 15, 0, "1")
-        renewed = await client.write(
-            lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1")
-        )
+        assert created == election.LeaseRecord("me", 15, 0, "1")
+        renewed = await client.write(election.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert renewed.version == "2"
         assert await client.read() == renewed
         path = f"{ALL}/{NAME}"
@@ -129,7 +127,7 @@ async def test_foreign_labels_are_kept(tmp_path):
         await client.write(FIRST)
         api.lease["metadata"]["labels"] = {"team": "a"}
         await client.read()
-        await client.write(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        await client.write(election.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert api.lease["metadata"]["labels"] == {"team": "a"}
 
 
@@ -140,7 +138,7 @@ async def test_a_lost_race_is_a_conflict(tmp_path):
         late = await client.write(FIRST)
         assert (late.conflict, "409" in late.message) == (True, True)
         api.lease = None
-        gone = await client.write(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        gone = await client.write(election.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert gone.conflict
 
 
@@ -186,7 +184,7 @@ async def test_a_rotated_token_is_used(tmp_path):
         api.token = "new"
         api.kubeconfig("new")
         assert isinstance(await client.read(), leader_elector.LeaseRequestFailed)
-        assert await client.read() == lease_state.LeaseRecord("me", 15, 0, "1")
+        assert await client.read() == election.LeaseRecord("me", 15, 0, "1")
 
 
 async def test_an_invalid_kubeconfig_is_refused(tmp_path):

@@ -16,10 +16,9 @@ import pytest
 from extproc import supervision
 from extproc.config.settings import XdsSection
 from extproc.discovery import static_discovery
-from extproc.election import leader_elector
-from extproc.election.lease_state import ElectionSettings, LeaseRecord
+from extproc.election import ElectionSettings, LeaseRecord
 from extproc.errors import ConfigError
-from extproc.server import app, lifecycle, redis_peer_channel, reload
+from extproc.server import app, leader_elector, lifecycle, redis_peer_channel, reload
 from extproc.server.listeners import ListenAddresses
 from extproc.supervision import Supervisor
 from tests.support import ext_proc_script, serving

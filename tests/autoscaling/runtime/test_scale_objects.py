@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc import election
 from extproc.autoscaling.runtime import scale_objects, state_store
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes import watch_plan
-from extproc.election import lease_state
 
 SEGMENTS = st.text(min_size=1, max_size=20)
 
@@ -35,7 +35,7 @@ def test_target_path_keeps_every_field_in_its_segment(group, version, namespace,
 def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespace, name):
     """Wherever a path of the API consists of names."""
     leases = ["apis", "coordination.k8s.io", "v1", "namespaces", namespace, "leases", name]
-    assert split(lease_state.lease_path(namespace, name)) == (leases, "")
+    assert split(election.lease_path(namespace, name)) == (leases, "")
     pods = watch_plan.WatchedCollection(watch_plan.PODS, namespace)
     assert split(pods.path) == (["api", "v1", "namespaces", namespace, "pods"], "")
 

@@ -1,6 +1,8 @@
-"""A candidate's view of a Lease: times at which it leads and may take over, without I/O.
+"""Leader election without I/O: a candidate's view of a Lease of Kubernetes, and the Lease object.
 
-The algorithm of client-go's leader election. The store compares and swaps: a write that names an
+The algorithm of client-go's leader election. The elector of the official client
+(`kubernetes.aio.leaderelection`, release 37) is not used: it counts its time limits with the wall
+clock, which may jump. The store compares and swaps: a write that names an
 older version than the stored version is refused. Clocks of two machines are never compared:
 
 - A leader leads until `renew_s` after it *sent* the last write that was confirmed.
