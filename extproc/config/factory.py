@@ -276,17 +276,20 @@ def build_discovery(
     supervisor: Supervisor,
 ) -> pools.EndpointDiscovery | None:
     """Build the discovery of a pool; None where another component sets its endpoints."""
-    context = pools.DiscoveryContext(
-        settings=parts.discovery,
-        flag_entries=parts.flag_entries,
-        store=parts.store,
-        rng=parts.rng,
-        clock=clock,
-        on_event=on_event,
-        supervisor=supervisor,
-    )
     sources = pools.configured_sources(parts.settings.pool)
-    return sources[0].build(context) if sources else None
+    if not sources or sources[0].build is None:
+        return None
+    return sources[0].build(
+        pools.DiscoveryContext(
+            settings=parts.discovery,
+            flag_entries=parts.flag_entries,
+            store=parts.store,
+            rng=parts.rng,
+            clock=clock,
+            on_event=on_event,
+            supervisor=supervisor,
+        )
+    )
 
 
 def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:

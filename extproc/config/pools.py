@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -57,172 +57,72 @@ class EndpointDiscovery(Protocol):
         """Follow the source until cancelled; requires `start`."""
 
 
-class DiscoverySource(Protocol):
-    """Kind of source of endpoints: row of `SOURCES`.
+class DiscoverySource(msgspec.Struct, frozen=True, kw_only=True):
+    """Row of the table of sources of endpoints.
 
     Attributes:
         key: Path of the setting in a pool section that selects and configures it.
+        describe: Describes a pool for `extproc check`: what the source is, then a line for each
+            endpoint; raises ConfigError where it cannot be read.
+        check: Rejects a setting that contradicts itself (pool, location).
+        build: Builds the discovery of a pool; None where another component sets its endpoints.
         in_kubernetes: True if the endpoints come from an API server.
     """
 
-    key: ClassVar[str]
-    in_kubernetes: ClassVar[bool]
+    key: str
+    describe: Callable[[pool_sections.PoolSource], Iterator[str]]
+    check: Callable[[pool_sections.PoolSource, str], None] = lambda _, __: None
+    build: Callable[[DiscoveryContext], EndpointDiscovery] | None = None
+    in_kubernetes: bool = False
 
     def is_configured(self, pool: pool_sections.PoolSource) -> bool:
         """Return True if a pool section selects this source."""
-
-    def check(self, pool: pool_sections.PoolSource, where: str) -> None:
-        """Reject a setting that contradicts itself; `where` is its location.
-
-        Raises:
-            ConfigError: It does.
-        """
-
-    def describe(self, pool: pool_sections.PoolSource) -> Iterator[str]:
-        """Describe the source for `extproc check`: what it is, then a line for each endpoint.
-
-        Raises:
-            ConfigError: The source cannot be read.
-        """
-
-    def build(self, context: DiscoveryContext) -> EndpointDiscovery | None:
-        """Build the discovery of a pool; None where another component sets its endpoints."""
+        setting: object = pool
+        for name in self.key.split("."):
+            setting = getattr(setting, name, None)
+        return bool(setting)
 
 
-class EndpointListSource:
-    """Endpoints of the configuration or the command line; names are resolved by DNS."""
-
-    key: ClassVar[str] = "endpoints"
-    in_kubernetes: ClassVar[bool] = False
-
-    def is_configured(self, pool: pool_sections.PoolSource) -> bool:
-        """See `DiscoverySource`."""
-        return bool(pool.endpoints)
-
-    def check(self, pool: pool_sections.PoolSource, where: str) -> None:
-        """See `DiscoverySource`: addresses are checked by `parse_entries`."""
-
-    def describe(self, pool: pool_sections.PoolSource) -> Iterator[str]:
-        """See `DiscoverySource`."""
-        listed = parse_entries(pool, where="pool")
-        yield f"{len(listed)} listed{_owner(pool)}"
-        yield from map(_describe_entry, listed)
-
-    def build(self, context: DiscoveryContext) -> EndpointDiscovery | None:
-        """See `DiscoverySource`."""
-        return static_discovery.StaticDiscovery(
-            context.settings,
-            context.store,
-            flag_entries=context.flag_entries,
-            resolver=static_discovery.DnsResolver(),
-            clock=context.clock,
-            rng=context.rng,
-            on_event=context.on_event,
-            supervisor=context.supervisor,
-        )
+def _describe_list(pool: pool_sections.PoolSource) -> Iterator[str]:
+    listed = parse_entries(pool, where="pool")
+    yield f"{len(listed)} listed{_owner(pool)}"
+    yield from map(_describe_entry, listed)
 
 
-class EndpointsFileSource(EndpointListSource):
-    """Endpoints of a file that is watched; names are resolved by DNS."""
-
-    key: ClassVar[str] = "endpoints_file"
-
-    def is_configured(self, pool: pool_sections.PoolSource) -> bool:
-        """See `DiscoverySource`."""
-        return bool(pool.endpoints_file)
-
-    def describe(self, pool: pool_sections.PoolSource) -> Iterator[str]:
-        """See `DiscoverySource`."""
-        limit_bytes = static_discovery.StaticDiscoverySettings().limit_bytes
-        listed = static_discovery.load_file(Path(pool.endpoints_file), limit_bytes=limit_bytes)
-        yield f"{len(listed)} in {pool.endpoints_file}, watched{_owner(pool)}"
-        yield from map(_describe_entry, listed)
+def _describe_file(pool: pool_sections.PoolSource) -> Iterator[str]:
+    limit_bytes = static_discovery.StaticDiscoverySettings().limit_bytes
+    listed = static_discovery.load_file(Path(pool.endpoints_file), limit_bytes=limit_bytes)
+    yield f"{len(listed)} in {pool.endpoints_file}, watched{_owner(pool)}"
+    yield from map(_describe_entry, listed)
 
 
-class KubernetesSource:
-    """Endpoints of an InferencePool, a Service or pods.
-
-    `kubernetes_plan` collects the objects of all pools, and one `KubernetesDiscovery` watches them.
-    """
-
-    key: ClassVar[str] = "kubernetes"
-    in_kubernetes: ClassVar[bool] = True
-
-    def is_configured(self, pool: pool_sections.PoolSource) -> bool:
-        """See `DiscoverySource`."""
-        return pool.kubernetes is not None
-
-    def check(self, pool: pool_sections.PoolSource, where: str) -> None:
-        """See `DiscoverySource`."""
-        if pool.kubernetes is not None:
-            _check_single_object(pool.kubernetes, where)
-
-    def describe(self, pool: pool_sections.PoolSource) -> Iterator[str]:
-        """See `DiscoverySource`."""
-        if pool.kubernetes is not None:
-            yield f"from Kubernetes: {_describe_object(pool.kubernetes)}{_owner(pool)}"
-
-    def build(self, context: DiscoveryContext) -> None:
-        """See `DiscoverySource`."""
-        del context
+def _describe_kubernetes(pool: pool_sections.PoolSource) -> Iterator[str]:
+    if pool.kubernetes is not None:
+        yield f"from Kubernetes: {_describe_object(pool.kubernetes)}{_owner(pool)}"
 
 
-class StartedEnginesSource:
-    """Engines that an actuator starts, and that it publishes itself."""
-
-    key: ClassVar[str] = "autoscaling.launch"
-    in_kubernetes: ClassVar[bool] = False
-
-    def is_configured(self, pool: pool_sections.PoolSource) -> bool:
-        """See `DiscoverySource`."""
-        return pool.autoscaling is not None and pool.autoscaling.launch is not None
-
-    def check(self, pool: pool_sections.PoolSource, where: str) -> None:
-        """See `DiscoverySource`: the section `autoscaling` has a check of its own."""
-
-    def describe(self, pool: pool_sections.PoolSource) -> Iterator[str]:
-        """See `DiscoverySource`."""
-        if pool.autoscaling is not None and pool.autoscaling.launch is not None:
-            command = " ".join(pool.autoscaling.launch.command)
-            yield f"started here{_owner(pool)}: {command}"
-
-    def build(self, context: DiscoveryContext) -> None:
-        """See `DiscoverySource`."""
-        del context
+def _describe_launch(pool: pool_sections.PoolSource) -> Iterator[str]:
+    if pool.autoscaling is not None and pool.autoscaling.launch is not None:
+        yield f"started here{_owner(pool)}: {' '.join(pool.autoscaling.launch.command)}"
 
 
-#: Every source; a pool has at most one.
-SOURCES: tuple[DiscoverySource, ...] = (
-    EndpointListSource(),
-    EndpointsFileSource(),
-    KubernetesSource(),
-    StartedEnginesSource(),
-)
+def _build_static(context: DiscoveryContext) -> EndpointDiscovery:
+    return static_discovery.StaticDiscovery(
+        context.settings,
+        context.store,
+        flag_entries=context.flag_entries,
+        resolver=static_discovery.DnsResolver(),
+        clock=context.clock,
+        rng=context.rng,
+        on_event=context.on_event,
+        supervisor=context.supervisor,
+    )
 
 
-def configured_sources(pool: pool_sections.PoolSource) -> Sequence[DiscoverySource]:
-    """Return the sources that a pool section selects; more than one is an error."""
-    return [source for source in SOURCES if source.is_configured(pool)]
-
-
-def parse_entries(
-    pool: pool_sections.PoolSource, *, where: str
-) -> tuple[endpoint_list.EndpointListEntry, ...]:
-    """Parse the endpoints listed in a pool section, as those of an endpoints file.
-
-    Raises:
-        ConfigError: An address is invalid or a duplicate.
-    """
-    listed: list[object] = [
-        {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
-        if isinstance(entry, pool_sections.EndpointEntry)
-        else entry
-        for entry in pool.endpoints
-    ]
-    return endpoint_list.from_document({"endpoints": listed}, where=where)
-
-
-def _check_single_object(section: pool_sections.KubernetesSection, where: str) -> None:
+def _check_single_object(pool: pool_sections.PoolSource, where: str) -> None:
+    section = pool.kubernetes
+    if section is None:
+        return
     named = [
         name
         for name, value in (
@@ -254,6 +154,44 @@ def _check_single_object(section: pool_sections.KubernetesSection, where: str) -
             got=f"{name} with {named[0]}",
             fix=f"remove {name}; {named[0]} says itself which ports there are",
         )
+
+
+#: Every source; a pool has at most one. Names in lists and files are resolved by DNS.
+#: `kubernetes_plan` collects the objects of all pools, and one `KubernetesDiscovery` watches them.
+#: An actuator starts engines, and publishes them itself.
+SOURCES = (
+    DiscoverySource(key="endpoints", describe=_describe_list, build=_build_static),
+    DiscoverySource(key="endpoints_file", describe=_describe_file, build=_build_static),
+    DiscoverySource(
+        key="kubernetes",
+        describe=_describe_kubernetes,
+        check=_check_single_object,
+        in_kubernetes=True,
+    ),
+    DiscoverySource(key="autoscaling.launch", describe=_describe_launch),
+)
+
+
+def configured_sources(pool: pool_sections.PoolSource) -> Sequence[DiscoverySource]:
+    """Return the sources that a pool section selects; more than one is an error."""
+    return [source for source in SOURCES if source.is_configured(pool)]
+
+
+def parse_entries(
+    pool: pool_sections.PoolSource, *, where: str
+) -> tuple[endpoint_list.EndpointListEntry, ...]:
+    """Parse the endpoints listed in a pool section, as those of an endpoints file.
+
+    Raises:
+        ConfigError: An address is invalid or a duplicate.
+    """
+    listed: list[object] = [
+        {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
+        if isinstance(entry, pool_sections.EndpointEntry)
+        else entry
+        for entry in pool.endpoints
+    ]
+    return endpoint_list.from_document({"endpoints": listed}, where=where)
 
 
 def _owner(pool: pool_sections.PoolSource) -> str:
