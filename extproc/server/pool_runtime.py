@@ -1,10 +1,10 @@
-"""Runtime of a pool: its parts, discovery and scraper."""
+"""Runtime of a pool: its parts, discovery, scraper and KV event loops."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 
 import msgspec
@@ -13,14 +13,19 @@ from extproc.config import factory, pool_annotations, pools
 from extproc.discovery import static_discovery
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.prefix_cache.cache_model import index_key
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget
 from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard
 from extproc.scrape import client, schedule, scraper
-from extproc.server import kv_event_loops
+from extproc.scrape.kv_event_subscriber import KvEventSubscriber, SubscriberCallbacks
+from extproc.scrape.kv_event_subscription import SubscriptionChange
+from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import ExceptionLog, Supervisor, run_forever
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.kv_event_metrics import KvEventStats
 from extproc.telemetry.pool_log import PoolLog
 from extproc.telemetry.pool_state import MatchState, PoolView, PrefixCacheStats
 
@@ -32,6 +37,9 @@ _MAX_FLOWS = 200
 #: Seconds after which the shadow looks at routed requests, and those of its turn.
 _SHADOW_DELAY_S = 0.005
 _SHADOW_TURN_S = 0.002
+
+#: Seconds in which a change of one subscription is logged at most once for each direction.
+_KV_EVENT_REPEAT_S = 60.0
 
 
 class RuntimeContext(msgspec.Struct, frozen=True):
@@ -54,6 +62,114 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     def supervisor(self) -> Supervisor:
         """Keeps loops alive."""
         return self.counters.supervisor
+
+
+class KvEventLoops:
+    """Subscriptions and mapping of a pool.
+
+    Args:
+        parts: Parts of the pool, whose director shows routed requests from now on.
+        exact: What engines publish, and prompts by their tokens.
+        may_listen: As of `SubscriberCallbacks`.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        parts: factory.PoolParts,
+        exact: ExactPrefixes,
+        *,
+        clock: Callable[[], float],
+        supervisor: Supervisor,
+        may_listen: Callable[[], bool],
+    ) -> None:
+        self._pool = pool
+        self._exact = exact
+        self._index = parts.index
+        self._clock = clock
+        self._logged: dict[tuple[str, int, bool], float] = {}
+        settings, store = parts.settings, parts.store
+        events = settings.kv_events
+        self._subscriber = KvEventSubscriber(
+            events,
+            store,
+            exact,
+            clock=clock,
+            rng=parts.rng,
+            callbacks=SubscriberCallbacks(
+                on_cleared=self._on_cleared, on_change=self._on_change, may_listen=may_listen
+            ),
+            supervisor=supervisor,
+        )
+        self._renderer = PromptRenderer(
+            exact,
+            adapters=lambda: store.pool.adapters,
+            scheme=settings.scrape.scheme,
+            tls=factory.build_scrape_tls(settings.scrape),
+            clock=clock,
+            supervisor=supervisor,
+            instance=f"pool {pool}",
+            settings=RenderSettings(
+                events.render_url,
+                events.render_model,
+                events.render_budget_ms / 1e3,
+                events.tokenizer_path,
+            ),
+        )
+        parts.director.set_prompt_listener(self._renderer)
+
+    def loops(self) -> Iterator[Callable[[], Awaitable[None]]]:
+        """Loops that run until they are cancelled."""
+        yield self._subscriber.run
+        yield self._renderer.run
+
+    @property
+    def num_unmapped(self) -> int:
+        """Routed prompts that are still to be mapped (count)."""
+        return self._renderer.num_unmapped
+
+    def stats(self) -> KvEventStats:
+        """Counts for the metrics page."""
+        subscriptions = [
+            (subscription.endpoint.address, subscription.rank, subscription.state, engine)
+            for subscription in self._subscriber.subscriptions
+            for engine in (subscription.engine,)
+        ]
+        return KvEventStats(
+            batches=self._subscriber.batches,
+            prompts=self._renderer.results,
+            waits=self._renderer.waits,
+            usage_tokens=self._exact.usage_tokens,
+            states=[(address, rank, state) for address, rank, state, _ in subscriptions],
+            blocks=[(address, rank, engine.held) for address, rank, _, engine in subscriptions],
+            lower_blocks=[
+                (address, rank, len(engine.lower_keys), engine.lower_weights[0])
+                for address, rank, _, engine in subscriptions
+            ],
+            refused_connections=self._subscriber.num_refused,
+            dropped_blocks=sum(engine.dropped for *_, engine in subscriptions),
+        )
+
+    def _on_cleared(self, endpoint: Endpoint) -> None:
+        """An engine says that its cache is empty: so is our estimate of it."""
+        self._index.clear(index_key(endpoint))
+
+    def _on_change(self, change: SubscriptionChange) -> None:
+        is_lost, now = change.state == "lost", self._clock()
+        key = (change.address, change.rank, is_lost)
+        if now - self._logged.get(key, now - _KV_EVENT_REPEAT_S) < _KV_EVENT_REPEAT_S:
+            return
+        if len(self._logged) >= 4096:
+            self._logged.clear()
+        self._logged[key] = now
+        prefix = f"pool {self._pool}: " if self._pool else ""
+        rank = f" rank {change.rank}" if change.rank else ""
+        if is_lost:
+            text = "%sKV events of %s%s are lost, its cache is estimated: %s"
+            _log.warning(text, prefix, change.address, rank, change.detail)
+        else:
+            text = "%sKV events of %s%s arrive: %s"
+            _log.info(text, prefix, change.address, rank, change.detail)
 
 
 class PoolRuntime:
@@ -274,11 +390,11 @@ class PoolRuntime:
             supervisor=shared.supervisor,
         )
 
-    def _build_kv_events(self) -> kv_event_loops.KvEventLoops | None:
+    def _build_kv_events(self) -> KvEventLoops | None:
         parts, shared = self.parts, self._shared
         if parts.exact is None:
             return None
-        return kv_event_loops.KvEventLoops(
+        return KvEventLoops(
             self.name,
             parts,
             parts.exact,

@@ -19,7 +19,7 @@ from tests.simulator import engine_server
 
 pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
-from extproc.server.kv_event_loops import KvEventLoops
+from extproc.server.pool_runtime import KvEventLoops
 from extproc.simulator.http.kv_publisher import KvPublisherSettings
 
 
