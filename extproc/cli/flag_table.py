@@ -105,24 +105,50 @@ def listed(_: str, value: str) -> list[str]:
 
 
 class Flag(msgspec.Struct, frozen=True):
-    """One flag.
+    """A flag that overrides a setting.
 
     Attributes:
         name: Without dashes.
-        path: The setting it beats.
-        read: Its text to a value; None leaves the setting alone.
+        setting: Dotted path of the setting.
+        read: Its text to a value, where the type of the setting's default does not say how; a value
+            of None leaves the setting alone.
     """
 
     name: str
-    path: tuple[str, ...]
-    read: Callable[[str, str], object]
+    setting: str
     text: str
-    metavar: str
+    metavar: str = "BOOL"
+    read: Callable[[str, str], object] | None = None
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Path of the setting."""
+        return tuple(self.setting.split("."))
 
     @property
     def boolean(self) -> bool:
         """True if the flag may stand without a value."""
         return self.metavar == "BOOL"
+
+    @property
+    def reader(self) -> Callable[[str, str], object]:
+        """Reader of the value, which takes the name of the flag and its text."""
+        return self.read or _READERS[type(_default_value(self))]
+
+
+_READERS: Mapping[type, Callable[[str, str], object]] = {
+    bool: boolean,
+    int: whole_number,
+    float: seconds,
+    str: text,
+}
+
+
+def _default_value(flag: Flag) -> Any:
+    value: Any = Settings()
+    for name in flag.path:
+        value = getattr(value, name)
+    return value
 
 
 def _not(flag: str, text: str) -> bool:
@@ -157,9 +183,7 @@ def _zap_encoder(_: str, text: str) -> str | None:
 
 def default(flag: Flag) -> str:
     """The value of a flag that is not set, as it would be written; empty for none."""
-    value: Any = Settings()
-    for name in flag.path:
-        value = getattr(value, name)
+    value = _default_value(flag)
     if flag.read is _not:
         value = not value
     if isinstance(value, bool):
@@ -173,7 +197,7 @@ def choices(flag: Flag) -> Sequence[str]:
     """The words that a flag takes; empty where it takes any."""
     if flag.path == ("scheduling", "strategy"):
         return tuple(registry.profiles())
-    if flag.read is not _text:
+    if flag.reader is not text:
         return ()
     kind: Any = Settings
     for name in flag.path:
@@ -187,135 +211,100 @@ def _field_types(section: type[msgspec.Struct]) -> Mapping[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
-_SERVER = ("server",)
-_text, _seconds, _boolean, _integer = (
-    text,
-    seconds,
-    boolean,
-    whole_number,
-)
-
 FLAGS: Sequence[Flag] = (
-    Flag("strategy", ("scheduling", "strategy"), _text, "scheduling strategy", "NAME"),
-    Flag("host", (*_SERVER, "host"), _text, "address to listen on; empty for all", "IP"),
-    Flag("grpc-port", (*_SERVER, "grpc_port"), _integer, "ext_proc; 0 picks a free one", "PORT"),
-    Flag("grpc-health-port", (*_SERVER, "grpc_health_port"), _integer, "gRPC health", "PORT"),
-    Flag("metrics-port", (*_SERVER, "metrics_port"), _integer, "metrics and debug pages", "PORT"),
-    Flag("xds", ("xds", "enabled"), _boolean, "serve the endpoints to Envoy over xDS", "BOOL"),
-    Flag("xds-port", ("xds", "port"), _integer, "xDS; 0 picks a free one", "PORT"),
-    Flag("secure-serving", (*_SERVER, "secure_serving"), _boolean, "ext_proc over TLS", "BOOL"),
-    Flag("cert-path", (*_SERVER, "cert_path"), _text, "folder with tls.crt and tls.key", "FOLDER"),
+    Flag("strategy", "scheduling.strategy", "scheduling strategy", "NAME"),
+    Flag("host", "server.host", "address to listen on; empty for all", "IP"),
+    Flag("grpc-port", "server.grpc_port", "ext_proc; 0 picks a free one", "PORT"),
+    Flag("grpc-health-port", "server.grpc_health_port", "gRPC health", "PORT"),
+    Flag("metrics-port", "server.metrics_port", "metrics and debug pages", "PORT"),
+    Flag("xds", "xds.enabled", "serve the endpoints to Envoy over xDS"),
+    Flag("xds-port", "xds.port", "xDS; 0 picks a free one", "PORT"),
+    Flag("secure-serving", "server.secure_serving", "ext_proc over TLS"),
+    Flag("cert-path", "server.cert_path", "folder with tls.crt and tls.key", "FOLDER"),
     Flag(
         "enable-cert-reload",
-        (*_SERVER, "enable_cert_reload"),
-        _boolean,
+        "server.enable_cert_reload",
         "read the certificate again when it changes",
-        "BOOL",
     ),
-    Flag(
-        "health-checking",
-        (*_SERVER, "health_checking"),
-        _boolean,
-        "gRPC health on the ext_proc port too",
-        "BOOL",
-    ),
-    Flag("transport", (*_SERVER, "transport"), _text, "implementation of gRPC", "NAME"),
+    Flag("health-checking", "server.health_checking", "gRPC health on the ext_proc port too"),
+    Flag("transport", "server.transport", "implementation of gRPC", "NAME"),
     Flag(
         "drain-timeout",
-        (*_SERVER, "drain_timeout_s"),
-        _seconds,
+        "server.drain_timeout_s",
         "time from SIGTERM in which streams are served, in a pod in full",
         "DURATION",
     ),
-    Flag("kubeconfig", ("cluster", "kubeconfig"), _text, "how to reach Kubernetes", "FILE"),
+    Flag("kubeconfig", "cluster.kubeconfig", "how to reach Kubernetes", "FILE"),
     Flag(
         "ha-enable-leader-election",
-        ("cluster", "leader_election"),
-        _boolean,
+        "cluster.leader_election",
         "be ready only while holding a Lease",
-        "BOOL",
     ),
     Flag(
         "allow-unsupported",
-        ("scheduling", "allow_unsupported"),
-        _boolean,
+        "scheduling.allow_unsupported",
         "start although the file asks for what is missing here, such as prefill of its own",
-        "BOOL",
     ),
-    Flag(
-        "fallback-endpoints",
-        ("scheduling", "fallbacks"),
-        _integer,
-        "endpoints named after the chosen one",
-        "N",
-    ),
+    Flag("fallback-endpoints", "scheduling.fallbacks", "endpoints named after the chosen one", "N"),
     Flag(
         "disable-endpoint-subset-filter",
-        ("scheduling", "respect_subset"),
-        _not,
+        "scheduling.respect_subset",
         "ignore the endpoints a gateway allows",
-        "BOOL",
+        read=_not,
     ),
     Flag(
         "emit-endpoint-scores",
-        ("decisions", "scores"),
-        _boolean,
+        "decisions.scores",
         "tell the data plane what endpoints were compared by",
-        "BOOL",
     ),
     Flag(
         "refresh-metrics-interval",
-        ("scrape", "busy_interval_s"),
-        _refresh,
+        "scrape.busy_interval_s",
         "between scrapes of a busy endpoint, 50ms or more",
         "DURATION",
+        read=_refresh,
     ),
     Flag(
         "metrics-staleness-threshold",
-        ("scrape", "stale_after_s"),
-        _seconds,
+        "scrape.stale_after_s",
         "age at which a load counts as unknown",
         "DURATION",
     ),
-    Flag("model-server-metrics-path", ("scrape", "path"), _text, "page to scrape", "PATH"),
-    Flag(
-        "model-server-metrics-scheme", ("scrape", "scheme"), _text, "scheme of that page", "SCHEME"
-    ),
+    Flag("model-server-metrics-path", "scrape.path", "page to scrape", "PATH"),
+    Flag("model-server-metrics-scheme", "scrape.scheme", "scheme of that page", "SCHEME"),
     Flag(
         "grpc-max-recv-msg-size",
-        ("limits", "max_message_bytes"),
-        _size_if_any,
+        "limits.max_message_bytes",
         "largest gRPC message",
         "BYTES",
+        read=_size_if_any,
     ),
-    Flag("conformance-testing", ("conformance",), _boolean, "obey the test headers", "BOOL"),
+    Flag("conformance-testing", "conformance", "obey the test headers"),
     Flag(
         "seed",
-        ("seed",),
-        _integer,
+        "seed",
         "seed of all random draws; drawn from the system unless set",
         "N",
+        read=whole_number,
     ),
     # Of the flags for a setting, the last of this table wins.
     Flag(
         "zap-devel",
-        ("log", "level"),
-        _zap_development,
+        "log.level",
         "true is debug, unless a flag below names a level",
-        "BOOL",
+        read=_zap_development,
     ),
-    Flag("v", ("log", "level"), _verbosity, "verbosity; 4 and more is debug", "N"),
-    Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),
-    Flag("log-level", ("log", "level"), _text, "least severe level that is logged", "LEVEL"),
-    Flag("zap-encoder", ("log", "format"), _zap_encoder, "json, or console, which is text", "WORD"),
-    Flag("log-format", ("log", "format"), _text, "format of log lines", "FORMAT"),
-    Flag("log-requests", ("log", "requests"), _text, "requests with a line", "WHICH"),
+    Flag("v", "log.level", "verbosity; 4 and more is debug", "N", read=_verbosity),
+    Flag("zap-log-level", "log.level", "the same in words", "LEVEL", read=_zap),
+    Flag("log-level", "log.level", "least severe level that is logged", "LEVEL"),
+    Flag("zap-encoder", "log.format", "json, or console, which is text", "WORD", read=_zap_encoder),
+    Flag("log-format", "log.format", "format of log lines", "FORMAT"),
+    Flag("log-requests", "log.requests", "requests with a line", "WHICH"),
     Flag(
         "tracing",
-        ("tracing", "enabled"),
-        _boolean,
+        "tracing.enabled",
         "send traces; by default where OTEL_EXPORTER_OTLP_ENDPOINT is set",
-        "BOOL",
+        read=boolean,
     ),
 )
 
@@ -326,96 +315,72 @@ class CompatibleFlag(msgspec.Struct, frozen=True):
     Attributes:
         name: Without dashes.
         accepted_values: Values that change nothing here.
-        refused: Whether any other value ends the program; otherwise it is a warning.
         message: Text that says what to do instead, or why nothing has to be done.
-        boolean: Whether it may stand without a value, meaning true.
+        refused: Whether any other value ends the program; otherwise it is a warning.
     """
 
     name: str
     accepted_values: frozenset[str]
-    refused: bool
     message: str
-    boolean: bool = False
+    refused: bool = False
+
+    @property
+    def boolean(self) -> bool:
+        """True if it may stand without a value, meaning true."""
+        return not self.accepted_values.isdisjoint({"true", "false"})
 
 
 _EMPTY = frozenset({""})
-_OFF = frozenset({"false", "False", "FALSE", "f", "F", "0"})
 _NO_AUTH = "/metrics has no authentication; guard its port with a NetworkPolicy"
+_OTHER_METRIC = (
+    "engines are recognised by the metrics they export, and another name is not looked for; it is "
+    "deprecated upstream, too: remove it"
+)
 
 COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
     CompatibleFlag(
-        "grpc-max-send-msg-size",
-        _EMPTY,
-        refused=False,
-        message="answers are sent in messages of 64 KiB at most",
+        "grpc-max-send-msg-size", _EMPTY, "answers are sent in messages of 64 KiB at most"
     ),
     CompatibleFlag(
         "refresh-prometheus-metrics-interval",
         _EMPTY,
-        refused=False,
-        message="the metrics page is made when it is asked for",
+        "the metrics page is made when it is asked for",
     ),
-    CompatibleFlag("metrics-endpoint-auth", _OFF, refused=True, message=_NO_AUTH, boolean=True),
-    CompatibleFlag("metrics-cert-dir", _EMPTY, refused=True, message=_NO_AUTH),
-    CompatibleFlag("metrics-client-ca-file", _EMPTY, refused=True, message=_NO_AUTH),
+    CompatibleFlag("metrics-endpoint-auth", _FALSE, _NO_AUTH, refused=True),
+    CompatibleFlag("metrics-cert-dir", _EMPTY, _NO_AUTH, refused=True),
+    CompatibleFlag("metrics-client-ca-file", _EMPTY, _NO_AUTH, refused=True),
     CompatibleFlag(
         "model-server-metrics-port",
         frozenset({"", "0"}),
+        "label the endpoint with metrics-port instead",
         refused=True,
-        message="label the endpoint with metrics-port instead",
     ),
     CompatibleFlag(
         "model-server-metrics-https-insecure-skip-verify",
-        frozenset({"true", "True", "TRUE", "t", "T", "1"}),
+        _TRUE,
+        "set scrape.verify_tls in the configuration",
         refused=True,
-        message="set scrape.verify_tls in the configuration",
-        boolean=True,
     ),
-    CompatibleFlag(
-        "enable-pprof", _OFF, refused=False, message="there is no profiler page", boolean=True
-    ),
-    CompatibleFlag(
-        "enable-grpc-stream-metrics",
-        frozenset({*_OFF, "true", "True", "TRUE", "t", "T", "1"}),
-        refused=False,
-        message="streams are always counted",
-        boolean=True,
-    ),
-    CompatibleFlag(
-        "allow-experimental-plugins",
-        _OFF,
-        refused=False,
-        message="every plugin is allowed",
-        boolean=True,
-    ),
+    CompatibleFlag("enable-pprof", _FALSE, "there is no profiler page"),
+    CompatibleFlag("enable-grpc-stream-metrics", _TRUE | _FALSE, "streams are always counted"),
+    CompatibleFlag("allow-experimental-plugins", _FALSE, "every plugin is allowed"),
     CompatibleFlag(
         "tls-min-version",
         frozenset({"", "VersionTLS12"}),
+        "TLS 1.2 and 1.3 are served",
         refused=True,
-        message="TLS 1.2 and 1.3 are served",
     ),
     CompatibleFlag(
         "tls-cipher-suites",
         _EMPTY,
+        "set the environment variable GRPC_SSL_CIPHER_SUITES",
         refused=True,
-        message="set the environment variable GRPC_SSL_CIPHER_SUITES",
     ),
-    *(
-        CompatibleFlag(
-            name,
-            frozenset(),
-            refused=False,
-            message="engines are recognised by the metrics they export, and another name is not "
-            "looked for; it is deprecated upstream, too: remove it",
-        )
-        for name in (
-            "total-queued-requests-metric",
-            "total-running-requests-metric",
-            "kv-cache-usage-percentage-metric",
-            "lora-info-metric",
-            "cache-info-metric",
-        )
-    ),
+    CompatibleFlag("total-queued-requests-metric", frozenset(), _OTHER_METRIC),
+    CompatibleFlag("total-running-requests-metric", frozenset(), _OTHER_METRIC),
+    CompatibleFlag("kv-cache-usage-percentage-metric", frozenset(), _OTHER_METRIC),
+    CompatibleFlag("lora-info-metric", frozenset(), _OTHER_METRIC),
+    CompatibleFlag("cache-info-metric", frozenset(), _OTHER_METRIC),
 )
 
 #: Log flags of Go programs that do not have `log` or `zap` in their name.

@@ -192,7 +192,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
 def _settings(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
     for flag in flag_table.FLAGS:
         text = flag_text(args, flag.name)
-        value = None if text is None else flag.read(f"--{flag.name}", text)
+        value = None if text is None else flag.reader(f"--{flag.name}", text)
         if value is not None:
             yield loader.FlagOverride(flag.path, value, f"--{flag.name}")
     if args.strategy is not None:
