@@ -27,7 +27,7 @@ from bench import (
     scaling,
     summary,
 )
-from bench.real_vllm import kv_events, report
+from bench.real_vllm import kv_events, report, rounds
 
 
 def block() -> str:
@@ -76,6 +76,13 @@ def arena_block() -> str:
 def real_block() -> str:
     """Real engines beside simulated ones."""
     return report.block(run.read("real_vllm"))
+
+
+def real_rounds_block() -> str:
+    """Strategies on real engines with tight caches."""
+    if not (rig.RESULTS / f"{rounds.RESULT}.json").exists():
+        return "Nothing measured yet."
+    return rounds.block(run.read(rounds.RESULT))
 
 
 def real_events_block() -> str:
@@ -249,6 +256,7 @@ BLOCKS: Mapping[str, GeneratedBlock] = {
     "arena": GeneratedBlock("benchmarks/arena.md", arena_block),
     "collectors": GeneratedBlock("benchmarks/overhead.md", collectors_block),
     "real vllm": GeneratedBlock("benchmarks/real-engines.md", real_block),
+    "real rounds": GeneratedBlock("benchmarks/real-engines.md", real_rounds_block),
     "real events": GeneratedBlock("benchmarks/real-engines.md", real_events_block),
     "agreement": GeneratedBlock("benchmarks/real-engines.md", agreement_block),
     "replay": GeneratedBlock("benchmarks/real-engines.md", replay_block),

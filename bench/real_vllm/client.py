@@ -20,6 +20,7 @@ async def play(
     asks: Sequence[WorkloadRequest],
     *,
     at_once: int,
+    in_bursts: bool = False,
 ) -> list[EngineAnswer]:
     """Send all, in order, so many at the same time.
 
@@ -28,6 +29,7 @@ async def play(
         urls: Where to, base URLs.
         asks: What to send.
         at_once: Requests in flight at most.
+        in_bursts: Send so many together, and the next ones once all of them are answered.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -35,9 +37,14 @@ async def play(
         async with places:
             return await send(session, url, ask)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(request_one(*pair)) for pair in zip(urls, asks, strict=True)]
-    return [task.result() for task in tasks]
+    pairs = list(zip(urls, asks, strict=True))
+    size = at_once if in_bursts else len(pairs)
+    answers: list[EngineAnswer] = []
+    for start in range(0, len(pairs), size):
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(request_one(*pair)) for pair in pairs[start : start + size]]
+        answers += [task.result() for task in tasks]
+    return answers
 
 
 async def send(session: aiohttp.ClientSession, url: str, ask: WorkloadRequest) -> EngineAnswer:

@@ -33,6 +33,9 @@ async def routed(
     engines: Sequence[str],
     strategy: str,
     asks: Sequence[workload.WorkloadRequest],
+    *,
+    at_once: int = AT_ONCE,
+    in_bursts: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """From empty caches, behind a picker that knows nothing yet.
 
@@ -41,6 +44,8 @@ async def routed(
         engines: Addresses.
         strategy: Of the picker.
         asks: What to send.
+        at_once: Requests in flight at most.
+        in_bursts: Whether so many are sent together, once all before them are answered.
 
     Returns:
         The figures, and the engine each request went to; empty where it is unknown.
@@ -58,7 +63,10 @@ async def routed(
         template = rig.ROOT / "envoy" / "original-dst.yaml"
         await children.envoy(stack.envoy_config(template, ports, engines=engines))
         envoy = f"http://127.0.0.1:{ports.listener}"
-        answers, figures = await _counted(session, engines, asks, [envoy] * len(asks))
+        urls = [envoy] * len(asks)
+        answers, figures = await _counted(
+            session, engines, asks, urls, at_once=at_once, in_bursts=in_bursts
+        )
         await asyncio.sleep(_LAST_SCRAPE_S)
         own = await replicas.text(session, f"127.0.0.1:{pages}")
         pool = await replicas.pool(session, f"127.0.0.1:{pages}")
@@ -73,6 +81,9 @@ async def replayed(
     engines: Sequence[str],
     asks: Sequence[workload.WorkloadRequest],
     places: Sequence[int],
+    *,
+    at_once: int = AT_ONCE,
+    in_bursts: bool = False,
 ) -> dict[str, Any]:
     """From empty caches, without a picker: each request to the engine that is named for it.
 
@@ -81,10 +92,12 @@ async def replayed(
         engines: Addresses.
         asks: What to send.
         places: Positions in `engines`.
+        at_once: Requests in flight at most.
+        in_bursts: Whether so many are sent together, once all before them are answered.
     """
     await replicas.forget(session, engines)
     urls = [f"http://{engines[place]}" for place in places]
-    _, figures = await _counted(session, engines, asks, urls)
+    _, figures = await _counted(session, engines, asks, urls, at_once=at_once, in_bursts=in_bursts)
     return figures
 
 
@@ -93,11 +106,14 @@ async def _counted(
     engines: Sequence[str],
     asks: Sequence[workload.WorkloadRequest],
     urls: Sequence[str],
+    *,
+    at_once: int,
+    in_bursts: bool,
 ) -> tuple[list[counters.EngineAnswer], dict[str, Any]]:
     """Send between two readings of the engines' counters."""
     before = await replicas.loads(session, engines)
     began = time.perf_counter()
-    answers = await client.play(session, urls, asks, at_once=AT_ONCE)
+    answers = await client.play(session, urls, asks, at_once=at_once, in_bursts=in_bursts)
     wall_s = time.perf_counter() - began
     after = await replicas.loads(session, engines)
     moved = [counters.moved(*pair) for pair in zip(before, after, strict=True)]

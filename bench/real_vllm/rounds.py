@@ -1,0 +1,216 @@
+"""`python -m bench.real_vllm.rounds`: strategies on real engines with tight caches, in paired rounds.
+
+In each round, every strategy gets the same requests, from empty caches and behind a picker that
+knows nothing yet; the order of the strategies rotates. `affinity` is perfect affinity: no picker,
+each group of prompts always goes to the same of two engines, and both have as many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from bench import rig
+from bench.real_vllm import install, replicas, report, runs, tiny, workload
+from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, SEED, cache, outside
+from extproc.demo import stack
+
+RESULT: Final = "real_vllm_rounds"
+
+#: The strategy without a picker.
+AFFINITY: Final = "affinity"
+STRATEGIES: Final = ("round-robin", AFFINITY, "least-request", "balanced", "lmetric", "adaptive")
+
+ROUNDS: Final = 6
+
+#: Seconds one round of one workload may take; some ten times what it takes on two free cores.
+_ROUND_TIMEOUT_S: Final = 900.0
+
+#: Wanted of `adaptive`: share of the hits between round robin and perfect affinity, and times to the
+#: first token over those of least-request.
+WANTED_HITS: Final = 0.9
+WANTED_TTFT: Final = 1.0
+
+#: What is kept of a run.
+_FIGURES_STORED: Final = (
+    *("failed", "hit_ratio", "ttft_p50_ms", "ttft_p95_ms", "wall_s"),
+    *("requests_by_replica", "preemptions", "prediction"),
+)
+
+
+def rotated(number: int) -> tuple[str, ...]:
+    """The strategies in the order of a round: each is first, and last, equally often."""
+    at = number % len(STRATEGIES)
+    return STRATEGIES[at:] + STRATEGIES[:at]
+
+
+async def measure_round(
+    session: aiohttp.ClientSession, engines: Sequence[str], name: str, number: int
+) -> dict[str, Any]:
+    """One round of one workload: a run of each strategy, by its name."""
+    tight = workload.tight(replicas.MODEL, seed=SEED + number)[name]
+    how = {"at_once": tight.at_once, "in_bursts": tight.in_bursts}
+    figures: dict[str, Any] = {}
+    for strategy in rotated(number):
+        if strategy == AFFINITY:
+            places = [ask.group % len(engines) for ask in tight.asks]
+            run = await runs.replayed(session, engines, tight.asks, places, **how)
+        else:
+            run, _ = await runs.routed(session, engines, strategy, tight.asks, **how)
+        print(f"{name:16} {strategy:14} {report.line(run)}", flush=True)
+        figures[strategy] = {key: run[key] for key in _FIGURES_STORED if key in run}
+    return figures
+
+
+def way(run: Mapping[str, Any]) -> dict[str, float]:
+    """Hits of each strategy of a round: 0 is round robin, 1 perfect affinity."""
+    least, most = run["round-robin"]["hit_ratio"], run[AFFINITY]["hit_ratio"]
+    return {name: (row["hit_ratio"] - least) / (most - least) for name, row in run.items()}
+
+
+def summarize(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians over the rounds of a workload, by strategy; ratios are taken within a round."""
+    ways = [way(row) for row in rounds]
+    return {
+        strategy: {
+            "hit_ratio": _median(row[strategy]["hit_ratio"] for row in rounds),
+            "way": _median(row[strategy] for row in ways),
+            **{
+                key: _median(row[strategy][f"{key}_ms"] for row in rounds)
+                for key in ("ttft_p50", "ttft_p95")
+            },
+            **{
+                f"{key}_ratio": _median(
+                    row[strategy][f"{key}_ms"] / row["least-request"][f"{key}_ms"] for row in rounds
+                )
+                for key in ("ttft_p50", "ttft_p95")
+            },
+        }
+        for strategy in STRATEGIES
+    }
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def missed(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Bars of `adaptive` that are missed, and requests that failed."""
+    lines = []
+    for name, rounds in workloads.items():
+        row = summarize(rounds)["adaptive"]
+        if row["way"] < WANTED_HITS:
+            lines.append(f"{name}: {row['way']} of the hits, wanted {WANTED_HITS}")
+        lines += [
+            f"{name}: {key} {row[f'{key}_ratio']} x least-request, wanted {WANTED_TTFT}"
+            for key in ("ttft_p50", "ttft_p95")
+            if row[f"{key}_ratio"] > WANTED_TTFT
+        ]
+        failed = sum(run["failed"] for figures in rounds for run in figures.values())
+        lines += [f"{name}: {failed} requests failed"] if failed else []
+    return lines
+
+
+def block(result: Mapping[str, Any]) -> str:
+    """The text of `docs/benchmarks` about a result as it was written."""
+    rows = [
+        "| workload | strategy | hit ratio | of the way | TTFT p50 | ratio | TTFT p95 | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rounds in result["workloads"].items():
+        for strategy, row in summarize(rounds).items():
+            rows.append(
+                f"| {name} | `{strategy}` | {row['hit_ratio']:.3f} | {row['way']:.2f} "
+                f"| {row['ttft_p50']:.0f} ms | {row['ttft_p50_ratio']:.2f} x "
+                f"| {row['ttft_p95']:.0f} ms | {row['ttft_p95_ratio']:.2f} x |"
+            )
+    machine, wrong = result["machine"], missed(result["workloads"])
+    count = len(next(iter(result["workloads"].values())))
+    text = (
+        f"`{result['command']}`, {result['vllm']} with torch {result['torch']}, "
+        f"{result['replicas']} replicas of {result['kv_tokens']} KV tokens in blocks of "
+        f"{result['block_tokens']}; {result['date']}, {machine['cores']} cores of {machine['cpu']}. "
+        f"Medians of {count} rounds. Wanted of `adaptive`: {WANTED_HITS} of the way, and TTFT p50 "
+        f"and p95 not above those of `least-request`. "
+        + (f"Missed: {'; '.join(wrong)}." if wrong else "All are met.")
+    )
+    return "\n".join([*rows, "", text])
+
+
+async def measure(
+    python: Path, model: Path, names: Sequence[str], rounds: int, running: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Rounds of some workloads, by name.
+
+    Args:
+        python: Of the virtualenv with vLLM.
+        model: Folder of the model.
+        names: Of workloads.
+        rounds: Of each of them.
+        running: Addresses of engines that run; empty starts them.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        contextlib.AsyncExitStack() as stays,
+    ):
+        if not running:
+            children = await stays.enter_async_context(stack.stack())
+            engines = replicas.real(children, session, python=python, model=model)
+            running = await stays.enter_async_context(engines)
+        for number, name in itertools.product(range(rounds), names):
+            async with asyncio.timeout(_ROUND_TIMEOUT_S):
+                results[name].append(await measure_round(session, running, name, number))
+    return results
+
+
+def main() -> int:
+    names = list(workload.tight(replicas.MODEL, seed=SEED))
+    parser = argparse.ArgumentParser(prog="python -m bench.real_vllm.rounds", description=__doc__)
+    parser.add_argument(
+        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
+    )
+    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each workload (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these workloads")
+    parser.add_argument(
+        "--engines",
+        default="",
+        help="ip:port of both replicas, which run with the flags of this bench",
+    )
+    parser.add_argument("--write", action="store_true", help=f"write bench/results/{RESULT}.json")
+    args = parser.parse_args()
+    folder = outside(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    python, installed = install.ensure(folder / "venv", base=args.python)
+    running = args.engines.split(",") if args.engines else ()
+    workloads = asyncio.run(measure(python, tiny.build(folder), args.only, args.rounds, running))
+    wrong = missed(workloads)
+    for line in wrong:
+        print(f"MISSED: {line}")
+    if args.write:
+        document = {
+            **installed,
+            "replicas": replicas.COUNT,
+            "kv_tokens": replicas.BLOCKS * replicas.BLOCK_TOKENS,
+            "block_tokens": replicas.BLOCK_TOKENS,
+            "seed": SEED,
+            "workloads": workloads,
+        }
+        path = rig.write(RESULT, "python -m bench.real_vllm.rounds --write", document)
+        print(f"wrote {path.relative_to(rig.ROOT)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
