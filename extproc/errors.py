@@ -37,12 +37,12 @@ class ConfigError(ExtprocError):
     """Broken configuration: a file, a flag or an environment variable.
 
     Args:
-        where: The file and YAML path, or the flag.
+        where: The file and YAML path, or the flag; kept as its text.
     """
 
-    def __init__(self, where: str, *, wanted: str, got: str, fix: str) -> None:
+    def __init__(self, where: object, *, wanted: str, got: str, fix: str) -> None:
         super().__init__(wanted=wanted, got=got, fix=fix)
-        self.where = where
+        self.where = str(where)
 
     def __str__(self) -> str:
         return f"{self.where}: {super().__str__()}"
@@ -50,7 +50,7 @@ class ConfigError(ExtprocError):
 
 def file_error(path: object, error: OSError, *, wanted: str = "a readable file") -> ConfigError:
     """The error of a file that cannot be read or written."""
-    return ConfigError(str(path), wanted=wanted, got=error.strerror or "", fix="check the path")
+    return ConfigError(path, wanted=wanted, got=error.strerror or "", fix="check the path")
 
 
 class ProtocolError(ExtprocError):

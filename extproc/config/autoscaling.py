@@ -153,13 +153,13 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """`min` and `max` as the scaler takes them."""
         return ReplicaBounds(min=self.min, max=self.max)
 
-    def policy_instance(self, where: str) -> ScalingPolicy:
+    def policy_instance(self, where: object) -> ScalingPolicy:
         """Build the policy; `where` is the place in the file, for errors.
 
         Raises:
             ConfigError: There is no such policy or parameter.
         """
-        return policy_runner.make_policy(self.policy, self.params, where=where)
+        return policy_runner.make_policy(self.policy, self.params, where=str(where))
 
 
 class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -250,7 +250,7 @@ class ActuatorType(msgspec.Struct, frozen=True, kw_only=True):
         implementation: `module:Class`, imported when a pool is scaled; it implements
             `autoscaling.runtime.actuator.Actuator`.
         describe: Returns what it does with a section, for `extproc check`.
-        check: Rejects a section that it cannot work with (section, location); None for no check.
+        check: Rejects a section that it cannot work with.
         scales_kubernetes: True if it changes Kubernetes objects, which only the holder of the
             Lease may do.
     """
@@ -258,7 +258,7 @@ class ActuatorType(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     implementation: str
     describe: Callable[[ScalingSection], str]
-    check: Callable[[ScalingSection, str], None] | None = None
+    check: Callable[[ScalingSection, validation.Place], None] = lambda _, __: None
     scales_kubernetes: bool = False
 
 
@@ -267,7 +267,7 @@ def actuator_type(section: ScalingSection) -> ActuatorType:
     return next(row for row in ACTUATORS if not row.key or getattr(section, row.key))
 
 
-def check_section(wanted: ScalingSection, *, where: str) -> None:
+def check_section(wanted: ScalingSection, place: validation.Place) -> None:
     """Reject a section that contradicts itself.
 
     Raises:
@@ -276,7 +276,7 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
     """
     if wanted.min > wanted.max:
         raise ConfigError(
-            f"{where}.min",
+            place / "min",
             wanted=f"at most max ({wanted.max})",
             got=str(wanted.min),
             fix="swap them",
@@ -285,15 +285,13 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
     acting = [key for key in keys if getattr(wanted, key)]
     if len(acting) > 1:
         raise ConfigError(
-            where,
+            place,
             wanted=f"one of {', '.join(keys[:-1])} and {keys[-1]}",
             got=" and ".join(acting),
             fix="keep the one that is to act",
         )
-    wanted.policy_instance(where)
-    check = actuator_type(wanted).check
-    if check is not None:
-        check(wanted, where)
+    wanted.policy_instance(place)
+    actuator_type(wanted).check(wanted, place)
 
 
 def describe_section(wanted: ScalingSection) -> Iterator[str]:
@@ -302,7 +300,7 @@ def describe_section(wanted: ScalingSection) -> Iterator[str]:
     yield f"replicas    {wanted.min} to {wanted.max} by {wanted.policy}; {action}"
 
 
-def check_target(target: ScaleTarget, where: str) -> None:
+def check_target(target: ScaleTarget, place: validation.Place) -> None:
     """Reject a target of an unknown kind, or with a field that is no valid path segment.
 
     Raises:
@@ -312,7 +310,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
     filled = target.filled
     if not (filled.version and filled.resource):
         raise ConfigError(
-            f"{where}.kind",
+            place / "kind",
             wanted=f"one of {', '.join(KINDS)}, or group, version and resource",
             got=quote_value(target.kind),
             fix="say where its scale is: /apis/GROUP/VERSION/namespaces/.../RESOURCE/NAME/scale",
@@ -321,7 +319,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
         text = getattr(filled, field)
         if text and not (len(text) <= longest and form.fullmatch(text)):
             raise ConfigError(
-                f"{where}.{field}",
+                place / field,
                 wanted=f"{wanted}; at most {longest} characters",
                 got=quote_value(text),
                 fix=f"correct the {field}",
@@ -330,7 +328,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
     if usual not in {"", filled.kind}:
         # Other autoscalers of an object are recognized by its kind.
         raise ConfigError(
-            f"{where}.kind",
+            place / "kind",
             wanted=f"{usual}, which is the kind of {filled.resource} of {filled.group}",
             got=quote_value(filled.kind),
             fix="correct the kind or the resource",
@@ -350,9 +348,9 @@ def _kind_of(target: ScaleTarget) -> str:
     )
 
 
-def _check_scale_target(section: ScalingSection, where: str) -> None:
+def _check_scale_target(section: ScalingSection, place: validation.Place) -> None:
     if section.target is not None:
-        check_target(section.target, f"{where}.target")
+        check_target(section.target, place / "target")
 
 
 def _describe_scale_target(section: ScalingSection) -> str:
@@ -363,10 +361,10 @@ def _describe_scale_target(section: ScalingSection) -> str:
     return f"patches {target.resource}/scale of {target.name}{place}, by the holder of a Lease"
 
 
-def _check_command(section: ScalingSection, where: str) -> None:
+def _check_command(section: ScalingSection, place: validation.Place) -> None:
     if not any(REPLICAS in word for word in section.exec):
         raise ConfigError(
-            f"{where}.exec",
+            place / "exec",
             wanted=f"an argument with {REPLICAS}",
             got=" ".join(section.exec),
             fix="say where the number goes",

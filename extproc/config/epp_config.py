@@ -28,6 +28,7 @@ from extproc.config.pool_sections import (
     PluginSpec,
     ProfileSpec,
 )
+from extproc.config.validation import Place
 from extproc.discovery.static_discovery import YAML_LOADER
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
@@ -180,7 +181,7 @@ class EppDocument(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> EppDocument:
+def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppDocument:
     """Convert an EndpointPickerConfig to our own settings.
 
     Raises:
@@ -189,7 +190,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
     version = tree.get("apiVersion")
     if version not in VERSIONS:
         raise ConfigError(
-            validation.location(where, ("apiVersion",)),
+            file / "apiVersion",
             wanted=f"one of {', '.join(VERSIONS)}",
             got=validation.show(version),
             fix=f"write {VERSIONS[0]}",
@@ -199,10 +200,10 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
         warnings.append(f"apiVersion {version} is deprecated: write {VERSIONS[0]}")
     for key, value in tree.items():
         if key not in _KEYS:
-            raise validation.unknown_key(key, _KEYS, where=where, path=())
+            raise validation.unknown_key(key, _KEYS, file)
         if _KEYS[key] and value:
             warnings.append(_KEYS[key])
-    section, unmapped = epp_sections.convert_flow_control(tree, where=where)
+    section, unmapped = epp_sections.convert_flow_control(tree, file)
     warnings += unmapped
     ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
     if section is not None:
@@ -212,12 +213,12 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
     }
     plugins = None
     if written.get("plugins"):
-        plugins = validation.to_struct(written, EppPlugins, where=where)
-        plugins, metrics, unread = epp_sections.convert_metrics(plugins, where=where)
+        plugins = validation.to_struct(written, EppPlugins, where=file)
+        plugins, metrics, unread = epp_sections.convert_metrics(plugins, file)
         warnings += unread
         if metrics:
             ours["scrape"] = {"extra_metrics": metrics}
-        events, unread = epp_kv_events.convert_kv_events(plugins, where=where)
+        events, unread = epp_kv_events.convert_kv_events(plugins, file)
         warnings += unread
         if events is not None:
             ours["kv_events"] = events
@@ -228,7 +229,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
 
 
 def by_reference(
-    scheduling: EppPlugins, tables: registry.PluginRegistry, *, where: str
+    scheduling: EppPlugins, tables: registry.PluginRegistry, file: Place
 ) -> ProfileSpec:
     """Return the specification of the profile that plugins and scheduling profiles describe.
 
@@ -236,26 +237,26 @@ def by_reference(
         ConfigError: A type or reference is unknown, a name stands twice, or it is not clear which
             profile routes.
     """
-    named = _named(scheduling.plugins, tables, where=where)
-    chosen, at = _routing(scheduling, where=where)
-    profile_path = ("schedulingProfiles", at)
+    named = _named(scheduling.plugins, tables, file)
+    chosen, at = _routing(scheduling, file)
+    profile = file / "schedulingProfiles" / at
     parts: list[PluginSpec] = []
     for number, reference in enumerate(chosen.plugins):
         if reference.plugin_ref not in named:
-            spot = validation.location(where, (*profile_path, "plugins", number, "pluginRef"))
+            spot = profile / "plugins" / number / "pluginRef"
             raise _unknown(reference.plugin_ref, named, spot)
         index, written, kind = named[reference.plugin_ref]
         if not kind:
             continue
-        path = ("plugins", index)
-        plugin = _translate_plugin(written, kind, named, where=where, path=(*path, "parameters"))
+        place = file / "plugins" / index
+        plugin = _translate_plugin(written, kind, named, place / "parameters")
         weight = 1.0 if reference.weight is None else reference.weight
         parts += [
-            PluginSpec(role, plugin, path, "parameters", weight)
+            PluginSpec(role, plugin, place, "parameters", weight)
             for role in ROLES
             if kind in getattr(tables, role)
         ]
-    return ProfileSpec(chosen.name, tuple(parts), profile_path)
+    return ProfileSpec(chosen.name, tuple(parts), profile)
 
 
 def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
@@ -279,7 +280,7 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
             )
 
 
-def check_supported(scheduling: EppPlugins, *, where: str) -> None:
+def check_supported(scheduling: EppPlugins, file: Place) -> None:
     """Reject handlers that split requests over several engines, which is not supported here.
 
     Raises:
@@ -290,7 +291,7 @@ def check_supported(scheduling: EppPlugins, *, where: str) -> None:
         if plugin.type in _SPLITTING and len(profiles) > 1:
             others = ", ".join(name for name in profiles if name != _decoding(plugin))
             raise ConfigError(
-                validation.location(where, ("plugins", index, "type")),
+                file / "plugins" / index / "type",
                 wanted="one endpoint for a request",
                 got=f"{plugin.type} with profiles {', '.join(profiles)}: "
                 f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
@@ -305,19 +306,16 @@ _MOST_SHOWN = 20
 
 
 def _named(
-    plugins: Sequence[NamedPlugin],
-    tables: registry.PluginRegistry,
-    *,
-    where: str,
+    plugins: Sequence[NamedPlugin], tables: registry.PluginRegistry, file: Place
 ) -> dict[str, tuple[int, NamedPlugin, str]]:
     """Return plugins by name, with their index and kind here; an empty kind has no effect."""
     kinds = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
     named: dict[str, tuple[int, NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
-        name = plugin.name or plugin.type
+        name, place = plugin.name or plugin.type, file / "plugins" / index
         if name in named:
             raise ConfigError(
-                validation.location(where, ("plugins", index, "name")),
+                place / "name",
                 wanted="every name once",
                 got=f"{name} twice",
                 fix="give one of them another name",
@@ -326,14 +324,11 @@ def _named(
         if row is not None:
             kind = row.kind
             if not kind:
-                _check_ignored_parameters(
-                    row, plugin, validation.location(where, ("plugins", index))
-                )
+                _check_ignored_parameters(row, plugin, place / "parameters")
         elif plugin.type in kinds:
             kind = plugin.type
         else:
-            spot = validation.location(where, ("plugins", index, "type"))
-            raise _unknown(plugin.type, {*plugin_types(), *kinds}, spot)
+            raise _unknown(plugin.type, {*plugin_types(), *kinds}, place / "type")
         named[name] = (index, plugin, kind)
     return named
 
@@ -342,22 +337,20 @@ def _translate_plugin(
     written: NamedPlugin,
     kind: str,
     named: Mapping[str, tuple[int, NamedPlugin, str]],
-    *,
-    where: str,
-    path: validation.Path,
+    place: Place,
 ) -> PluginEntry:
     """Convert a plugin to our form; a decision tree gets the filters it refers to as nodes."""
     plugin = PluginEntry(kind=kind, params=_effective(written))
     if written.type != DECISION_TREE:
         return plugin
 
-    def find(name: str, spot: validation.Path) -> tuple[PluginEntry, bool]:
+    def find(name: str, spot: Place) -> tuple[PluginEntry, bool]:
         if name not in named:
-            raise _unknown(name, named, validation.location(where, spot))
+            raise _unknown(name, named, spot)
         _, written, kind = named[name]
         if not kind:
             raise ConfigError(
-                validation.location(where, spot),
+                spot,
                 wanted="a filter that does something here",
                 got=written.type,
                 fix=plugin_types()[written.type].note,
@@ -365,11 +358,11 @@ def _translate_plugin(
         entry = PluginEntry(kind=kind, params=_effective(written))
         return entry, written.type == DECISION_TREE
 
-    params = filter_tree_syntax.from_decision_tree(plugin.params, find, where=where, path=path)
+    params = filter_tree_syntax.from_decision_tree(plugin.params, find, place)
     return msgspec.structs.replace(plugin, params=params)
 
 
-def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, spot: str) -> None:
+def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, place: Place) -> None:
     """Reject unknown parameters of a plugin type without effect, if they look misspelled."""
     if not known.parameters:
         return
@@ -377,7 +370,7 @@ def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, spot: st
         suggestion = validation.suggest(name, known.parameters, "")
         if name not in known.parameters and suggestion:
             raise ConfigError(
-                f"{spot}.parameters.{name}",
+                place / name,
                 wanted=f"one of {', '.join(known.parameters)}",
                 got=f"the unknown parameter {name}",
                 fix=suggestion,
@@ -392,7 +385,7 @@ def _effective(plugin: NamedPlugin) -> Mapping[str, object]:
     return known.convert_parameters(plugin.parameters)
 
 
-def _routing(scheduling: EppPlugins, *, where: str) -> tuple[EppProfile, int]:
+def _routing(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
     """Return the profile that picks the serving endpoint, and its index."""
     profiles = scheduling.scheduling_profiles
     if not profiles:
@@ -409,7 +402,7 @@ def _routing(scheduling: EppPlugins, *, where: str) -> tuple[EppProfile, int]:
         if profile.name == wanted:
             return profile, at
     raise ConfigError(
-        validation.location(where, ("schedulingProfiles",)),
+        file / "schedulingProfiles",
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
         got=", ".join(profile.name for profile in profiles),
         fix="keep the profile that picks the serving endpoint",
@@ -425,7 +418,7 @@ def _decoding(handler: NamedPlugin) -> str:
     return value if isinstance(value, str) else name
 
 
-def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
+def _unknown(name: str, known: Mapping[str, object] | set[str], spot: Place) -> ConfigError:
     few = len(known) <= _MOST_SHOWN
     return ConfigError(
         spot,

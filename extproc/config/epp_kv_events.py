@@ -16,6 +16,7 @@ import msgspec
 
 from extproc.config import validation
 from extproc.config.pool_sections import EppPlugins, NamedPlugin
+from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scrape import local_tokenizer
 from extproc.scrape.kv_event_subscriber import BIND_PATTERN
@@ -100,7 +101,7 @@ class _Tokenizer(_Parameters, frozen=True):
 
 
 def convert_kv_events(
-    plugins: EppPlugins, *, where: str
+    plugins: EppPlugins, file: Place
 ) -> tuple[dict[str, object] | None, list[str]]:
     """Convert the exact prefix cache plugins, and warn of settings without a counterpart.
 
@@ -121,11 +122,11 @@ def convert_kv_events(
         ]
     section: dict[str, object] | None = None
     for index, plugin in producers:
-        path = ("plugins", index, "parameters")
-        converted = _convert_producer(plugin, warnings, where=where, path=path)
+        place = file / "plugins" / index / "parameters"
+        converted = _convert_producer(plugin, warnings, place)
         if section and converted and section != converted:
             raise ConfigError(
-                validation.location(where, path),
+                place,
                 wanted="the ports of the other producer, because endpoints are subscribed to once",
                 got=validation.show(converted),
                 fix="keep one of the producers",
@@ -133,25 +134,23 @@ def convert_kv_events(
         section = section or converted
     for index, plugin in enumerate(plugins.plugins):
         if plugin.type in TOKENIZERS:
-            path = ("plugins", index, "parameters")
-            renderer = _convert_tokenizer(
-                plugin, warnings, is_read=section is not None, where=where, path=path
-            )
+            place = file / "plugins" / index / "parameters"
+            renderer = _convert_tokenizer(plugin, warnings, place, is_read=section is not None)
             if section is not None:
                 section |= renderer
     return section, warnings
 
 
 def _convert_producer(
-    plugin: NamedPlugin, warnings: list[str], *, where: str, path: validation.Path
+    plugin: NamedPlugin, warnings: list[str], place: Place
 ) -> dict[str, object] | None:
     """The section of a producer; None where it reads no events."""
-    producer = validation.to_struct(plugin.parameters, _Producer, where=where, path=path)
+    producer = validation.to_struct(plugin.parameters, _Producer, where=place)
     name = plugin.name or plugin.type
     indexer = producer.indexer_config or _Indexer()
     if indexer.tokenizers_pool_config is not None and plugin.type == PRODUCER:
         raise ConfigError(
-            validation.location(where, (*path, "indexerConfig", "tokenizersPoolConfig")),
+            place / "indexerConfig" / "tokenizersPoolConfig",
             wanted="no tokenizers in this plugin, as upstream",
             got="a mapping",
             fix="remove it: engines are asked for the tokens of prompts",
@@ -160,7 +159,7 @@ def _convert_producer(
         seconds = validation.parse_duration(producer.speculative_ttl)
         if seconds is None:
             raise ConfigError(
-                validation.location(where, (*path, "speculativeTTL")),
+                place / "speculativeTTL",
                 wanted="a duration of 0 or more",
                 got=validation.show(producer.speculative_ttl),
                 fix="write 2s",
@@ -171,7 +170,7 @@ def _convert_producer(
                 f"{_SPECULATIVE_S:g} s"
             )
     section = _convert_events(
-        producer.kv_events_config or _KvEvents(), name, warnings, where=where, path=path
+        producer.kv_events_config or _KvEvents(), name, warnings, place / "kvEventsConfig"
     )
     if section is not None:
         section |= _convert_backends(indexer.kv_cache_backend_configs or (), name, warnings)
@@ -181,7 +180,7 @@ def _convert_producer(
 
 
 def _convert_events(
-    events: _KvEvents, name: str, warnings: list[str], *, where: str, path: validation.Path
+    events: _KvEvents, name: str, warnings: list[str], place: Place
 ) -> dict[str, object] | None:
     """Keys of the section that say where events are published; None where none are read."""
     ports = events.pod_discovery_config or _PodDiscovery()
@@ -206,7 +205,7 @@ def _convert_events(
         return None
     if re.match(BIND_PATTERN, events.zmq_endpoint) is None:
         raise ConfigError(
-            validation.location(where, (*path, "kvEventsConfig", "zmqEndpoint")),
+            place / "zmqEndpoint",
             wanted="an IP address or * to listen on, and a port",
             got=validation.show(events.zmq_endpoint),
             fix="write tcp://*:5557",
@@ -232,25 +231,20 @@ def _convert_backends(
 
 
 def _convert_tokenizer(
-    plugin: NamedPlugin,
-    warnings: list[str],
-    *,
-    is_read: bool,
-    where: str,
-    path: validation.Path,
+    plugin: NamedPlugin, warnings: list[str], place: Place, *, is_read: bool
 ) -> dict[str, object]:
     """Keys of the section that name a renderer; none where engines render.
 
     Args:
         is_read: Whether KV events are read, and so prompts are rendered at all.
     """
-    tokenizer = validation.to_struct(plugin.parameters, _Tokenizer, where=where, path=path)
+    tokenizer = validation.to_struct(plugin.parameters, _Tokenizer, where=place)
     name = plugin.name or plugin.type
     renderer = tokenizer.vllm or _Renderer()
     is_real = tokenizer.vllm is not None or tokenizer.model_name or tokenizer.uds_tokenizer_config
     if tokenizer.estimate is not None and is_real:
         raise ConfigError(
-            validation.location(where, (*path, "estimate")),
+            place / "estimate",
             wanted="one of estimate, vllm and udsTokenizerConfig, as upstream",
             got="several",
             fix="remove estimate",
@@ -262,7 +256,7 @@ def _convert_tokenizer(
         )
     if tokenizer.vllm is not None and not tokenizer.model_name:
         raise ConfigError(
-            validation.location(where, (*path, "modelName")),
+            place / "modelName",
             wanted="the model of the renderer, as upstream",
             got="nothing",
             fix="write its name, or remove vllm",

@@ -19,6 +19,7 @@ import msgspec
 
 from extproc.config import validation
 from extproc.config.pool_sections import EppPlugins, NamedPlugin
+from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scrape import engines
 
@@ -69,11 +70,8 @@ class _Section:
         ConfigError: It is no mapping, or has an unknown key.
     """
 
-    def __init__(
-        self, tree: object, keys: Sequence[str], *, path: validation.Path, where: str
-    ) -> None:
-        self.path = path
-        self._where = where
+    def __init__(self, tree: object, keys: Sequence[str], place: Place) -> None:
+        self._place = place
         if not isinstance(tree, Mapping):
             raise self.wrong("", wanted="a mapping", got=tree, fix="write its keys below it")
         self._tree: Mapping[str, object] = tree
@@ -81,6 +79,11 @@ class _Section:
             if key not in keys:
                 fix = validation.suggest(str(key), keys, "remove it")
                 raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", got=key, fix=fix)
+
+    @property
+    def path(self) -> str:
+        """Path of the mapping in the file."""
+        return validation.format_path(self._place.path)
 
     def get(self, key: str) -> object:
         """Return the value of a key; None if it is absent."""
@@ -126,13 +129,12 @@ class _Section:
 
     def wrong(self, key: str, *, wanted: str, got: object, fix: str) -> ConfigError:
         """Return an error about a key; an empty key means the section."""
-        path = (*self.path, key) if key else self.path
-        place = validation.location(self._where, path)
+        place = self._place / key if key else self._place
         return ConfigError(place, wanted=wanted, got=validation.show(got), fix=fix)
 
 
 def convert_flow_control(
-    tree: Mapping[str, object], *, where: str
+    tree: Mapping[str, object], file: Place
 ) -> tuple[dict[str, object] | None, list[str]]:
     """Convert `flowControl` of an upstream file, and warn of settings without a counterpart.
 
@@ -154,8 +156,9 @@ def convert_flow_control(
                 "engines at once; write featureGates: [flowControl]"
             )
         return None, warnings
-    section = _Section(written or {}, _SECTION_KEYS, path=("flowControl",), where=where)
-    bands = list(_bands(section, where=where))
+    place = file / "flowControl"
+    section = _Section(written or {}, _SECTION_KEYS, place)
+    bands = list(_bands(section, place))
     policy_type = _policy_types(tree)
     ttl_s = section.seconds("defaultRequestTTL")
     wait_s = min(ttl_s or _LONGEST_S, _LONGEST_S)
@@ -179,17 +182,16 @@ def convert_flow_control(
     return ours, warnings
 
 
-def _bands(section: _Section, *, where: str) -> Iterator[_Section]:
+def _bands(section: _Section, place: Place) -> Iterator[_Section]:
     """Yield the default band, then those with a priority of their own."""
     default = section.get("defaultPriorityBand")
-    path = (*section.path, "defaultPriorityBand")
-    yield _Section(default or {}, _BAND_KEYS, path=path, where=where)
+    yield _Section(default or {}, _BAND_KEYS, place / "defaultPriorityBand")
     written = section.get("priorityBands") or []
     if not isinstance(written, list):
         fix = "write one band per item"
         raise section.wrong("priorityBands", wanted="a list of bands", got=written, fix=fix)
     for at, band in enumerate(written):
-        yield _Section(band, _BAND_KEYS, path=(*section.path, "priorityBands", at), where=where)
+        yield _Section(band, _BAND_KEYS, place / "priorityBands" / at)
 
 
 def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
@@ -224,11 +226,11 @@ def _policy(
             fix = "name a plugin of this file, or its type"
             wanted = f"a policy such as {', '.join(known)}"
             raise band.wrong(key, wanted=wanted, got=name, fix=fix)
-        chosen[validation.format_path(band.path)] = kind
+        chosen[band.path] = kind
     spot, kind = next(iter(chosen.items()))
     for band in bands[1:]:
         if band.get("priority") == 0:
-            spot = validation.format_path(band.path)
+            spot = band.path
             kind = chosen[spot]
     ours = "fairness" if known is _FAIRNESS else "order"
     mapped = known.get(kind) or known[usual]
@@ -240,8 +242,7 @@ def _policy(
         f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
         f"flow_control.{ours} {mapped}"
         for other, different in chosen.items()
-        if different != kind
-        and (other != validation.format_path(bands[0].path) or bands[0].get(key))
+        if different != kind and (other != bands[0].path or bands[0].get(key))
     ]
     return mapped
 
@@ -258,7 +259,7 @@ def _unmapped(
         for key in ("maxRequests", "maxBytes"):
             if band.quantity(key):
                 yield (
-                    f"{validation.format_path(band.path)}.{key} is not acted on: all priorities share "
+                    f"{band.path}.{key} is not acted on: all priorities share "
                     f"flowControl.{key}, and a full queue displaces the lowest priority first"
                 )
     limit = section.get("usageLimitPolicyPluginRef")
@@ -331,7 +332,7 @@ class _ExtractorParameters(
 
 
 def convert_metrics(
-    plugins: EppPlugins, *, where: str
+    plugins: EppPlugins, file: Place
 ) -> tuple[EppPlugins, Mapping[str, str], list[str]]:
     """Convert custom metrics, and the names by which plugins read them.
 
@@ -345,8 +346,8 @@ def convert_metrics(
     warnings: list[str] = []
     for index, plugin in enumerate(plugins.plugins):
         if plugin.type in _EXTRACTORS:
-            path = ("plugins", index, "parameters")
-            _read(plugin, selectors, warnings, where=where, path=path)
+            place = file / "plugins" / index / "parameters"
+            _read(plugin, selectors, warnings, place)
     if selectors:
         renamed = tuple(_rename(plugin, selectors) for plugin in plugins.plugins)
         plugins = msgspec.structs.replace(plugins, plugins=renamed)
@@ -357,17 +358,13 @@ def _read(
     plugin: NamedPlugin,
     selectors: dict[str, str],
     warnings: list[str],
-    *,
-    where: str,
-    path: validation.Path,
+    place: Place,
 ) -> None:
     """Add the custom metrics of an extractor."""
     written = plugin.parameters.get("engineConfigs")
     if not written:
         return
-    parameters = validation.to_struct(
-        {"engineConfigs": written}, _ExtractorParameters, where=where, path=path
-    )
+    parameters = validation.to_struct({"engineConfigs": written}, _ExtractorParameters, where=place)
     for at, engine in enumerate(parameters.engine_configs):
         if engine.has_own_load:
             warnings.append(
@@ -375,9 +372,9 @@ def _read(
                 "engines are recognized by their own metrics"
             )
         for n, metric in enumerate(engine.custom_metrics):
-            spot = (*path, "engineConfigs", at, "customMetrics", n, "metricSpec")
+            spot = place / "engineConfigs" / at / "customMetrics" / n / "metricSpec"
             name, selector = metric.attribute_key, metric.metric_spec
-            engines.series(selector, where=validation.location(where, spot))
+            engines.series(selector, where=str(spot))
             if selectors.setdefault(name, selector) != selector:
                 warnings.append(
                     f"engine {engine.name}: {selector} is not read: {name} is "

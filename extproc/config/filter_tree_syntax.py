@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from extproc.config import pool_sections, validation
+from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree
 from extproc.scheduling.framework import Filter
@@ -40,8 +41,8 @@ _VALUES: Mapping[object, str] = {
     "kv_cache_usage_percent": "kv_usage",
 }
 
-#: Builds a filter from an entry at a path.
-BuildFilter = Callable[[pool_sections.PluginEntry, validation.Path], Filter]
+#: Builds a filter from an entry at a place.
+BuildFilter = Callable[[pool_sections.PluginEntry, Place], Filter]
 
 
 class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,7 +68,7 @@ class _GatewayNode(
 
 
 def build_tree_params(
-    params: Mapping[str, object], build: BuildFilter, *, where: str, path: validation.Path
+    params: Mapping[str, object], build: BuildFilter, place: Place
 ) -> dict[str, object]:
     """Return parameters of a tree with a filter in every node.
 
@@ -81,36 +82,36 @@ def build_tree_params(
     """
     budget = iter(range(MAX_NODES))
     if "root" not in params and ("kind" in params or "name" in params):
-        return {"root": _node(params, build, budget, where=where, path=path)}
+        return {"root": _node(params, build, budget, place)}
     built: dict[str, object] = dict(params)
     if "root" in built:
-        built["root"] = _node(built["root"], build, budget, where=where, path=(*path, "root"))
+        built["root"] = _node(built["root"], build, budget, place / "root")
     return built
 
 
 def _node(
-    written: object, build: BuildFilter, budget: Iterator[int], *, where: str, path: validation.Path
+    written: object, build: BuildFilter, budget: Iterator[int], place: Place
 ) -> filter_tree.FilterTreeNode:
     if next(budget, None) is None:
         raise ConfigError(
-            validation.location(where, path[:6]),
+            Place(place.file, place.path[:6]),
             wanted=f"a tree of at most {MAX_NODES} nodes",
             got="more",
             fix="see whether an alias makes a node its own successor",
         )
     is_gateway = isinstance(written, dict) and "name" in written
     read = _read_gateway_node if is_gateway else _read_tree_node
-    entry, keys, successors = read(written, where=where, path=path)
+    entry, keys, successors = read(written, place)
     if entry.kind == filter_tree.FilterTree.kind:
         raise ConfigError(
-            validation.location(where, (*path, "kind")),
+            place / "kind",
             wanted="a filter that is no tree",
             got=entry.kind,
             fix="write its root here: a node is a tree already",
         )
-    node_filter = build(entry, path)
+    node_filter = build(entry, place)
     built = {
-        field: _node(node, build, budget, where=where, path=(*path, key))
+        field: _node(node, build, budget, place / key)
         for (field, key), node in zip(keys.items(), successors, strict=True)
         if node is not None
     }
@@ -129,15 +130,15 @@ _GATEWAY_KEYS = {
 _ReadNode = tuple[pool_sections.PluginEntry, Mapping[str, str], tuple[object, object, object]]
 
 
-def _read_tree_node(written: object, *, where: str, path: validation.Path) -> _ReadNode:
-    node = validation.to_struct(written, _TreeNode, where=where, path=path)
+def _read_tree_node(written: object, place: Place) -> _ReadNode:
+    node = validation.to_struct(written, _TreeNode, where=place)
     entry = pool_sections.PluginEntry(kind=node.kind, params=node.params)
     keys = {field: field for field in _SUCCESSORS}
     return entry, keys, (node.on_success, node.on_failure, node.on_either)
 
 
-def _read_gateway_node(written: object, *, where: str, path: validation.Path) -> _ReadNode:
-    node = validation.to_struct(written, _GatewayNode, where=where, path=path)
+def _read_gateway_node(written: object, place: Place) -> _ReadNode:
+    node = validation.to_struct(written, _GatewayNode, where=place)
     options = {
         _OPTIONS.get(name, name): _VALUES.get(value, value) if isinstance(value, str) else value
         for name, value in (node.filter_option or {}).items()
@@ -153,9 +154,9 @@ def _read_gateway_node(written: object, *, where: str, path: validation.Path) ->
 #: refer to each other in a circle.
 MAX_DEPTH = 32
 
-#: Finds the kind and parameters of a plugin by its name, referred to at a path; parameters of a
+#: Finds the kind and parameters of a plugin by its name, referred to at a place; parameters of a
 #: decision tree are as they were written.
-FindPlugin = Callable[[str, validation.Path], tuple[pool_sections.PluginEntry, bool]]
+FindPlugin = Callable[[str, Place], tuple[pool_sections.PluginEntry, bool]]
 
 
 class _DecisionTreeEntry(
@@ -179,38 +180,31 @@ class _DecisionTreeNode(
 
 
 def from_decision_tree(
-    params: Mapping[str, object], find: FindPlugin, *, where: str, path: validation.Path
+    params: Mapping[str, object], find: FindPlugin, place: Place
 ) -> dict[str, object]:
     """Return parameters of a `tree` filter that behaves as a decision tree.
 
     Raises:
         ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.
     """
-    return {"root": _decision_node(params, find, where=where, path=path, depth_left=MAX_DEPTH)}
+    return {"root": _decision_node(params, find, place, MAX_DEPTH)}
 
 
 def _decision_node(
-    params: Mapping[str, object],
-    find: FindPlugin,
-    *,
-    where: str,
-    path: validation.Path,
-    depth_left: int,
+    params: Mapping[str, object], find: FindPlugin, place: Place, depth_left: int
 ) -> dict[str, object]:
     if not depth_left:
         raise ConfigError(
-            validation.location(where, path[:4]),
+            Place(place.file, place.path[:4]),
             wanted=f"a decision tree of at most {MAX_DEPTH} levels",
             got="more",
             fix="see whether trees refer to each other in a circle",
         )
-    node = validation.to_struct(params, _DecisionTreeNode, where=where, path=path)
-    translated = _decision_entry(
-        node.current, find, where=where, path=(*path, "current"), depth_left=depth_left
-    )
+    node = validation.to_struct(params, _DecisionTreeNode, where=place)
+    translated = _decision_entry(node.current, find, place / "current", depth_left)
     if translated.keys() - {"kind", "params"} or translated["kind"] == "tree":
         raise ConfigError(
-            validation.location(where, (*path, "current")),
+            place / "current",
             wanted="a filter that is no tree",
             got="a decision tree",
             fix="name the filter that its root asks first",
@@ -218,36 +212,23 @@ def _decision_node(
     successors = (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure)
     for (field, key), entry in zip(_GATEWAY_KEYS.items(), successors, strict=True):
         if entry is not None:
-            spot = (*path, key)
-            translated[field] = _decision_entry(
-                entry, find, where=where, path=spot, depth_left=depth_left
-            )
+            translated[field] = _decision_entry(entry, find, place / key, depth_left)
     return translated
 
 
 def _decision_entry(
-    entry: _DecisionTreeEntry,
-    find: FindPlugin,
-    *,
-    where: str,
-    path: validation.Path,
-    depth_left: int,
+    entry: _DecisionTreeEntry, find: FindPlugin, place: Place, depth_left: int
 ) -> dict[str, object]:
     if (entry.plugin_ref is None) == (entry.decision_tree is None):
         raise ConfigError(
-            validation.location(where, path),
+            place,
             wanted="either pluginRef or decisionTree",
             got="both" if entry.plugin_ref else "neither",
             fix="name a plugin, or write a tree",
         )
     if entry.decision_tree is not None:
-        spot = (*path, "decisionTree")
-        return _decision_node(
-            entry.decision_tree, find, where=where, path=spot, depth_left=depth_left - 1
-        )
-    plugin, is_tree = find(entry.plugin_ref or "", (*path, "pluginRef"))
+        return _decision_node(entry.decision_tree, find, place / "decisionTree", depth_left - 1)
+    plugin, is_tree = find(entry.plugin_ref or "", place / "pluginRef")
     if is_tree:
-        return _decision_node(
-            plugin.params, find, where=where, path=path, depth_left=depth_left - 1
-        )
+        return _decision_node(plugin.params, find, place, depth_left - 1)
     return {"kind": plugin.kind, "params": plugin.params}

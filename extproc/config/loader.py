@@ -115,7 +115,8 @@ def parse(text: str, *, where: str) -> ConfigDocument:
         ConfigError: It is no mapping, or has a duplicate key.
     """
     tree = parse_tree(text, where=where)
-    _refuse_unusable(tree, where=where, path=(), counter=itertools.count())
+    place = validation.Place(where)
+    _refuse_unusable(tree, place, itertools.count())
     if not isinstance(tree, dict):
         raise ConfigError(
             where,
@@ -124,7 +125,7 @@ def parse(text: str, *, where: str) -> ConfigDocument:
             fix=f"begin with 'apiVersion: {API_VERSION}'",
         )
     if tree.get("kind") == epp_config.KIND:
-        epp = epp_config.from_endpoint_picker_config(tree, where=where)
+        epp = epp_config.from_endpoint_picker_config(tree, place)
         return ConfigDocument(where, epp.tree, epp=epp)
     return ConfigDocument(where, _restore_off(tree))
 
@@ -182,10 +183,10 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
         scheduling = msgspec.structs.replace(merged.scheduling, epp=document.epp.plugins)
         merged = msgspec.structs.replace(merged, scheduling=scheduling)
     flags = sorted({override.flag for override in overrides})
-    listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
+    listed = "--endpoints" if "--endpoints" in flags else str(validation.Place(where) / "pool")
     pools.parse_entries(merged.pool, where=listed)
     for at, pool in enumerate(merged.pools):
-        pools.parse_entries(pool, where=validation.location(where, ("pools", at)))
+        pools.parse_entries(pool, where=str(validation.Place(where) / "pools" / at))
     check_compatible(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return _resolve_paths(merged, document.folder)
 
@@ -220,23 +221,22 @@ def _refuse_references(document: ConfigDocument) -> None:
         ConfigError: A scheduling section has plugins or scheduling profiles.
     """
     pool_list = document.tree.get("pools")
-    sections: list[tuple[validation.Path, object]] = [
-        (("scheduling",), document.tree.get("scheduling"))
-    ]
+    file = validation.Place(document.where)
+    sections = [(file / "scheduling", document.tree.get("scheduling"))]
     for at, pool in enumerate(pool_list if isinstance(pool_list, list) else ()):
         if isinstance(pool, dict):
-            sections.append((("pools", at, "scheduling"), pool.get("scheduling")))
-    for path, section in sections:
+            sections.append((file / "pools" / at / "scheduling", pool.get("scheduling")))
+    for place, section in sections:
         models = section.get("models") if isinstance(section, dict) else None
         rules: dict[object, object] = models if isinstance(models, dict) else {}
         for spot, written in (
-            (path, section),
-            *(((*path, "models", str(model)), rule) for model, rule in rules.items()),
+            (place, section),
+            *((place / "models" / str(model), rule) for model, rule in rules.items()),
         ):
             for key in ("plugins", "schedulingProfiles"):
                 if isinstance(written, dict) and key in written:
                     raise ConfigError(
-                        validation.location(document.where, (*spot, key)),
+                        spot / key,
                         wanted="profile, with filters, scorers or cost, and picker",
                         got=f"{key}, which belongs to a file of kind {epp_config.KIND}",
                         fix="write profile: {filters: [{kind, params}], scorers: [{kind, weight, "
@@ -250,11 +250,11 @@ def check_compatible(merged: Settings, *, where: str) -> None:
     Raises:
         ConfigError: Names the field that contradicts another one.
     """
-    scrape, limits = merged.scrape, merged.limits
-    pools.check_compatible(merged, where=where)
+    scrape, limits, place = merged.scrape, merged.limits, validation.Place(where)
+    pools.check_compatible(merged, place)
     if scrape.stale_after_s <= scrape.busy_interval_s:
         raise ConfigError(
-            validation.location(where, ("scrape", "stale_after_s")),
+            place / "scrape" / "stale_after_s",
             wanted=f"more than busy_interval_s ({scrape.busy_interval_s:g})",
             got=f"{scrape.stale_after_s:g}",
             fix="raise it, or every load counts as unknown before the next scrape",
@@ -262,14 +262,14 @@ def check_compatible(merged: Settings, *, where: str) -> None:
     least = body_buffer.SHARES * limits.max_body_bytes
     if limits.max_body_bytes > body_buffer.ALWAYS_TAKEN_BYTES and limits.max_assembly_bytes < least:
         raise ConfigError(
-            validation.location(where, ("limits", "max_assembly_bytes")),
+            place / "limits" / "max_assembly_bytes",
             wanted=f"at least {body_buffer.SHARES} times max_body_bytes ({least})",
             got=str(limits.max_assembly_bytes),
             fix="raise it or lower max_body_bytes, or the largest body is never let in",
         )
     if merged.server.cert_path and not merged.server.secure_serving:
         raise ConfigError(
-            validation.location(where, ("server", "cert_path")),
+            place / "server" / "cert_path",
             wanted="no certificate while secure_serving is false",
             got=merged.server.cert_path,
             fix="set secure_serving to true or remove cert_path",
@@ -286,33 +286,31 @@ def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> di
     return {**tree, head: inner}
 
 
-def _refuse_unusable(
-    tree: object, *, where: str, path: validation.Path, counter: Iterator[int]
-) -> None:
+def _refuse_unusable(tree: object, place: validation.Place, counter: Iterator[int]) -> None:
     """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML."""
     if next(counter) > _MAX_VALUES:
         raise ConfigError(
-            where,
+            place.file,
             wanted=f"at most {_MAX_VALUES} values",
             got="more",
             fix="anchors refer to anchors; write the values out",
         )
-    if len(path) > _MAX_DEPTH:
+    if len(place.path) > _MAX_DEPTH:
         raise ConfigError(
-            where,
+            place.file,
             wanted=f"at most {_MAX_DEPTH} levels",
-            got=f"more, below {validation.format_path(path[:3])}",
+            got=f"more, below {validation.format_path(place.path[:3])}",
             fix="an anchor refers to what it stands in; write the value out",
         )
     if isinstance(tree, dict):
         for key, value in tree.items():
-            _refuse_unusable(value, where=where, path=(*path, str(key)), counter=counter)
+            _refuse_unusable(value, place / str(key), counter)
     elif isinstance(tree, list):
         for at, value in enumerate(tree):
-            _refuse_unusable(value, where=where, path=(*path, at), counter=counter)
+            _refuse_unusable(value, place / at, counter)
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise ConfigError(
-            validation.location(where, path),
+            place,
             wanted="a finite number",
             got=str(tree),
             fix="write a number; a very large one is as good as infinity",

@@ -75,7 +75,7 @@ def tables(
     limits = plugin_guard.GuardLimits(budget_s=scheduling.plugin_budget_ms / 1000)
     external_plugins = [*installed()]
     for at, name in enumerate(scheduling.plugin_files):
-        spot = validation.location(where, ("scheduling", "plugin_files", at))
+        spot = str(validation.Place(where) / "scheduling" / "plugin_files" / at)
         external_plugins.append(from_file(Path(name), where=spot))
     return combine(external_plugins, guards and msgspec.structs.replace(guards, limits=limits))
 

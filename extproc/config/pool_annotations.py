@@ -185,11 +185,11 @@ def resolve_scaling(
     overrides = annotations if rule.annotations else {}
     if overrides.get(TARGET, "").strip() == _NONE:
         return None
-    where = f"annotation of {key}"
-    most = min(rule.max, _count(overrides, MAX, rule.max, where))
+    place = validation.Place(f"annotation of {key}")
+    most = min(rule.max, _count(overrides, MAX, rule.max, place))
     if not most:
         return None
-    least = min(_count(overrides, MIN, rule.min, where), most)
+    least = min(_count(overrides, MIN, rule.min, place), most)
     namespace, _, name = key.rpartition("/")
     wanted = ScalingSection(
         policy=rule.policy,
@@ -197,16 +197,16 @@ def resolve_scaling(
         min=least,
         max=most,
         meter=rule.meter,
-        target=_target(rule, overrides.get(TARGET, "").strip(), name, where),
+        target=_target(rule, overrides.get(TARGET, "").strip(), name, place / TARGET),
     )
     if wanted.target is not None:
         placed = msgspec.structs.replace(wanted.target, namespace=namespace).filled
-        autoscaling.check_target(placed, f"{where}: {TARGET}")
+        autoscaling.check_target(placed, place / TARGET)
         wanted = msgspec.structs.replace(wanted, target=placed)
     return wanted
 
 
-def check_scaling_rule(rule: ScalingRule, *, where: str) -> None:
+def check_scaling_rule(rule: ScalingRule, place: validation.Place) -> None:
     """Reject a rule that contradicts itself.
 
     Raises:
@@ -215,7 +215,7 @@ def check_scaling_rule(rule: ScalingRule, *, where: str) -> None:
     """
     if rule.target is not None and rule.target.namespace:
         raise ConfigError(
-            f"{where}.target.namespace",
+            place / "target" / "namespace",
             wanted="no namespace: the pool's own is meant",
             got=rule.target.namespace,
             fix="remove it",
@@ -224,7 +224,7 @@ def check_scaling_rule(rule: ScalingRule, *, where: str) -> None:
     wanted = ScalingSection(
         policy=rule.policy, params=rule.params, min=rule.min, max=rule.max, target=target
     )
-    autoscaling.check_section(wanted, where=where)
+    autoscaling.check_section(wanted, place)
 
 
 def describe_scaling_rule(rule: ScalingRule) -> Iterator[str]:
@@ -241,25 +241,26 @@ def _named(target: ScaleTarget, name: str) -> ScaleTarget:
     return msgspec.structs.replace(target, name=target.name.replace(NAME, name))
 
 
-def _count(overrides: Mapping[str, str], annotation: str, usual: int, where: str) -> int:
+def _count(
+    overrides: Mapping[str, str], annotation: str, usual: int, place: validation.Place
+) -> int:
     text = overrides.get(annotation, "").strip()
     if not text:
         return usual
     if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
         return int(text)
     raise ConfigError(
-        f"{where}: {annotation}",
+        place / annotation,
         wanted="a number of replicas",
         got=autoscaling.quote_value(text),
         fix="write a number, or remove the annotation",
     )
 
 
-def _target(rule: ScalingRule, text: str, name: str, where: str) -> ScaleTarget | None:
+def _target(rule: ScalingRule, text: str, name: str, place: validation.Place) -> ScaleTarget | None:
     if not text:
         return None if rule.target is None else _named(rule.target, name)
     target = _read(text.split("/"))
-    place = f"{where}: {TARGET}"
     if target is None:
         raise ConfigError(
             place,

@@ -201,14 +201,14 @@ class PluginSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         role: The table of its kind.
         plugin: Its kind and parameters.
-        path: Its path in the file.
+        place: Its place in the file.
         params: The key of its parameters in the file.
         weight: Factor of a scorer's score; unused for other roles.
     """
 
     role: Role
     plugin: PluginEntry
-    path: validation.Path
+    place: validation.Place
     params: str
     weight: float = 1.0
 
@@ -219,12 +219,12 @@ class ProfileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: Name in decisions.
         parts: Plugins in the order they run; without a picker, `max-score-picker` is added.
-        path: Path of the profile in the file.
+        place: Place of the profile in the file.
     """
 
     name: str
     parts: tuple[PluginSpec, ...]
-    path: validation.Path
+    place: validation.Place
 
     def parts_of(self, role: Role) -> tuple[PluginSpec, ...]:
         """Return the parts of a role, in order."""

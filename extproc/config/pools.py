@@ -9,8 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.config import autoscaling, epp_config, pool_annotations, pool_sections, validation
+from extproc.config import autoscaling, epp_config, pool_annotations, pool_sections
 from extproc.config.settings import Settings
+from extproc.config.validation import Place
 from extproc.discovery import endpoint_list, static_discovery
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
@@ -64,14 +65,14 @@ class DiscoverySource(msgspec.Struct, frozen=True, kw_only=True):
         key: Path of the setting in a pool section that selects and configures it.
         describe: Describes a pool for `extproc check`: what the source is, then a line for each
             endpoint; raises ConfigError where it cannot be read.
-        check: Rejects a setting that contradicts itself (pool, location).
+        check: Rejects a setting that contradicts itself.
         build: Builds the discovery of a pool; None where another component sets its endpoints.
         in_kubernetes: True if the endpoints come from an API server.
     """
 
     key: str
     describe: Callable[[pool_sections.PoolSource], Iterator[str]]
-    check: Callable[[pool_sections.PoolSource, str], None] = lambda _, __: None
+    check: Callable[[pool_sections.PoolSource, Place], None] = lambda _, __: None
     build: Callable[[DiscoveryContext], EndpointDiscovery] | None = None
     in_kubernetes: bool = False
 
@@ -119,7 +120,7 @@ def _build_static(context: DiscoveryContext) -> EndpointDiscovery:
     )
 
 
-def _check_single_object(pool: pool_sections.PoolSource, where: str) -> None:
+def _check_single_object(pool: pool_sections.PoolSource, place: Place) -> None:
     section = pool.kubernetes
     if section is None:
         return
@@ -134,7 +135,7 @@ def _check_single_object(pool: pool_sections.PoolSource, where: str) -> None:
     ]
     if len(named) != 1:
         raise ConfigError(
-            where,
+            place,
             wanted="one of inference_pool, selector and service",
             got=" and ".join(named) or "none of them",
             fix="name the one object whose endpoints these are",
@@ -149,7 +150,7 @@ def _check_single_object(pool: pool_sections.PoolSource, where: str) -> None:
     ]
     for name, owner in misplaced:
         raise ConfigError(
-            where,
+            place,
             wanted=f"{name} only with {owner}",
             got=f"{name} with {named[0]}",
             fix=f"remove {name}; {named[0]} says itself which ports there are",
@@ -297,37 +298,32 @@ def scales_kubernetes_objects(settings: Settings) -> bool:
     )
 
 
-def check_compatible(settings: Settings, *, where: str) -> None:
+def check_compatible(settings: Settings, place: Place) -> None:
     """Reject sections that are valid separately and contradict each other.
 
     Raises:
         ConfigError: Several sources in one pool, a name twice, a pool besides pools, an extra
             metric without a selector, or KV events of several pools on one port.
     """
-    sections_of: list[tuple[validation.Path, pool_sections.PoolSource]] = [
-        (("pool",), settings.pool)
-    ]
-    sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
-    for path, pool in sections_of:
+    sections = [(place / "pool", settings.pool)]
+    sections += [(place / "pools" / at, pool) for at, pool in enumerate(settings.pools)]
+    for spot, pool in sections:
         sources = configured_sources(pool)
-        _check_single_source(sources, validation.location(where, path))
+        _check_single_source(sources, spot)
         if pool.autoscaling is not None:
-            autoscaling.check_section(
-                pool.autoscaling, where=validation.location(where, (*path, "autoscaling"))
-            )
+            autoscaling.check_section(pool.autoscaling, spot / "autoscaling")
         for source in sources:
-            source.check(pool, validation.location(where, (*path, *source.key.split("."))))
-    _check_discovered(settings, where)
-    _check_bound_events(settings, where)
+            source.check(pool, spot / source.key)
+    _check_discovered(settings, place)
+    _check_bound_events(settings, place)
     for name, selector in settings.scrape.extra_metrics.items():
-        path = ("scrape", "extra_metrics", name)
-        engines.series(selector, where=validation.location(where, path))
+        engines.series(selector, where=str(place / "scrape" / "extra_metrics" / name))
     scheduling = settings.scheduling
     if scheduling.epp is not None and not scheduling.allow_unsupported:
-        epp_config.check_supported(scheduling.epp, where=where)
+        epp_config.check_supported(scheduling.epp, place)
     if settings.pools and has_source(settings.pool):
         raise ConfigError(
-            validation.location(where, ("pools",)),
+            place / "pools",
             wanted="pool or pools",
             got="both",
             fix="make the one in `pool` the first of `pools`, with a name",
@@ -336,7 +332,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
     for at, pool in enumerate(settings.pools):
         if pool.name in names:
             raise ConfigError(
-                validation.location(where, ("pools", at, "name")),
+                place / "pools" / at / "name",
                 wanted="every name once",
                 got=f"{pool.name} again",
                 fix="give it another name",
@@ -344,42 +340,41 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         names.add(pool.name)
         if not has_source(pool):
             raise ConfigError(
-                validation.location(where, ("pools", at)),
+                place / "pools" / at,
                 wanted=_enumerate_keys("or"),
                 got="none of them",
                 fix="say where its endpoints come from",
             )
 
 
-def _check_bound_events(settings: Settings, where: str) -> None:
+def _check_bound_events(settings: Settings, place: Place) -> None:
     if settings.kv_events.bind and (settings.pools or settings.cluster.discover_pools != "none"):
         raise ConfigError(
-            validation.location(where, ("kv_events", "bind")),
+            place / "kv_events" / "bind",
             wanted="a single pool, because all would listen on the same port",
             got="pools",
             fix="remove it, so that engines are connected to",
         )
 
 
-def _check_discovered(settings: Settings, where: str) -> None:
+def _check_discovered(settings: Settings, place: Place) -> None:
     rules = settings.autoscaling.discovered_pools
+    spot = place / "autoscaling" / "discovered_pools"
     for at, rule in enumerate(rules):
-        pool_annotations.check_scaling_rule(
-            rule, where=validation.location(where, ("autoscaling", "discovered_pools", at))
-        )
+        pool_annotations.check_scaling_rule(rule, spot / at)
     if rules and settings.cluster.discover_pools == "none":
         raise ConfigError(
-            validation.location(where, ("autoscaling", "discovered_pools")),
+            spot,
             wanted="pools that Kubernetes brings",
             got="cluster.discover_pools: none",
             fix="set cluster.discover_pools, or write pool.autoscaling",
         )
 
 
-def _check_single_source(sources: Sequence[DiscoverySource], where: str) -> None:
+def _check_single_source(sources: Sequence[DiscoverySource], place: Place) -> None:
     if len(sources) > 1:
         raise ConfigError(
-            where,
+            place,
             wanted=f"one of {_enumerate_keys('and')}",
             got=" and ".join(source.key for source in sources),
             fix="keep one; the file is watched, the list is not",

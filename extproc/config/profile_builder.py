@@ -13,6 +13,7 @@ import msgspec
 from extproc.config import epp_config, filter_tree_syntax, plugin_loader, pool_sections, validation
 from extproc.config.pool_sections import PluginSpec, ProfileSpec
 from extproc.config.settings import Settings
+from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, registry
 from extproc.scheduling.estimated_time import EstimatedTime
@@ -20,8 +21,6 @@ from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Sign
 from extproc.scheduling.profile import SchedulerProfile
 
 PluginT = TypeVar("PluginT", bound=Plugin)
-
-_SCHEDULING: validation.Path = ("scheduling",)
 
 #: Settings that provide a signal that is not always available.
 _SCRAPED = "set scrape.enabled to true"
@@ -102,18 +101,19 @@ def resolve_all(
     tables = plugin_loader.tables(scheduling, where=where, guards=guards)
     signals = provided(settings)
 
+    place = Place(where) / "scheduling"
     origins: dict[str | None, ProfileOrigin] = {}
 
-    def checked(rules: pool_sections.SchedulingRules, *path: validation.Step) -> SchedulerProfile:
-        profile = _ruled(rules, path, where=where, tables=tables)
-        _require(profile, signals, where=where, path=path)
-        _require_metrics(profile, settings.scrape.extra_metrics, where=where, path=path)
+    def checked(rules: pool_sections.SchedulingRules, spot: Place) -> SchedulerProfile:
+        profile = _ruled(rules, spot, tables)
+        _require(profile, signals, spot)
+        _require_metrics(profile, settings.scrape.extra_metrics, spot)
         return profile
 
     def ruled(
-        rules: pool_sections.SchedulingRules, model: str | None, *path: validation.Step
+        rules: pool_sections.SchedulingRules, model: str | None, spot: Place
     ) -> SchedulerProfile:
-        profile = checked(rules, *path)
+        profile = checked(rules, spot)
         origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
         if before is not None and before.origins.get(model) == origin:
             return before.profile if model is None else before.by_model[model]
@@ -122,16 +122,16 @@ def resolve_all(
         return profile
 
     by_model = {
-        name: ruled(rules, name, *_SCHEDULING, "models", name)
+        name: ruled(rules, name, place / "models" / name)
         for name, rules in scheduling.models.items()
     }
     shadow = shadow_origin = None
     if scheduling.shadow is not None:
-        shadow = checked(scheduling.shadow, *_SCHEDULING, "shadow")
+        shadow = checked(scheduling.shadow, place / "shadow")
         shadow_origin = _origin(scheduling.shadow, tables, scheduling.plugin_budget_ms)
         if before is not None and before.shadow_origin == shadow_origin:
             shadow = before.shadow
-    profile = ruled(scheduling, None, *_SCHEDULING)
+    profile = ruled(scheduling, None, place)
     return ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
 
 
@@ -159,25 +159,20 @@ def _words(tree: object) -> Iterator[str]:
 
 
 def _ruled(
-    rules: pool_sections.SchedulingRules,
-    path: validation.Path,
-    *,
-    where: str,
-    tables: registry.PluginRegistry,
+    rules: pool_sections.SchedulingRules, place: Place, tables: registry.PluginRegistry
 ) -> SchedulerProfile:
     """Build the profile of rules: written out, of an EndpointPickerConfig, or a strategy."""
     if rules.profile is not None:
-        profile = _build(by_roles(rules.profile, (*path, "profile")), tables, where=where)
+        profile = _build(by_roles(rules.profile, place / "profile"), tables)
     elif isinstance(rules, pool_sections.SchedulingSection) and rules.epp is not None:
-        by_reference = epp_config.by_reference(rules.epp, tables, where=where)
-        profile = _build(by_reference, tables, where=where)
+        profile = _build(epp_config.by_reference(rules.epp, tables, Place(place.file)), tables)
     else:
-        profile = _named(rules.strategy, path, where=where)
+        profile = _named(rules.strategy, place)
     if rules.goal == "balanced":
         return profile
     if not isinstance(profile.cost, EstimatedTime):
         raise ConfigError(
-            validation.location(where, (*path, "goal")),
+            place / "goal",
             wanted="a profile with the cost estimated-time, as adaptive is",
             got=f"{rules.goal} beside {profile.name}",
             fix="leave out goal, or choose the strategy adaptive",
@@ -186,19 +181,19 @@ def _ruled(
     return msgspec.structs.replace(profile, cost=cost)
 
 
-def by_roles(entry: pool_sections.ProfileEntry, path: validation.Path) -> ProfileSpec:
+def by_roles(entry: pool_sections.ProfileEntry, place: Place) -> ProfileSpec:
     """Return the specification of a profile that lists its plugins by roles."""
-    return ProfileSpec(entry.name, tuple(_parts(entry, path)), path)
+    return ProfileSpec(entry.name, tuple(_parts(entry, place)), place)
 
 
-def _parts(entry: pool_sections.ProfileEntry, path: validation.Path) -> Iterator[PluginSpec]:
+def _parts(entry: pool_sections.ProfileEntry, place: Place) -> Iterator[PluginSpec]:
     for at, plugin in enumerate(entry.filters):
-        yield PluginSpec("filters", plugin, (*path, "filters", at), "params")
+        yield PluginSpec("filters", plugin, place / "filters" / at, "params")
     for at, scorer in enumerate(entry.scorers):
-        yield PluginSpec("scorers", scorer, (*path, "scorers", at), "params", scorer.weight)
+        yield PluginSpec("scorers", scorer, place / "scorers" / at, "params", scorer.weight)
     if entry.cost is not None:
-        yield PluginSpec("costs", entry.cost, (*path, "cost"), "params")
-    yield PluginSpec("pickers", entry.picker, (*path, "picker"), "params")
+        yield PluginSpec("costs", entry.cost, place / "cost", "params")
+    yield PluginSpec("pickers", entry.picker, place / "picker", "params")
 
 
 def provided(settings: Settings) -> frozenset[Signal]:
@@ -218,12 +213,12 @@ def plugins(profile: SchedulerProfile) -> tuple[Plugin, ...]:
     return profile.plugins
 
 
-def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProfile:
+def _named(strategy: str, place: Place) -> SchedulerProfile:
     named = registry.profiles()
     profile = named.get(strategy)
     if profile is None:
         raise ConfigError(
-            validation.location(where, (*path, "strategy")),
+            place / "strategy",
             wanted=f"one of {', '.join(named)}",
             got=strategy,
             fix=validation.suggest(strategy, named, "name one, or write out a profile"),
@@ -231,9 +226,7 @@ def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProf
     return profile
 
 
-def _build(
-    written: ProfileSpec, tables: registry.PluginRegistry, *, where: str
-) -> SchedulerProfile:
+def _build(written: ProfileSpec, tables: registry.PluginRegistry) -> SchedulerProfile:
     """Build a profile from its specification.
 
     Raises:
@@ -241,8 +234,7 @@ def _build(
     """
 
     def make(table: Mapping[str, type[PluginT]], part: PluginSpec) -> PluginT:
-        spot = (*part.path, part.params)
-        return _plugin(table, part.plugin, where=where, path=part.path, tables=tables, spot=spot)
+        return _plugin(table, part.plugin, part.place, tables, params_key=part.params)
 
     filters = tuple(make(tables.filters, part) for part in written.parts_of("filters"))
     scorers = tuple(
@@ -253,13 +245,13 @@ def _build(
     for role, plugins_of_role in (("picker", pickers), ("cost model", costs)):
         if len(plugins_of_role) > 1:
             raise ConfigError(
-                validation.location(where, written.path),
+                written.place,
                 wanted=f"one {role}",
                 got=", ".join(plugin.kind for plugin in plugins_of_role),
                 fix="keep one",
             )
     if not pickers:
-        usual = PluginSpec("pickers", pool_sections.MAX_SCORE, written.path, "params")
+        usual = PluginSpec("pickers", pool_sections.MAX_SCORE, written.place, "params")
         pickers = [make(tables.pickers, usual)]
     return SchedulerProfile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
 
@@ -267,30 +259,28 @@ def _build(
 def _plugin(
     table: Mapping[str, type[PluginT]],
     entry: pool_sections.PluginEntry,
-    *,
-    where: str,
-    path: validation.Path,
+    place: Place,
     tables: registry.PluginRegistry,
-    spot: validation.Path,
+    params_key: str = "params",
 ) -> PluginT:
-    kind = registry.find(table, entry.kind, where=validation.location(where, (*path, "kind")))
+    kind = registry.find(table, entry.kind, where=str(place / "kind"))
+    spot = place / params_key
     params = dict(entry.params)
     if issubclass(kind, filter_tree.FilterTree):
 
-        def below(node: pool_sections.PluginEntry, at: validation.Path) -> Filter:
-            spot = (*at, "params")
-            return _plugin(tables.filters, node, where=where, path=at, tables=tables, spot=spot)
+        def below(node: pool_sections.PluginEntry, at: Place) -> Filter:
+            return _plugin(tables.filters, node, at, tables)
 
-        params = filter_tree_syntax.build_tree_params(params, below, where=where, path=spot)
+        params = filter_tree_syntax.build_tree_params(params, below, spot)
     try:
-        plugin = validation.to_struct(params, kind, where=where, path=spot)
+        plugin = validation.to_struct(params, kind, where=spot)
         if not isinstance(plugin.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - reported as its own errors are
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others
         raise ConfigError(
-            validation.location(where, spot),
+            spot,
             wanted=f"parameters that {entry.kind} takes",
             got=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
@@ -298,31 +288,27 @@ def _plugin(
     return tables.with_guard(plugin)
 
 
-def _require(
-    profile: SchedulerProfile, signals: frozenset[Signal], *, where: str, path: validation.Path
-) -> None:
+def _require(profile: SchedulerProfile, signals: frozenset[Signal], place: Place) -> None:
     for plugin in plugins(profile):
         missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
         if missing:
             names = ", ".join(signal.value for signal in missing)
             raise ConfigError(
-                validation.location(where, path),
+                place,
                 wanted=f"every signal that profile {profile.name} reads",
                 got=f"no source of {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",
             )
 
 
-def _require_metrics(
-    profile: SchedulerProfile, metrics: Mapping[str, str], *, where: str, path: validation.Path
-) -> None:
+def _require_metrics(profile: SchedulerProfile, metrics: Mapping[str, str], place: Place) -> None:
     """Reject a plugin that reads an extra metric that is not configured."""
     for plugin in plugins(profile):
         if not isinstance(plugin, ExtraMetricReader):
             continue
         for name in sorted(plugin.extra_metrics - metrics.keys()):
             raise ConfigError(
-                validation.location(where, path),
+                place,
                 wanted=f"every metric that {plugin.kind} reads in scrape.extra_metrics",
                 got=f"no {name} there",
                 fix=validation.suggest(name, metrics, f"add a selector as {name}"),

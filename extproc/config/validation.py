@@ -49,22 +49,6 @@ def parse_duration(text: str) -> float | None:
     return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
 
-def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ()) -> StructT:
-    """Convert a tree to a struct.
-
-    Args:
-        path: Path of `tree` in the file, for errors.
-
-    Raises:
-        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range.
-    """
-    _refuse_unknown(tree, _info(cast("Hashable", into)), where=where, path=path)
-    try:
-        return msgspec.convert(tree, into)
-    except msgspec.ValidationError as error:
-        raise _from_msgspec_error(str(error), tree, into, where=where, path=path) from None
-
-
 def format_path(path: Path) -> str:
     """Format a path such as `scheduling.profile.scorers[1].weight`."""
     text = ""
@@ -76,9 +60,40 @@ def format_path(path: Path) -> str:
     return text
 
 
-def location(where: str, path: Path) -> str:
-    """Format file and path as the location of an error."""
-    return f"{where}: {format_path(path)}" if path else str(where)
+class Place(msgspec.Struct, frozen=True):
+    """Place of a value, for errors; its text is such as `pool.yaml: pools[0].name`.
+
+    Attributes:
+        file: File or flag.
+        path: Path in it; empty for all of it.
+    """
+
+    file: str
+    path: Path = ()
+
+    def __truediv__(self, step: Step) -> Place:
+        """Place below this one."""
+        return Place(self.file, (*self.path, step))
+
+    def __str__(self) -> str:
+        return f"{self.file}: {format_path(self.path)}" if self.path else self.file
+
+
+def to_struct(tree: object, into: type[StructT], *, where: Place | str) -> StructT:
+    """Convert a tree to a struct.
+
+    Args:
+        where: Place of `tree`, or its file, for errors.
+
+    Raises:
+        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range.
+    """
+    place = Place(where) if isinstance(where, str) else where
+    _refuse_unknown(tree, _info(cast("Hashable", into)), place)
+    try:
+        return msgspec.convert(tree, into)
+    except msgspec.ValidationError as error:
+        raise _from_msgspec_error(str(error), tree, into, place) from None
 
 
 def is_for_files(key: str) -> bool:
@@ -114,16 +129,15 @@ def _info(into: Hashable) -> inspect.Type:
     return inspect.type_info(into)
 
 
-def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path) -> None:
+def _refuse_unknown(tree: object, info: inspect.Type, place: Place) -> None:
     """Walk tree and type in parallel and raise ConfigError at the first key without a field."""
     if isinstance(info, inspect.UnionType):
         tagged = _tagged(info)
         if tagged and isinstance(tree, dict):
-            struct = _tagged_struct(tree, tagged, where=where, path=path)
-            _refuse_unknown(tree, struct, where=where, path=path)
+            _refuse_unknown(tree, _tagged_struct(tree, tagged, place), place)
             return
         for member in info.types:
-            _refuse_unknown(tree, member, where=where, path=path)
+            _refuse_unknown(tree, member, place)
     elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
         fields = {
             field.encode_name: field.type
@@ -135,11 +149,11 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
         for key, value in tree.items():
             below = fields.get(key) if isinstance(key, str) else None
             if below is None:
-                raise unknown_key(key, fields, where=where, path=path)
-            _refuse_unknown(value, below, where=where, path=(*path, key))
+                raise unknown_key(key, fields, place)
+            _refuse_unknown(value, below, place / key)
     elif isinstance(info, inspect.VarTupleType | inspect.ListType) and isinstance(tree, list):
         for at, value in enumerate(tree):
-            _refuse_unknown(value, info.item_type, where=where, path=(*path, at))
+            _refuse_unknown(value, info.item_type, place / at)
 
 
 def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
@@ -152,11 +166,7 @@ def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
 
 
 def _tagged_struct(
-    tree: Mapping[object, object],
-    members: Sequence[inspect.StructType],
-    *,
-    where: str,
-    path: Path,
+    tree: Mapping[object, object], members: Sequence[inspect.StructType], place: Place
 ) -> inspect.StructType:
     """Return the struct that the tag of a mapping selects.
 
@@ -167,7 +177,7 @@ def _tagged_struct(
     tags = [str(member.tag) for member in members]
     if key not in tree:
         raise ConfigError(
-            location(where, path),
+            place,
             wanted=f"the key {key}: one of {', '.join(tags)}",
             got=show(tree),
             fix=f"add {key}",
@@ -177,33 +187,31 @@ def _tagged_struct(
         if member.tag == tag:
             return member
     raise ConfigError(
-        location(where, (*path, key)),
+        place / key,
         wanted=f"one of {', '.join(tags)}",
         got=show(tag),
         fix=suggest(str(tag), tags, f"write {tags[0]}"),
     )
 
 
-def unknown_key(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
+def unknown_key(key: object, fields: Iterable[str], place: Place) -> ConfigError:
     """Return the error of a key that is not among the fields of a struct."""
     names = sorted(fields)
     return ConfigError(
-        location(where, (*path, str(key))),
+        place / str(key),
         wanted=f"one of {', '.join(names)}" if names else "no keys",
         got=f"the unknown key {key}",
         fix=suggest(str(key), names, "remove it"),
     )
 
 
-def _from_msgspec_error(
-    text: str, tree: object, into: type, *, where: str, path: Path
-) -> ConfigError:
+def _from_msgspec_error(text: str, tree: object, into: type, place: Place) -> ConfigError:
     """Convert a message of msgspec to a ConfigError."""
     split = _AT.match(text)
     message = split["message"] if split else text
     local, known = _steps(split["at"] if split else None)
     actual = show(_look(tree, local)) if known else ""
-    spot = location(where, (*path, *local))
+    spot = Place(place.file, (*place.path, *local))
     expected = _EXPECTED.match(message)
     if expected:
         actual = actual or expected["got"] or "something else"
@@ -255,7 +263,7 @@ def _fix(types: str, bound: str, actual: str) -> str:
     return f"write {_wanted(types, '')}"
 
 
-def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigError:
+def _not_among(value: object, info: inspect.Type | None, spot: Place) -> ConfigError:
     names = [str(name) for name in info.values] if isinstance(info, inspect.LiteralType) else []
     return ConfigError(
         spot,
