@@ -18,6 +18,7 @@ from extproc.config import validation
 from extproc.config.pool_sections import EppPlugins, NamedPlugin
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
+from extproc.scheduling.framework import UpstreamParameters
 from extproc.scrape import local_tokenizer
 from extproc.scrape.kv_event_subscriber import BIND_PATTERN
 
@@ -35,20 +36,14 @@ _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _AnyMap = Mapping[str, object]
 
 
-class _Parameters(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
-    pass
-
-
-class _PodDiscovery(_Parameters, frozen=True):
+class _PodDiscovery(UpstreamParameters, frozen=True):
     socket_port: _Port = 5557
     replay_socket_port: Annotated[int, msgspec.Meta(le=65535)] = 0
     pod_label_selector: str = ""
     pod_namespace: str = ""
 
 
-class _KvEvents(_Parameters, frozen=True):
+class _KvEvents(UpstreamParameters, frozen=True):
     zmq_endpoint: str = ""
     topic_filter: str = ""
     concurrency: int = 4
@@ -57,19 +52,19 @@ class _KvEvents(_Parameters, frozen=True):
     pod_discovery_config: _PodDiscovery | None = None
 
 
-class _TokenProcessor(_Parameters, frozen=True):
+class _TokenProcessor(UpstreamParameters, frozen=True):
     block_size: int = 0
     block_size_tokens: int = 0
     hash_seed: str = ""
     hash_algorithm: str = ""
 
 
-class _CacheBackend(_Parameters, frozen=True):
+class _CacheBackend(UpstreamParameters, frozen=True, kw_only=True):
     name: str
     weight: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
 
 
-class _Indexer(_Parameters, frozen=True):
+class _Indexer(UpstreamParameters, frozen=True):
     kv_block_index_config: _AnyMap | None = None
     kv_cache_backend_configs: tuple[_CacheBackend, ...] | None = None
     # Of earlier releases.
@@ -78,7 +73,7 @@ class _Indexer(_Parameters, frozen=True):
     tokenizers_pool_config: _AnyMap | None = None
 
 
-class _Producer(_Parameters, frozen=True):
+class _Producer(UpstreamParameters, frozen=True):
     token_processor_config: _TokenProcessor | None = None
     indexer_config: _Indexer | None = None
     kv_events_config: _KvEvents | None = None
@@ -86,13 +81,13 @@ class _Producer(_Parameters, frozen=True):
     speculative_ttl: str = msgspec.field(default="", name="speculativeTTL")
 
 
-class _Renderer(_Parameters, frozen=True):
+class _Renderer(UpstreamParameters, frozen=True):
     url: str = ""
     timeout: str = ""
     mm_timeout: str = ""
 
 
-class _Tokenizer(_Parameters, frozen=True):
+class _Tokenizer(UpstreamParameters, frozen=True):
     model_name: str = ""
     vllm: _Renderer | None = None
     estimate: _AnyMap | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -21,6 +21,7 @@ from extproc.config import validation
 from extproc.config.pool_sections import EppPlugins, NamedPlugin
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
+from extproc.scheduling.framework import UpstreamParameters
 from extproc.scrape import engines
 
 #: The feature gate without which upstream ignores the section.
@@ -41,96 +42,77 @@ _ORDER: Final = {
     "slo-deadline-ordering-policy": "slo",
 }
 
-_SECTION_KEYS: Final = (
-    "maxBytes",
-    "maxRequests",
-    "defaultRequestTTL",
-    "defaultPriorityBand",
-    "priorityBands",
-    "usageLimitPolicyPluginRef",
-)
-_BAND_KEYS: Final = (
-    "priority",
-    "maxBytes",
-    "maxRequests",
-    "fairnessPolicyRef",
-    "orderingPolicyRef",
-)
-
 _QUANTITY: Final = re.compile(
     r"\+?(\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:(m|k|M|G|T|P|E|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?"
 )
 _POWERS: Final = "kMGTPE"
 
 
-class _Section:
-    """Reads a mapping of the section; errors name its path.
+class _Band(UpstreamParameters, frozen=True):
+    priority: object = None
+    max_bytes: object = None
+    max_requests: object = None
+    fairness_policy_ref: str | None = None
+    ordering_policy_ref: str | None = None
+
+
+class _FlowControl(UpstreamParameters, frozen=True):
+    max_bytes: object = None
+    max_requests: object = None
+    default_request_ttl: object = msgspec.field(default=None, name="defaultRequestTTL")
+    default_priority_band: _Band | None = None
+    priority_bands: tuple[_Band, ...] | None = None
+    usage_limit_policy_plugin_ref: str | None = None
+
+
+#: Place and keys of a band; keys that are absent are None.
+_PlacedBand = tuple[Place, Mapping[str, Any]]
+
+
+def _quantity(written: object, place: Place) -> int:
+    """Return a Kubernetes quantity as a number, rounded up; 0 if it is absent.
 
     Raises:
-        ConfigError: It is no mapping, or has an unknown key.
+        ConfigError: It is no quantity, or below 0.
     """
+    if written is None:
+        return 0
+    split = _QUANTITY.fullmatch(str(written).strip())
+    if split is None or isinstance(written, bool):
+        raise ConfigError(
+            place,
+            wanted="a quantity of 0 or more",
+            got=validation.show(written),
+            fix="write 100, 1k, 500M or 1Gi",
+        )
+    number, suffix, exponent = split.groups()
+    if suffix is None:
+        factor = 10.0 ** int(exponent or 0)
+    elif suffix == "m":
+        factor = 1e-3
+    else:
+        base = 1024.0 if suffix.endswith("i") else 1000.0
+        factor = base ** (1 + _POWERS.index(suffix[0].replace("K", "k")))
+    return min(math.ceil(float(number) * factor), 2**63 - 1)
 
-    def __init__(self, tree: object, keys: Sequence[str], place: Place) -> None:
-        self._place = place
-        if not isinstance(tree, Mapping):
-            raise self.wrong("", wanted="a mapping", got=tree, fix="write its keys below it")
-        self._tree: Mapping[str, object] = tree
-        for key in tree:
-            if key not in keys:
-                fix = validation.suggest(str(key), keys, "remove it")
-                raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", got=key, fix=fix)
 
-    @property
-    def path(self) -> str:
-        """Path of the mapping in the file."""
-        return validation.format_path(self._place.path)
+def _seconds(written: object, place: Place) -> float:
+    """Return a Go duration in seconds; 0 if it is absent.
 
-    def get(self, key: str) -> object:
-        """Return the value of a key; None if it is absent."""
-        return self._tree.get(key)
-
-    def quantity(self, key: str) -> int:
-        """Return a Kubernetes quantity as a number, rounded up; 0 if it is absent.
-
-        Raises:
-            ConfigError: It is no quantity, or below 0.
-        """
-        written = self._tree.get(key)
-        if written is None:
-            return 0
-        split = _QUANTITY.fullmatch(str(written).strip())
-        if split is None or isinstance(written, bool):
-            fix = "write 100, 1k, 500M or 1Gi"
-            raise self.wrong(key, wanted="a quantity of 0 or more", got=written, fix=fix)
-        number, suffix, exponent = split.groups()
-        if suffix is None:
-            factor = 10.0 ** int(exponent or 0)
-        elif suffix == "m":
-            factor = 1e-3
-        else:
-            base = 1024.0 if suffix.endswith("i") else 1000.0
-            factor = base ** (1 + _POWERS.index(suffix[0].replace("K", "k")))
-        return min(math.ceil(float(number) * factor), 2**63 - 1)
-
-    def seconds(self, key: str) -> float:
-        """Return a Go duration in seconds; 0 if it is absent.
-
-        Raises:
-            ConfigError: It is no duration, or below 0.
-        """
-        written = self._tree.get(key)
-        if written in (None, 0, "0"):
-            return 0.0
-        duration_s = validation.parse_duration(written) if isinstance(written, str) else None
-        if duration_s is None:
-            fix = "write 30s, 1m30s or 500ms"
-            raise self.wrong(key, wanted="a duration of 0 or more", got=written, fix=fix)
-        return duration_s
-
-    def wrong(self, key: str, *, wanted: str, got: object, fix: str) -> ConfigError:
-        """Return an error about a key; an empty key means the section."""
-        place = self._place / key if key else self._place
-        return ConfigError(place, wanted=wanted, got=validation.show(got), fix=fix)
+    Raises:
+        ConfigError: It is no duration, or below 0.
+    """
+    if written in (None, 0, "0"):
+        return 0.0
+    duration_s = validation.parse_duration(written) if isinstance(written, str) else None
+    if duration_s is None:
+        raise ConfigError(
+            place,
+            wanted="a duration of 0 or more",
+            got=validation.show(written),
+            fix="write 30s, 1m30s or 500ms",
+        )
+    return duration_s
 
 
 def convert_flow_control(
@@ -157,10 +139,18 @@ def convert_flow_control(
             )
         return None, warnings
     place = file / "flowControl"
-    section = _Section(written or {}, _SECTION_KEYS, place)
-    bands = list(_bands(section, place))
+    section: Mapping[str, Any] = msgspec.to_builtins(
+        validation.to_struct(written or {}, _FlowControl, where=place)
+    )
+    bands: list[_PlacedBand] = [
+        (place / "defaultPriorityBand", section["defaultPriorityBand"] or {}),
+        *(
+            (place / "priorityBands" / at, band)
+            for at, band in enumerate(section["priorityBands"] or ())
+        ),
+    ]
     policy_type = _policy_types(tree)
-    ttl_s = section.seconds("defaultRequestTTL")
+    ttl_s = _seconds(section["defaultRequestTTL"], place / "defaultRequestTTL")
     wait_s = min(ttl_s or _LONGEST_S, _LONGEST_S)
     if ttl_s > wait_s:
         warnings.append(
@@ -175,23 +165,11 @@ def convert_flow_control(
         "order": _policy("orderingPolicyRef", _ORDER, bands, policy_type, warnings),
     }
     for key, name in (("maxRequests", "max_requests"), ("maxBytes", "max_bytes")):
-        bound = section.quantity(key)
+        bound = _quantity(section[key], place / key)
         if bound:
             ours[name] = bound
     warnings += _unmapped(section, bands, policy_type)
     return ours, warnings
-
-
-def _bands(section: _Section, place: Place) -> Iterator[_Section]:
-    """Yield the default band, then those with a priority of their own."""
-    default = section.get("defaultPriorityBand")
-    yield _Section(default or {}, _BAND_KEYS, place / "defaultPriorityBand")
-    written = section.get("priorityBands") or []
-    if not isinstance(written, list):
-        fix = "write one band per item"
-        raise section.wrong("priorityBands", wanted="a list of bands", got=written, fix=fix)
-    for at, band in enumerate(written):
-        yield _Section(band, _BAND_KEYS, place / "priorityBands" / at)
 
 
 def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
@@ -208,7 +186,7 @@ def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
 def _policy(
     key: str,
     known: Mapping[str, str],
-    bands: Sequence[_Section],
+    bands: Sequence[_PlacedBand],
     policy_type: Callable[[str], str],
     warnings: list[str],
 ) -> str:
@@ -219,19 +197,21 @@ def _policy(
     """
     usual = next(iter(known))
     chosen: dict[str, str] = {}
-    for band in bands:
-        name = band.get(key) or usual
-        kind = policy_type(str(name))
+    for place, band in bands:
+        kind = policy_type(band.get(key) or usual)
         if kind not in known and kind not in _OTHER_POLICIES:
-            fix = "name a plugin of this file, or its type"
-            wanted = f"a policy such as {', '.join(known)}"
-            raise band.wrong(key, wanted=wanted, got=name, fix=fix)
-        chosen[band.path] = kind
-    spot, kind = next(iter(chosen.items()))
-    for band in bands[1:]:
+            raise ConfigError(
+                place / key,
+                wanted=f"a policy such as {', '.join(known)}",
+                got=validation.show(band.get(key)),
+                fix="name a plugin of this file, or its type",
+            )
+        chosen[validation.format_path(place.path)] = kind
+    spot = default = next(iter(chosen))
+    for other, (_, band) in zip(chosen, bands, strict=True):
         if band.get("priority") == 0:
-            spot = band.path
-            kind = chosen[spot]
+            spot = other
+    kind = chosen[spot]
     ours = "fairness" if known is _FAIRNESS else "order"
     mapped = known.get(kind) or known[usual]
     if kind not in known:
@@ -242,7 +222,7 @@ def _policy(
         f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
         f"flow_control.{ours} {mapped}"
         for other, different in chosen.items()
-        if different != kind and (other != bands[0].path or bands[0].get(key))
+        if different != kind and (other != default or bands[0][1].get(key))
     ]
     return mapped
 
@@ -252,20 +232,20 @@ _OTHER_POLICIES: Final = frozenset({"program-aware-fairness"})
 
 
 def _unmapped(
-    section: _Section, bands: Sequence[_Section], policy_type: Callable[[str], str]
+    section: Mapping[str, Any], bands: Sequence[_PlacedBand], policy_type: Callable[[str], str]
 ) -> Iterator[str]:
     """Warn of settings that flow control has no field for."""
-    for band in bands:
+    for place, band in bands:
         for key in ("maxRequests", "maxBytes"):
-            if band.quantity(key):
+            if _quantity(band.get(key), place / key):
                 yield (
-                    f"{band.path}.{key} is not acted on: all priorities share "
+                    f"{validation.format_path(place.path)}.{key} is not acted on: all priorities share "
                     f"flowControl.{key}, and a full queue displaces the lowest priority first"
                 )
-    limit = section.get("usageLimitPolicyPluginRef")
+    limit = section["usageLimitPolicyPluginRef"]
     if limit:
         yield (
-            f"flowControl.usageLimitPolicyPluginRef: {policy_type(str(limit))} is not acted on: "
+            f"flowControl.usageLimitPolicyPluginRef: {policy_type(limit)} is not acted on: "
             "priorities above 0 find an endpoint free for longer than others, as flow_control.busy_s says"
         )
 
@@ -283,9 +263,7 @@ _READERS: Final = {
 _BUILT_IN: Final = frozenset({"vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "triton"})
 
 
-class CustomMetric(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class CustomMetric(UpstreamParameters, frozen=True, kw_only=True):
     """Metric that upstream stores as an attribute.
 
     Attributes:
@@ -296,9 +274,7 @@ class CustomMetric(
     metric_spec: validation.Name
 
 
-class EngineMetrics(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class EngineMetrics(UpstreamParameters, frozen=True, kw_only=True):
     """Metrics of one engine type; only the custom ones are acted on.
 
     Attributes:
@@ -325,9 +301,7 @@ class EngineMetrics(
         )
 
 
-class _ExtractorParameters(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class _ExtractorParameters(UpstreamParameters, frozen=True):
     engine_configs: tuple[EngineMetrics, ...] = ()
 
 

@@ -14,7 +14,7 @@ from extproc.config import pool_sections, validation
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree
-from extproc.scheduling.framework import Filter
+from extproc.scheduling.framework import Filter, UpstreamParameters
 
 #: Most nodes of one tree. The largest known tree has 13; the bound is against aliases in a YAML
 #: file that make a node its own successor.
@@ -55,9 +55,7 @@ class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     on_either: object = None
 
 
-class _GatewayNode(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class _GatewayNode(UpstreamParameters, frozen=True, kw_only=True):
     """A node in the first gateway's spelling."""
 
     name: validation.Name
@@ -159,18 +157,14 @@ MAX_DEPTH = 32
 FindPlugin = Callable[[str, Place], tuple[pool_sections.PluginEntry, bool]]
 
 
-class _DecisionTreeEntry(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class _DecisionTreeEntry(UpstreamParameters, frozen=True, kw_only=True):
     """A plugin by name, or a tree; one of the two."""
 
     plugin_ref: validation.Name | None = None
     decision_tree: Mapping[str, object] | None = None
 
 
-class _DecisionTreeNode(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class _DecisionTreeNode(UpstreamParameters, frozen=True, kw_only=True):
     """A filter, and what follows it."""
 
     current: _DecisionTreeEntry

@@ -14,6 +14,7 @@ from extproc.discovery.kubernetes.settings import MAX_PORTS
 from extproc.election import ElectionSettings
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
+from extproc.scheduling.framework import UpstreamParameters
 
 #: The table of kinds a plugin is looked up in.
 Role = Literal["filters", "scorers", "costs", "pickers"]
@@ -80,9 +81,7 @@ class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     parameters: Mapping[str, object] = {}
 
 
-class PluginRef(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class PluginRef(UpstreamParameters, frozen=True, kw_only=True):
     """A plugin's part in a profile.
 
     Attributes:
@@ -106,9 +105,7 @@ class EppProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     plugins: tuple[PluginRef, ...] = ()
 
 
-class EppPlugins(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
+class EppPlugins(UpstreamParameters, frozen=True, kw_only=True):
     """Scheduling of an EndpointPickerConfig.
 
     Attributes:
