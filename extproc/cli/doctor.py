@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import sys
 from typing import Any
 
@@ -42,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
     add(
         "--timeout",
-        type=_page_s,
+        type=main.seconds_parser(0.01, _MAX_PAGE_S),
         default=_PAGE_S,
         metavar="SECONDS",
         help="time limit of one page (%(default)s); all together have a minute",
@@ -99,13 +98,3 @@ def _parse_url(text: str | None, where: str, port: int) -> Any:
     from extproc.diagnostics import collector
 
     return collector.parse_url(text, where=where, port=port) if text else None
-
-
-def _page_s(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 < seconds <= _MAX_PAGE_S:
-        raise argparse.ArgumentTypeError(f"expected 0 to {_MAX_PAGE_S:g} seconds, got {text!r}")
-    return seconds

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import sys
 import threading
 import urllib.error
@@ -79,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--watch",
         nargs="?",
-        type=_interval_s,
+        type=main.seconds_parser(0.01, 86_400.0),
         const=_WATCH_S,
         metavar="SECONDS",
         help=f"explain again and again, until Ctrl-C; every {_WATCH_S:g} s unless set",
@@ -272,16 +271,6 @@ def _explain_offline(
     profile_builder.build_profile(settings, where="--strategy" if args.strategy else document.where)
     outcome = offline_explain.route_offline(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
-
-
-def _interval_s(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0.0 or not math.isfinite(seconds):
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return seconds
 
 
 def _read_bytes(name: str) -> bytes:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import math
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
 from typing import Protocol, TextIO, cast
 
@@ -135,6 +136,23 @@ def version_line() -> str:
 def print_error(error: ExtprocError) -> None:
     """Show an error on standard error."""
     print(f"{paint('extproc:', 'red', sys.stderr)} {error}", file=sys.stderr)
+
+
+def seconds_parser(least_s: float, most_s: float) -> Callable[[str], float]:
+    """Build the type of a flag that takes seconds within bounds."""
+
+    def parse(text: str) -> float:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not least_s <= seconds <= most_s:
+            raise argparse.ArgumentTypeError(
+                f"expected seconds from {least_s:g} to {most_s:g}, got {text!r}"
+            )
+        return seconds
+
+    return parse
 
 
 def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from extproc.cli import explain
+from extproc.cli import explain, main
 from extproc.errors import file_error
 from extproc.recording import parquet
 from extproc.recording.parquet import RecordingFile
@@ -45,7 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "file is replaced",
     )
     add("--server", metavar="URL", default=explain.SERVER, help="metrics port (%(default)s)")
-    add("--seconds", type=_seconds, default=60.0, help="length (%(default)s)")
+    add(
+        "--seconds",
+        type=main.seconds_parser(1.0, 86_400.0),
+        default=60.0,
+        help="length (%(default)s)",
+    )
     add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
 
 
@@ -116,13 +121,3 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> explain.UnreachableErro
         if error.code in (401, 403)
         else "check that an extproc of this version listens there",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1.0 <= seconds <= 86_400.0:
-        raise argparse.ArgumentTypeError(f"expected seconds from 1 to 86400, got {text!r}")
-    return seconds
