@@ -15,7 +15,7 @@ from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.recording import parquet
 from extproc.scrape import kv_event_subscriber
-from extproc.server import admin_access, listeners, redis_peer_channel
+from extproc.server import admin_access, redis_peer_channel, transport
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +115,7 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
     if settings.autoscaling.keda.enabled:
         numbers["autoscaling.keda.port"] = settings.autoscaling.keda.port
     for flag, port in numbers.items():
-        if port and listeners.is_taken(server.host, port):
+        if port and transport.is_taken(server.host, port):
             yield f"{flag}: something on this machine listens on port {port} already"
 
 

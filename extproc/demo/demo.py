@@ -25,7 +25,7 @@ from extproc.demo import stack, traffic
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import metrics_page
-from extproc.server import listeners
+from extproc.server import transport
 from extproc.supervision import run_forever
 
 _ENGINES = 4
@@ -81,7 +81,7 @@ class Ports:
 
     def take(self, number: int) -> int:
         """This port, or any that is free and that no other demo is about to take."""
-        if self._usual and not listeners.is_taken("127.0.0.1", number) and stack.claim_port(number):
+        if self._usual and not transport.is_taken("127.0.0.1", number) and stack.claim_port(number):
             return number
         return stack.free_port()
 

@@ -17,7 +17,7 @@ from extproc.pool.snapshot import Pool
 from extproc.protocol import messages
 from extproc.request import HttpRequest
 from extproc.scheduling.shadow import ShadowScheduler
-from extproc.server import admin_access, listeners
+from extproc.server import admin_access, transport
 from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
@@ -246,7 +246,7 @@ class AdminServer:
             await web.TCPSite(runner, host or None, port).start()
         except OSError as error:
             why = error.strerror or ""
-            raise listeners.port_in_use_error("--metrics-port", port, why=why) from error
+            raise transport.port_in_use_error("--metrics-port", port, why=why) from error
         # With port 0, IPv4 and IPv6 get ports of their own, in any order; an IPv4 address is a pair.
         return int(min(runner.addresses, key=len)[1])
 

@@ -30,7 +30,6 @@ from extproc.server import (
     grpc_workarounds,
     health,
     leader_elector,
-    listeners,
     reload,
     stream_context,
     transport,
@@ -217,7 +216,7 @@ class EndpointPickerProcess:
             settings, self.pool_registry, self.counters, loops=lambda: self.autoscaler.loops
         )
 
-    async def start(self) -> listeners.ListenAddresses:
+    async def start(self) -> transport.ListenAddresses:
         """Listen on all ports; not ready before `sync`.
 
         Raises:
@@ -237,7 +236,7 @@ class EndpointPickerProcess:
         pages_port = await self.start_admin()
         for rpc_server in self._servers:
             await rpc_server.start()
-        return listeners.ListenAddresses(
+        return transport.ListenAddresses(
             bound.grpc_port,
             bound.health_port,
             pages_port,

@@ -22,11 +22,10 @@ from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import RequestState, ResponseState
-from extproc.server import grpc_workarounds, health, listeners
-from extproc.server.listeners import Keepalive
+from extproc.server import grpc_workarounds, health, transport
 from extproc.server.stream_context import StreamContext, StreamResult
 from extproc.server.stream_handler import StreamHandler, open_stream
-from extproc.server.transport import BoundServers
+from extproc.server.transport import BoundServers, Keepalive
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")
@@ -410,16 +409,16 @@ def bind(
         ConfigError: The port is taken.
     """
     host, _, number = address.rpartition(":")
-    if int(number) and listeners.is_taken(host.strip("[]"), int(number)):
+    if int(number) and transport.is_taken(host.strip("[]"), int(number)):
         # Looked at first, because gRPC prints lines of its own about what it cannot bind.
-        raise listeners.port_in_use_error(flag, int(number), why="something listens there")
+        raise transport.port_in_use_error(flag, int(number), why="something listens there")
     try:
         if credentials is None:
             return listening.add_insecure_port(address)
         return listening.add_secure_port(address, credentials)
     except RuntimeError as error:
         port = int(address.rpartition(":")[2])
-        raise listeners.port_in_use_error(flag, port, why="cannot bind " + address) from error
+        raise transport.port_in_use_error(flag, port, why="cannot bind " + address) from error
 
 
 def load_credentials(server: ServerSection) -> grpc.ServerCredentials | None:

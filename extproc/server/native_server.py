@@ -19,12 +19,11 @@ from extproc.errors import ConfigError
 from extproc.http2.limits import Http2Limits, ReceiveBudget
 from extproc.http2.messages import GrpcMessage, GrpcStatus
 from extproc.http2.sender import SendBudget
-from extproc.server import health, listeners
+from extproc.server import health, transport
 from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
-from extproc.server.listeners import Keepalive
 from extproc.server.native_ext_proc import NativeExternalProcessor
 from extproc.server.stream_context import StreamContext
-from extproc.server.transport import BoundServers
+from extproc.server.transport import BoundServers, Keepalive
 
 _log = logging.getLogger("extproc.server")
 
@@ -80,7 +79,7 @@ class Http2Server:
             OSError: The address cannot be bound.
         """
         host, _, port = address.rpartition(":")
-        bound = listeners.bind_socket(host.strip("[]"), int(port))
+        bound = transport.bind_socket(host.strip("[]"), int(port))
         self._sockets.append((bound, tls))
         return int(bound.getsockname()[1])
 
@@ -93,7 +92,7 @@ class Http2Server:
                     sock=bound,
                     ssl=tls,
                     ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
-                    backlog=listeners.BACKLOG,
+                    backlog=transport.BACKLOG,
                 )
             )
         self._sockets = []
@@ -269,7 +268,7 @@ def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | 
     except OSError as error:
         port = int(address.rpartition(":")[2])
         why = error.strerror or str(error)
-        raise listeners.port_in_use_error(flag, port, why=why) from error
+        raise transport.port_in_use_error(flag, port, why=why) from error
 
 
 def load_tls_context(server: ServerSection) -> ssl.SSLContext | None:

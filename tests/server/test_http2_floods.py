@@ -11,7 +11,7 @@ import pytest
 
 from extproc.http2.frames import ErrorCode
 from extproc.server import http2_protocol, native_server
-from extproc.server.listeners import Keepalive
+from extproc.server.transport import Keepalive
 from tests.support import http2_serving
 from tests.support.http2_client import Http2Client
 from tests.support.http2_floods import START, build_floods, encode_call, open_call

@@ -12,7 +12,7 @@ from extproc.config.settings import LimitsSection
 from extproc.http2.limits import ReceiveBudget
 from extproc.server import http2_protocol, native_server
 from extproc.server.http2_protocol import ServerCall
-from extproc.server.listeners import Keepalive
+from extproc.server.transport import Keepalive
 from tests.support import http2_frames, serving
 from tests.support.http2_frames import (
     ACK,

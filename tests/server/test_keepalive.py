@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from extproc.server import health, listeners
+from extproc.server import health, transport
 from tests.support import serving
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -55,7 +55,7 @@ async def connected(keepalive):
 
 async def test_listener_ends_the_connection_of_a_lost_peer():
     """A peer that answers no ping is disconnected, also where it has no stream."""
-    async with connected(listeners.Keepalive(0.05, 0.05)) as peer:
+    async with connected(transport.Keepalive(0.05, 0.05)) as peer:
         await peer.ping()
         with contextlib.suppress(ConnectionError):
             await peer.reader.read()
@@ -63,14 +63,14 @@ async def test_listener_ends_the_connection_of_a_lost_peer():
 
 async def test_listener_pings_a_silent_peer_again_and_again():
     """A peer that answers its pings stays connected however long it says nothing else."""
-    async with connected(listeners.Keepalive(0.05, 600.0)) as peer:
+    async with connected(transport.Keepalive(0.05, 600.0)) as peer:
         for _ in range(10):
             peer.writer.write(frame(PING, ACK, await peer.ping()))
 
 
 async def test_listener_accepts_frequent_pings():
     """Envoy may ask whether a connection lives while nothing else is said on it."""
-    async with connected(listeners.Keepalive()) as peer:
+    async with connected(transport.Keepalive()) as peer:
         for _ in range(2):
             peer.writer.write(frame(PING, 0, b"8 bytes."))
             while True:
@@ -83,10 +83,10 @@ async def test_listener_accepts_frequent_pings():
 
 def test_keepalive_notices_a_lost_node_within_half_a_minute():
     """Requests on a lost node are released within that time."""
-    keepalive = listeners.Keepalive()
+    keepalive = transport.Keepalive()
     assert keepalive.time_s + keepalive.timeout_s <= 30.0
 
 
 def test_keepalive_waits_for_a_starved_peer():
     """A peer that gets no processor time for seconds keeps its connection and its requests."""
-    assert listeners.Keepalive().timeout_s >= 20.0
+    assert transport.Keepalive().timeout_s >= 20.0

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from extproc.errors import ConfigError
-from extproc.server import ext_proc_servicer, listeners
+from extproc.server import ext_proc_servicer, transport
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -22,5 +22,5 @@ def test_a_free_port_can_be_bound():
     """A socket that is closed leaves nothing behind."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert listeners.is_taken("127.0.0.1", port)
-    assert not listeners.is_taken("127.0.0.1", port)
+        assert transport.is_taken("127.0.0.1", port)
+    assert not transport.is_taken("127.0.0.1", port)

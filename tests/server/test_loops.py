@@ -19,7 +19,7 @@ from extproc.discovery import static_discovery
 from extproc.election import ElectionSettings, LeaseRecord
 from extproc.errors import ConfigError
 from extproc.server import app, leader_elector, lifecycle, redis_peer_channel, reload
-from extproc.server.listeners import ListenAddresses
+from extproc.server.transport import ListenAddresses
 from extproc.supervision import Supervisor
 from tests.support import ext_proc_script, serving
 from tests.support.canary import CANARY

@@ -19,7 +19,7 @@ from extproc.config.settings import LimitsSection, ServerSection
 from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.http2.limits import ReceiveBudget
-from extproc.server import listeners, native_server
+from extproc.server import native_server, transport
 from tests.support import http2_serving, serving
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ async def test_a_port_taken_by_health_releases_that_of_ext_proc():
         with pytest.raises(ConfigError, match="--grpc-health-port"):
             async with serving.running(settings):
                 pass
-    assert not listeners.is_taken(serving.LOCAL, port)
+    assert not transport.is_taken(serving.LOCAL, port)
 
 
 async def test_native_serves_a_client_of_tls_without_alpn():

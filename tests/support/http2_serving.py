@@ -12,8 +12,8 @@ from extproc.http2.limits import Http2Limits, ReceiveBudget
 from extproc.http2.messages import GrpcStatus
 from extproc.server import tls
 from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
-from extproc.server.listeners import Keepalive
 from extproc.server.native_server import Http2Server
+from extproc.server.transport import Keepalive
 
 LOCAL = "127.0.0.1"
 

@@ -27,9 +27,8 @@ from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import ext_proc_servicer, health, native_ext_proc, native_server, stream_context
 from extproc.server.app import EndpointPickerProcess
 from extproc.server.http2_protocol import CallFactory
-from extproc.server.listeners import Keepalive, ListenAddresses
 from extproc.server.native_server import Http2Server
-from extproc.server.transport import ExtProcServicer, RpcServer
+from extproc.server.transport import ExtProcServicer, Keepalive, ListenAddresses, RpcServer
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
