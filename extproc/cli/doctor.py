@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A file or flag is wrong, or nothing is named.
     """
-    from extproc.diagnostics import collector, report
+    from extproc.diagnostics import collector
     from extproc.server import admin_access
 
     resolved = flags.resolve(args)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             envoy=envoy, picker=picker, token=token
         )
     )
-    result = report.diagnose(pages, settings)
+    result = collector.diagnose(pages, settings)
     if args.format == "json":
         print(json.dumps(result.to_json(), indent=2))
     else:

@@ -11,7 +11,7 @@ import pytest
 from extproc.cli import main
 from extproc.config.pool_sections import PoolSource
 from extproc.config.settings import ScrapeSection, Settings
-from extproc.diagnostics import collector, report
+from extproc.diagnostics import collector
 from extproc.errors import ConfigError
 from extproc.simulator import profiles
 from extproc.simulator.http import server
@@ -47,7 +47,7 @@ async def collect(*addresses, timeout_s=30.0, scrape=None):
     )
     reader = collector.Collector(settings, timeout_s=timeout_s)
     pages = await reader.collect(envoy=None, picker=None)
-    return pages, report.diagnose(pages, settings)
+    return pages, collector.diagnose(pages, settings)
 
 
 def test_simulated_engines_have_no_errors():

@@ -13,7 +13,7 @@ import pytest
 
 from extproc.config.settings import Settings
 from extproc.demo import stack
-from extproc.diagnostics import collector, envoy_diagnosis, report
+from extproc.diagnostics import collector, envoy_diagnosis
 from tests.e2e import installation
 from tests.manifests import tools
 from tests.support.canary import CANARY
@@ -307,4 +307,4 @@ async def test_every_staged_fault_is_named():
         others = [other for other in by_fault[name] if other is not result]
         # gRPC health checks need HTTP/2 as well, so both go.
         assert [other.check for other in others] == (["picker_health"] if name == "http2" else [])
-    assert report.diagnose(pages, Settings()).status == 1
+    assert collector.diagnose(pages, Settings()).status == 1
