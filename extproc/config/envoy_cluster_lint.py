@@ -5,9 +5,9 @@ The clusters are those of extproc, and those that routes name (docs/spec/envoy.m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 
+from extproc.config import finding
 from extproc.config.envoy_tree import (
     REQUESTS,
     YamlTree,
@@ -42,16 +42,11 @@ BREAKERS = (
     "{thresholds: [{max_connections: 40000, max_pending_requests: 40000, max_requests: 40000}]}"
 )
 
-_cut = functools.partial(Finding, "cut")
-_error = functools.partial(Finding, "error")
-_warning = functools.partial(Finding, "warning")
-_note = functools.partial(Finding, "note")
-
 
 def missing(names: Sequence[str]) -> Iterator[Finding]:
     """Report clusters that are named and not there."""
     for name in names:
-        yield _cut(
+        yield finding.cut(
             "missing_cluster",
             f"cluster {name}",
             "no cluster has this name, and there is no cds_config that could bring it: what goes "
@@ -69,7 +64,7 @@ def picker(cluster: YamlTree, settings: Settings) -> Iterator[Finding]:
         (part["http2_protocol_options"] for part in walk(cluster) if _is_http2(part)), None
     )
     if options is None:
-        yield _error(
+        yield finding.error(
             "http2",
             place,
             "the cluster has no http2_protocol_options: gRPC needs HTTP/2, so no stream opens",
@@ -78,7 +73,7 @@ def picker(cluster: YamlTree, settings: Settings) -> Iterator[Finding]:
             "typed_extension_protocol_options",
         )
     elif not options.get("connection_keepalive"):
-        yield _note(
+        yield finding.note(
             "http2_keepalive",
             place,
             "the cluster has no connection_keepalive: when a replica of extproc or its machine "
@@ -87,7 +82,7 @@ def picker(cluster: YamlTree, settings: Settings) -> Iterator[Finding]:
             fix="write http2_protocol_options: {connection_keepalive: {interval: 5s, timeout: 2s}}",
         )
     if not cluster.get("health_checks"):
-        yield _note(
+        yield finding.note(
             "picker_health",
             place,
             "the cluster has no health_checks: requests still go to a replica of extproc that "
@@ -137,7 +132,7 @@ def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
                 f"{{use_http_header: true, http_header_name: {headers.DESTINATION}}}",
             )
         if open_requests(cluster) <= REQUESTS:
-            yield _warning(
+            yield finding.warning(
                 "engine_breakers",
                 place,
                 f"circuit_breakers let {open_requests(cluster)} requests be open at once",
@@ -155,7 +150,7 @@ def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
         idle_s = seconds(options, "idle_timeout", 3600.0, where=where)
         if idle_s >= _ENGINE_KEEPS_S or not idle_s:
             limit = f"{idle_s:g} s" if idle_s else "off"
-            yield _warning(
+            yield finding.warning(
                 "upstream_idle_timeout",
                 place,
                 f"idle_timeout of upstream connections is {limit}: vLLM closes them after "
@@ -206,7 +201,7 @@ def _buffer_filters(
     for message in (part for part in walk(list(managers)) if is_a(part, "buffer.v3.Buffer")):
         size = int(message.get("max_request_bytes", wanted))
         if size < wanted:
-            yield _warning(
+            yield finding.warning(
                 "max_request_bytes",
                 place,
                 f"max_request_bytes of a buffer filter is {size}: larger bodies are 413, and extproc "
@@ -220,7 +215,7 @@ def _buffer_limit(listener: YamlTree, settings: Settings, *, place: str) -> Iter
     wanted, longest = settings.limits.max_body_bytes, settings.limits.max_message_bytes
     size = int(listener.get("per_connection_buffer_limit_bytes", _BUFFER_BYTES))
     if size < wanted:
-        yield _warning(
+        yield finding.warning(
             "buffer_limit",
             place,
             f"per_connection_buffer_limit_bytes is {size}: larger bodies are 413, and extproc "
@@ -229,7 +224,7 @@ def _buffer_limit(listener: YamlTree, settings: Settings, *, place: str) -> Iter
             fix=f"write per_connection_buffer_limit_bytes: {wanted}",
         )
     if size > longest:
-        yield _cut(
+        yield finding.cut(
             "message_bytes",
             place,
             f"per_connection_buffer_limit_bytes is {size}, above limits.max_message_bytes "

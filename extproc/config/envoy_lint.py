@@ -7,12 +7,11 @@ ext_proc filter, its routes, and the clusters they name (`envoy_cluster_lint`). 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from extproc.config import envoy_cluster_lint
+from extproc.config import envoy_cluster_lint, finding
 from extproc.config.envoy_tree import (
     MANAGER,
     YamlTree,
@@ -67,12 +66,6 @@ _DUPLEX: Final = "FULL_DUPLEX_STREAMED"
 
 #: Longest regular expression of `mutation_rules` that is tried.
 _MAX_REGEX_CHARS = 200
-
-_cut = functools.partial(Finding, "cut")
-_error = functools.partial(Finding, "error")
-_warning = functools.partial(Finding, "warning")
-_note = functools.partial(Finding, "note")
-_fine = functools.partial(Finding, "fine")
 
 
 def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
@@ -149,11 +142,11 @@ def _waits(
         )
     else:
         limit = f"{idle_s:g} s" if idle_s else "off"
-        yield _fine("stream_idle_timeout", place, f"stream_idle_timeout is {limit}")
+        yield finding.fine("stream_idle_timeout", place, f"stream_idle_timeout is {limit}")
     common = manager.get("common_http_protocol_options") or {}
     duration_s = seconds(common, "max_stream_duration", 0.0, where=where)
     if duration_s:
-        yield _warning(
+        yield finding.warning(
             "max_stream_duration",
             place,
             f"max_stream_duration is {duration_s:g} s: every response that takes longer is cut",
@@ -163,7 +156,7 @@ def _waits(
     body = mode(processor, "request_body_mode")
     message_s = seconds(processor, "message_timeout", _MESSAGE_S, where=where)
     if body in _TIMED and message_s <= hold_s:
-        yield _cut(
+        yield finding.cut(
             "message_timeout",
             place,
             f"message_timeout is {message_s:g} s: with request_body_mode {body} a request that "
@@ -172,7 +165,7 @@ def _waits(
             fix=f"write message_timeout: {min(hold_s + 60, _MAX_MESSAGE_S):g}s",
         )
     elif body in _TIMED and message_s <= 1.0:
-        yield _warning(
+        yield finding.warning(
             "message_timeout",
             place,
             f"message_timeout is {message_s:g} s: extproc being busy for that long costs a 504",
@@ -181,14 +174,14 @@ def _waits(
         )
     else:
         limit = f"message_timeout is {message_s:g} s, body mode {body}"
-        yield _fine("message_timeout", place, limit)
+        yield finding.fine("message_timeout", place, limit)
 
 
 def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
     """Check the time limits of uploads; the time in our queue does not count towards them."""
     head_s = seconds(manager, "request_headers_timeout", 0.0, where=where)
     if not head_s:
-        yield _warning(
+        yield finding.warning(
             "request_headers_timeout",
             place,
             "request_headers_timeout is off: a client that never ends its headers keeps its "
@@ -198,12 +191,12 @@ def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
         )
     upload_s = seconds(manager, "request_timeout", 0.0, where=where)
     if upload_s >= _UPLOAD_S:
-        yield _fine("request_timeout", place, f"request_timeout is {upload_s:g} s")
+        yield finding.fine("request_timeout", place, f"request_timeout is {upload_s:g} s")
         return
     effect = "slow uploads are cut"
     if not upload_s:
         effect = "nothing but stream_idle_timeout ends a body that comes in drops"
-    yield _warning(
+    yield finding.warning(
         "request_timeout",
         place,
         f"request_timeout is {f'{upload_s:g} s' if upload_s else 'off'}: {effect}",
@@ -217,7 +210,7 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     removed = removed_headers(manager)
     steering = sorted(_STEERING - removed)
     if steering:
-        yield _warning(
+        yield finding.warning(
             "steering_headers",
             place,
             f"nothing removes {', '.join(steering)} of clients before ext_proc: they decide where "
@@ -229,13 +222,13 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         )
     turns = ", ".join(sorted(_TURNS - removed))
     if turns:
-        yield _fine(
+        yield finding.fine(
             "trusted_headers",
             place,
             f"clients are trusted to choose tenant and objective: {turns} pass",
         )
     else:
-        yield _fine("trusted_headers", place, "clients cannot choose tenant and objective")
+        yield finding.fine("trusted_headers", place, "clients cannot choose tenant and objective")
 
 
 def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iterator[Finding]:
@@ -243,7 +236,7 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
         spot = f"{place}, route {number}"
         answer_s = seconds(route, "timeout", _ROUTE_S, where=where)
         if answer_s:
-            yield _cut(
+            yield finding.cut(
                 "route_timeout",
                 spot,
                 f"timeout is {answer_s:g} s from the end of the request to the end of the response, "
@@ -252,10 +245,10 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
                 fix="write timeout: 0s",
             )
         else:
-            yield _fine("route_timeout", spot, "timeout is off")
+            yield finding.fine("route_timeout", spot, "timeout is off")
         idle_s = seconds(route, "idle_timeout", 0.0, where=where)
         if idle_s and idle_s <= hold_s:
-            yield _cut(
+            yield finding.cut(
                 "route_idle_timeout",
                 spot,
                 f"idle_timeout is {idle_s:g} s, before stream_idle_timeout: it ends requests "
@@ -266,7 +259,7 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
         longest = route.get("max_stream_duration") or {}
         duration_s = seconds(longest, "max_stream_duration", 0.0, where=where)
         if duration_s:
-            yield _warning(
+            yield finding.warning(
                 "route_stream_duration",
                 spot,
                 f"max_stream_duration is {duration_s:g} s: longer responses are cut",
@@ -278,9 +271,9 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
 def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check what clients read when extproc or every engine is down, and what is logged of it."""
     if (manager.get("local_reply_config") or {}).get("mappers"):
-        yield _fine("local_replies", place, "local_reply_config answers for what is down")
+        yield finding.fine("local_replies", place, "local_reply_config answers for what is down")
     else:
-        yield _note(
+        yield finding.note(
             "local_replies",
             place,
             "there is no local_reply_config: when extproc or every engine is down, clients get "
@@ -289,7 +282,7 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
             fix="copy local_reply_config of `extproc envoy-config original-dst`",
         )
     if not manager.get("access_log"):
-        yield _note(
+        yield finding.note(
             "access_log",
             place,
             "there is no access_log: nothing shows id, endpoint and decision of a request",
@@ -297,7 +290,7 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
             fix="copy access_log of `extproc envoy-config original-dst`",
         )
     if not (manager.get("tracing") or {}).get("provider"):
-        yield _fine("tracing", place, "requests have no traces")
+        yield finding.fine("tracing", place, "requests have no traces")
 
 
 def _processor(
@@ -306,7 +299,7 @@ def _processor(
     service = processor.get("grpc_service") or {}
     timeout_s = seconds(service, "timeout", 0.0, where=where)
     if timeout_s:
-        yield _cut(
+        yield finding.cut(
             "grpc_timeout",
             place,
             f"grpc_service.timeout is {timeout_s:g} s: the stream to extproc ends then, and with "
@@ -315,7 +308,7 @@ def _processor(
             fix="remove it",
         )
     if processor.get("observability_mode"):
-        yield _error(
+        yield finding.error(
             "observability_mode",
             place,
             "observability_mode is on: Envoy ignores what extproc answers",
@@ -325,7 +318,7 @@ def _processor(
     options = processor.get("metadata_options") or {}
     received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
     if "envoy.lb" not in received:
-        yield _warning(
+        yield finding.warning(
             "metadata",
             place,
             "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "
@@ -335,7 +328,7 @@ def _processor(
         )
     is_read = settings.responses.feedback and mode(processor, "request_body_mode") == "BUFFERED"
     if is_read and not processor.get("allow_mode_override"):
-        yield _note(
+        yield finding.note(
             "allow_mode_override",
             place,
             "allow_mode_override is off: extproc cannot read the usage that responses report, so "
@@ -348,7 +341,7 @@ def _processor(
 def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check processing modes, alone and together."""
     if mode(processor, "request_header_mode") == "SKIP":
-        yield _error(
+        yield finding.error(
             "request_header_mode",
             place,
             "request_header_mode is SKIP: extproc sees no request",
@@ -356,7 +349,7 @@ def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
             fix="write request_header_mode: SEND",
         )
     if mode(processor, "request_body_mode") == "NONE":
-        yield _warning(
+        yield finding.warning(
             "request_body_mode",
             place,
             "request_body_mode is NONE: extproc sees neither model nor prompt",
@@ -364,7 +357,7 @@ def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
             fix=f"write request_body_mode: BUFFERED, or {_DUPLEX} with request_trailer_mode: SEND",
         )
     if mode(processor, "response_header_mode") == "SKIP":
-        yield _warning(
+        yield finding.warning(
             "response_header_mode",
             place,
             "response_header_mode is SKIP: extproc sees no status, so failing endpoints stay in "
@@ -375,7 +368,7 @@ def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     for direction in ("request", "response"):
         trailers = mode(processor, f"{direction}_trailer_mode")
         if mode(processor, f"{direction}_body_mode") == _DUPLEX and trailers != "SEND":
-            yield _cut(
+            yield finding.cut(
                 f"{direction}_trailer_mode",
                 place,
                 f"{direction}_body_mode {_DUPLEX} needs {direction}_trailer_mode SEND",
@@ -383,7 +376,7 @@ def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
                 fix=f"write {direction}_trailer_mode: SEND",
             )
     if mode(processor, "response_trailer_mode") != "SEND":
-        yield _warning(
+        yield finding.warning(
             "response_trailers",
             place,
             "response_trailer_mode is not SEND: extproc cannot tell when a response ends, so its "
@@ -398,7 +391,7 @@ def _retries(manager: YamlTree, processor: YamlTree, *, place: str) -> Iterator[
     if mode(processor, "request_body_mode") != _DUPLEX:
         return
     if processor.get("failure_mode_allow"):
-        yield _warning(
+        yield finding.warning(
             "failure_mode_allow",
             place,
             f"failure_mode_allow has no effect on requests with a body in {_DUPLEX}: once a piece "
@@ -407,7 +400,7 @@ def _retries(manager: YamlTree, processor: YamlTree, *, place: str) -> Iterator[
             fix="write failure_mode_allow: false, or request_body_mode: BUFFERED",
         )
     if any("retry_policy" in route for route in routes(manager)):
-        yield _warning(
+        yield finding.warning(
             "duplex_retries",
             place,
             f"a route has a retry_policy with request_body_mode {_DUPLEX}: Envoy may send a body "
@@ -425,7 +418,7 @@ def _picker_down(
     can_choose = any(envoy_cluster_lint.is_override_host(cluster) for cluster in named)
     is_sent_at_once = mode(processor, "request_body_mode") == "BUFFERED"
     if can_choose and is_sent_at_once and not processor.get("failure_mode_allow"):
-        yield _note(
+        yield finding.note(
             "picker_down",
             place,
             "failure_mode_allow is off: while extproc is down every request fails, although the "
@@ -444,7 +437,7 @@ def _mutations(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     elif rules.get("disallow_all") and not _matches(rules.get("allow_expression")):
         rule = "disallow_all"
     if rule:
-        yield _error(
+        yield finding.error(
             "mutation_rules",
             place,
             f"mutation_rules.{rule} keeps extproc from setting {headers.DESTINATION}: Envoy drops "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
@@ -56,6 +57,11 @@ class Finding(msgspec.Struct, frozen=True):
             "got": clean(self.got),
             "fix": clean(self.fix),
         }
+
+
+cut, error, warning, note, fine = (
+    functools.partial(Finding, severity) for severity in ("cut", "error", "warning", "note", "fine")
+)
 
 
 def clean(text: str) -> str:

@@ -7,7 +7,6 @@ Engines are not trusted: every reader is total, and only known fields of a page 
 from __future__ import annotations
 
 import email.utils
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.config import finding
 from extproc.config.finding import Finding
 from extproc.config.settings import Settings
 from extproc.diagnostics.pages import EnginePages, read_json
@@ -52,11 +52,6 @@ _KV_EVENTS: Final = {
 
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
 _CACHING_OFF = re.compile(rb'[{,]enable_prefix_caching="False"')
-
-_error = functools.partial(Finding, "error")
-_warning = functools.partial(Finding, "warning")
-_note = functools.partial(Finding, "note")
-_fine = functools.partial(Finding, "fine")
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +186,7 @@ def _answers(pages: EnginePages, settings: Settings) -> Iterator[Finding]:
     """Check that the engine answers, and how."""
     place, failure = _place(pages), pages.metrics.failure
     if failure in _UNREACHABLE:
-        yield _error(
+        yield finding.error(
             "engine_reachable",
             place,
             f"{settings.scrape.scheme}://{pages.endpoint.address} does not answer: {failure}",
@@ -199,10 +194,10 @@ def _answers(pages: EnginePages, settings: Settings) -> Iterator[Finding]:
             fix=_UNREACHABLE[failure],
         )
         return
-    yield _fine("engine_reachable", place, "the engine answers")
+    yield finding.fine("engine_reachable", place, "the engine answers")
     health = pages.health.failure
     if health and health != "status 404":
-        yield _error(
+        yield finding.error(
             "engine_health",
             place,
             f"/health answers with {health}",
@@ -214,7 +209,7 @@ def _answers(pages: EnginePages, settings: Settings) -> Iterator[Finding]:
         return
     if models or models_page.read(pages.models.body) is None:
         is_locked = models in ("status 401", "status 403")
-        yield _warning(
+        yield finding.warning(
             "models_page",
             place,
             f"{models_page.PATH} gives no list of models: {models or 'unreadable'}",
@@ -244,7 +239,7 @@ def _metrics(pages: EnginePages, facts: EngineFacts, settings: Settings) -> Iter
     if not scrape.enabled or failure in _UNREACHABLE:
         return
     if failure == "too large":
-        yield _error(
+        yield finding.error(
             "metrics_bytes",
             place,
             f"the metrics page is larger than {scrape.max_page_bytes} bytes",
@@ -253,7 +248,7 @@ def _metrics(pages: EnginePages, facts: EngineFacts, settings: Settings) -> Iter
         )
     elif failure or facts.load is None:
         is_sglang = not pages.server_info.failure
-        yield _error(
+        yield finding.error(
             "metrics_page",
             place,
             f"{scrape.path} is no metrics page: {failure or 'unreadable'}; the load of the engine "
@@ -264,7 +259,7 @@ def _metrics(pages: EnginePages, facts: EngineFacts, settings: Settings) -> Iter
             else "write scrape: {path: PATH} with the path of the engine's metrics",
         )
     elif not facts.load.engine:
-        yield _error(
+        yield finding.error(
             "engine_known",
             place,
             f"{scrape.path} has no metrics of a known engine; its load is unknown",
@@ -301,7 +296,7 @@ def _missing_metrics(place: str, load: Load) -> Iterator[Finding]:
         key=len,
     )
     if missing:
-        yield _warning(
+        yield finding.warning(
             "metrics_missing",
             place,
             f"the metrics page lacks {', '.join(missing)}",
@@ -310,7 +305,9 @@ def _missing_metrics(place: str, load: Load) -> Iterator[Finding]:
             "(--disable-log-stats of vLLM)",
         )
     else:
-        yield _fine("metrics_missing", place, "the metrics page has all that strategies read")
+        yield finding.fine(
+            "metrics_missing", place, "the metrics page has all that strategies read"
+        )
 
 
 def _flags(facts: EngineFacts) -> Iterator[Finding]:
@@ -318,7 +315,7 @@ def _flags(facts: EngineFacts) -> Iterator[Finding]:
     place = f"engine {facts.address}"
     kind = facts.load.engine if facts.load else ""
     if facts.prefix_caching is False:
-        yield _warning(
+        yield finding.warning(
             "prefix_caching",
             place,
             "prefix caching is off: no prompt is ever found cached, and placing requests by "
@@ -329,9 +326,9 @@ def _flags(facts: EngineFacts) -> Iterator[Finding]:
             else "start vLLM with --enable-prefix-caching",
         )
     elif facts.prefix_caching:
-        yield _fine("prefix_caching", place, "prefix caching is on")
+        yield finding.fine("prefix_caching", place, "prefix caching is on")
     if facts.kv_events is False:
-        yield _note(
+        yield finding.note(
             "kv_events",
             place,
             "KV events are off: cached prefixes are estimated from what was sent",
@@ -349,7 +346,7 @@ def _clock(pages: EnginePages) -> Iterator[Finding]:
         return
     if abs(skew_s) > _MAX_SKEW_S + pages.metrics_s:
         way = "ahead of" if skew_s > 0 else "behind"
-        yield _warning(
+        yield finding.warning(
             "clock",
             _place(pages),
             f"its clock is {abs(skew_s):.0f} s {way} the clock here: logs and traces do not line up",
@@ -364,7 +361,7 @@ def _differences(
     """Compare the engines of a pool."""
     versions = _values(members, lambda facts: facts.version)
     if len(versions) > 1:
-        yield _note(
+        yield finding.note(
             "versions_differ",
             place,
             f"engines have different versions: {_counts(versions)}",
@@ -373,7 +370,7 @@ def _differences(
         )
     blocks = _values(members, lambda facts: facts.load and facts.load.block_tokens)
     if len(blocks) > 1:
-        yield _warning(
+        yield finding.warning(
             "block_sizes_differ",
             place,
             f"engines have KV blocks of different sizes (tokens): {_counts(blocks)}",
@@ -382,7 +379,7 @@ def _differences(
         )
     caching = _values(members, lambda facts: facts.prefix_caching)
     if len(caching) > 1:
-        yield _warning(
+        yield finding.warning(
             "prefix_caching_differs",
             place,
             f"prefix caching is on and off: {_counts(caching)}",
@@ -412,7 +409,7 @@ def _model_differences(
             lengths[model][tokens] = lengths[model].get(tokens, 0) + 1
     for model in sorted(lengths):
         if len(lengths[model]) > 1:
-            yield _warning(
+            yield finding.warning(
                 "model_lengths_differ",
                 place,
                 f"engines take different lengths of {model} (max_model_len): "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-from extproc.config import envoy_cluster_lint, envoy_lint, envoy_tree
+from extproc.config import envoy_cluster_lint, envoy_lint, envoy_tree, finding
 from extproc.config.envoy_tree import YamlTree
-from extproc.config.finding import Finding
+from extproc.config.finding import Finding, Severity
 from extproc.config.settings import Settings
 from extproc.diagnostics.pages import EnvoyPages, read_json
 from extproc.errors import ConfigError
@@ -34,7 +33,7 @@ _VERSION = re.compile(r"/(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 _COUNTER = re.compile(r"([^\s:]+): (\d{1,19})")
 
 #: Counters of ext_proc filters that are 0 in an installation that works: severity, effect, fix.
-FILTER_COUNTERS: Final[Mapping[str, tuple[str, str, str]]] = {
+FILTER_COUNTERS: Final[Mapping[str, tuple[Severity, str, str]]] = {
     "rejected_header_mutations": (
         "error",
         "header changes of extproc were rejected",
@@ -62,11 +61,6 @@ FILTER_COUNTERS: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
 }
 
-_error = functools.partial(Finding, "error")
-_warning = functools.partial(Finding, "warning")
-_note = functools.partial(Finding, "note")
-_fine = functools.partial(Finding, "fine")
-
 
 def diagnose(
     pages: EnvoyPages, settings: Settings, *, endpoints: Collection[str]
@@ -78,7 +72,7 @@ def diagnose(
     """
     place = f"Envoy {pages.url}"
     if pages.server_info.failure:
-        yield _error(
+        yield finding.error(
             "envoy_reachable",
             place,
             f"its admin port does not answer: {pages.server_info.failure}",
@@ -92,7 +86,7 @@ def diagnose(
     yield from _state(info, version, place=place)
     dump = read_json(pages.config_dump)
     if not dump:
-        yield _error(
+        yield finding.error(
             "config_dump",
             place,
             f"/config_dump cannot be read: {pages.config_dump.failure or 'no JSON'}",
@@ -103,7 +97,7 @@ def diagnose(
     try:
         yield from list(_running(pages, dump, version, settings, endpoints))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        yield _error(
+        yield finding.error(
             "config_dump",
             place,
             f"its pages have another form than those of Envoy ({type(error).__name__})",
@@ -126,7 +120,7 @@ def _running(
         yield from envoy_lint.read(tree, settings, where=place)
     except ConfigError as error:
         fix = error.fix if envoy_tree.find_managers(tree) else _NO_FILTER_FIX
-        yield _error("ext_proc", place, error.got, wanted=error.wanted, fix=fix)
+        yield finding.error("ext_proc", place, error.got, wanted=error.wanted, fix=fix)
         return
     yield from _selected_host(tree, version, place=place)
     clusters = read_json(pages.clusters)
@@ -153,7 +147,7 @@ def _read_version(info: YamlTree) -> tuple[int, ...] | None:
 def _state(info: YamlTree, version: tuple[int, ...] | None, *, place: str) -> Iterator[Finding]:
     state = str(info.get("state", ""))
     if state != "LIVE":
-        yield _error(
+        yield finding.error(
             "envoy_state",
             place,
             f"its state is {state or 'unknown'}",
@@ -162,11 +156,11 @@ def _state(info: YamlTree, version: tuple[int, ...] | None, *, place: str) -> It
         )
     oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST_VERSION, NEWEST_VERSION))
     if version is None:
-        yield _note("envoy_version", place, "its version is unknown", wanted=oldest, fix="")
+        yield finding.note("envoy_version", place, "its version is unknown", wanted=oldest, fix="")
         return
     text = ".".join(map(str, version))
     if version[:2] < OLDEST_VERSION:
-        yield _error(
+        yield finding.error(
             "envoy_version",
             place,
             f"its version is {text}: FULL_DUPLEX_STREAMED and destinations may not work",
@@ -174,7 +168,7 @@ def _state(info: YamlTree, version: tuple[int, ...] | None, *, place: str) -> It
             fix=f"update Envoy to {newest}",
         )
     elif version[:2] > NEWEST_VERSION:
-        yield _note(
+        yield finding.note(
             "envoy_version",
             place,
             f"its version is {text}, which was not tested with this extproc",
@@ -182,7 +176,7 @@ def _state(info: YamlTree, version: tuple[int, ...] | None, *, place: str) -> It
             fix="watch streams_failed after an update",
         )
     else:
-        yield _fine("envoy_version", place, f"its version is {text}")
+        yield finding.fine("envoy_version", place, f"its version is {text}")
 
 
 def _selected_host(
@@ -197,7 +191,7 @@ def _selected_host(
     if not policies or all("selected_host_key" in policy for policy in policies):
         return
     is_old = version is not None and version[:2] < _SELECTED_HOST_VERSION
-    yield _warning(
+    yield finding.warning(
         "selected_host",
         place,
         "override_host has no selected_host_key: after a retry, a response counts for the endpoint "
@@ -247,7 +241,7 @@ def _picker_hosts(tree: YamlTree, clusters: YamlTree) -> Iterator[Finding]:
         place = f"cluster {name}"
         got = f"{len(healthy)} of {len(hosts[name])} replicas of extproc are healthy"
         if len(healthy) == len(hosts[name]) and healthy:
-            yield _fine("picker_hosts", place, got)
+            yield finding.fine("picker_hosts", place, got)
             continue
         addresses = [_address(host) for host in hosts[name] if not _is_healthy(host)]
         named = ", ".join(addresses[:_MAX_NAMED])
@@ -298,7 +292,7 @@ def _engine_hosts(
             fix="add them to load_assignment, or use `extproc envoy-config override-host-eds`",
         )
     else:
-        yield _fine("endpoints_listed", place, "the cluster has every endpoint of the pool")
+        yield finding.fine("endpoints_listed", place, "the cluster has every endpoint of the pool")
 
 
 def _counters(page: FetchedPage, named: Collection[str]) -> Iterator[Finding]:
@@ -314,14 +308,13 @@ def _counters(page: FetchedPage, named: Collection[str]) -> Iterator[Finding]:
         row = FILTER_COUNTERS.get(counter)
         if row is not None and ".ext_proc" in owner:
             severity, effect, fix = row
-            make = _error if severity == "error" else _warning
             place = f"connection manager {owner.removeprefix('http.').partition('.ext_proc')[0]}"
             got = f"{effect}: {counter} is {count} since Envoy started"
-            yield make(counter, place, got, wanted="0", fix=fix)
+            yield Finding(severity, counter, place, got, wanted="0", fix=fix)
         elif cluster not in named:
             continue
         elif counter in ("rq_open", "rq_pending_open"):
-            yield _error(
+            yield finding.error(
                 "breakers_open",
                 f"cluster {cluster}",
                 "its circuit breaker is open: further requests get 503 at once",
@@ -329,7 +322,7 @@ def _counters(page: FetchedPage, named: Collection[str]) -> Iterator[Finding]:
                 fix=f"write circuit_breakers: {envoy_cluster_lint.BREAKERS}",
             )
         elif counter == "upstream_rq_pending_overflow":
-            yield _warning(
+            yield finding.warning(
                 "breakers_tripped",
                 f"cluster {cluster}",
                 f"its circuit breakers refused {count} requests since Envoy started",

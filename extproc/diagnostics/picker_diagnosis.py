@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from extproc.config import finding
 from extproc.config.finding import Finding
 from extproc.diagnostics.pages import PickerPages
 from extproc.endpoint import Endpoint
@@ -15,10 +15,6 @@ from extproc.scrape.client import FetchedPage
 
 #: Advice for the reasons for which an endpoint is left out; others come from its answers.
 _HEALTH_FIX = "see the log of the engine, and `extproc explain --failed`"
-
-_error = functools.partial(Finding, "error")
-_warning = functools.partial(Finding, "warning")
-_fine = functools.partial(Finding, "fine")
 
 
 class EndpointRow(msgspec.Struct, frozen=True):
@@ -76,7 +72,7 @@ def diagnose(pages: PickerPages) -> Iterator[Finding]:
     place = f"extproc {pages.url}"
     failure = pages.ready.failure
     if failure and not failure.startswith("status "):
-        yield _error(
+        yield finding.error(
             "picker_reachable",
             place,
             f"its metrics port does not answer: {failure}",
@@ -85,7 +81,7 @@ def diagnose(pages: PickerPages) -> Iterator[Finding]:
         )
         return
     if failure:
-        yield _error(
+        yield finding.error(
             "picker_ready",
             place,
             f"/readyz answers with {failure}: gateways leave it out",
@@ -93,11 +89,11 @@ def diagnose(pages: PickerPages) -> Iterator[Finding]:
             fix="read /readyz: it names the pool without endpoints, or that it drains",
         )
     else:
-        yield _fine("picker_ready", place, "it is ready")
+        yield finding.fine("picker_ready", place, "it is ready")
     pools = read_pools(pages.pools)
     if not pools:
         is_locked = pages.pools.failure in ("status 401", "status 403")
-        yield _warning(
+        yield finding.warning(
             "picker_pools",
             place,
             f"/debug/pools cannot be read: {pages.pools.failure or 'no pools'}",
@@ -113,7 +109,7 @@ def diagnose(pages: PickerPages) -> Iterator[Finding]:
 
 def _pool(place: str, endpoints: Sequence[EndpointRow]) -> Iterator[Finding]:
     if not endpoints:
-        yield _error(
+        yield finding.error(
             "pool_empty",
             place,
             "it has no endpoints: requests get 503, or wait",
@@ -123,7 +119,7 @@ def _pool(place: str, endpoints: Sequence[EndpointRow]) -> Iterator[Finding]:
     for row in endpoints:
         if row.health != "healthy":
             reason = row.cause or row.failure or "no reason"
-            yield _warning(
+            yield finding.warning(
                 "endpoint_health",
                 f"engine {row.address}",
                 f"extproc regards it as {row.health}: {reason}",
@@ -131,7 +127,7 @@ def _pool(place: str, endpoints: Sequence[EndpointRow]) -> Iterator[Finding]:
                 fix=_HEALTH_FIX,
             )
         if row.distrusted:
-            yield _warning(
+            yield finding.warning(
                 "endpoint_distrusted",
                 f"engine {row.address}",
                 f"extproc ignores its metrics page: {row.distrusted}",

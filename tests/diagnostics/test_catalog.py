@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import get_args
+
+from extproc.config.finding import Severity
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
@@ -14,10 +17,12 @@ def checks():
     """Names of all checks, as calls that build findings write them."""
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            if not isinstance(node, ast.Call):
                 continue
-            makes = {"Finding": 1, "_error": 0, "_cut": 0, "_warning": 0, "_note": 0, "_fine": 0}
-            at = makes.get(node.func.id)
+            makes = {"Finding": 1} | dict.fromkeys(
+                (f"finding.{severity}" for severity in get_args(Severity)), 0
+            )
+            at = makes.get(ast.unparse(node.func))
             if at is not None and len(node.args) > at:
                 name = node.args[at]
                 if isinstance(name, ast.Constant):
