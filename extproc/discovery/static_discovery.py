@@ -168,11 +168,11 @@ class FileStamp(msgspec.Struct, frozen=True):
     inode: int = 0
 
 
-def file_stamp(path: pathlib.Path) -> FileStamp:
-    """Returns the current stamp of a file."""
+def file_stamp(path: pathlib.Path | str) -> FileStamp:
+    """Returns the current stamp of a file behind links: a ConfigMap is swapped through a link."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - a Path method in a loop of one call a second is no clearer
-    except OSError:
+        status = os.stat(path)  # noqa: PTH116 - a Path would be made for every look
+    except (OSError, ValueError):  # a name with a NUL is none
         return FileStamp()
     return FileStamp(status.st_mtime_ns, status.st_size, status.st_ino)
 

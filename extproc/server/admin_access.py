@@ -22,6 +22,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from extproc.discovery.static_discovery import file_stamp
 from extproc.errors import ConfigError
 
 _OPEN = frozenset({"/", "/metrics", "/healthz", "/readyz"})
@@ -86,12 +87,12 @@ class AdminToken:
     def __init__(self, path: str, *, on_reload: Callable[[str], None]) -> None:
         self.path = path
         self._on_reload = on_reload
-        self._stamp = self._read_stamp()
+        self._stamp = file_stamp(path)
         self._token = read_token(path)
 
     def current(self) -> str:
         """The token in force, at the cost of one stat; empty for no file."""
-        stamp = self._read_stamp()
+        stamp = file_stamp(self.path)
         if stamp != self._stamp:
             # Taken before reading: what is written during the read makes another change.
             self._stamp = stamp
@@ -102,16 +103,6 @@ class AdminToken:
             else:
                 self._on_reload("reloaded")
         return self._token
-
-    def _read_stamp(self) -> tuple[int, int, int] | None:
-        """Stamp of the file (modification time in ns, size, inode); None without a file."""
-        if not self.path:
-            return None
-        try:
-            stat = Path(self.path).stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 class AdminAccess:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -19,6 +18,7 @@ import msgspec
 
 from extproc.config import loader, reloading
 from extproc.config.settings import Settings
+from extproc.discovery.static_discovery import FileStamp, file_stamp
 from extproc.errors import ConfigError
 from extproc.supervision import place_of
 from extproc.telemetry.counters import ProcessCounters
@@ -31,9 +31,6 @@ _POLL_S = 1.0
 
 #: Reloads that are remembered (count).
 _MAX_REMEMBERED: Final = 50
-
-#: What identifies the content of a file without reading it; None when it is not there.
-_Stamp = tuple[int, int, int] | None
 
 
 class ConfigSource(msgspec.Struct, frozen=True):
@@ -203,14 +200,5 @@ class Reloader:
         changes = reloading.find_changes(self._applied, in_force)
         return in_force, (*changes, *reloading.find_edited_plugins(in_force, edited))
 
-    def _read_stamps(self) -> dict[str, _Stamp]:
-        return {name: _stamp(name) for name in self._source.files(self._file_settings)}
-
-
-def _stamp(name: str) -> _Stamp:
-    """Stamp of a file behind symbolic links, as a ConfigMap is swapped through a link."""
-    try:
-        stat = os.stat(name)  # noqa: PTH116 - a Path would be made for every look
-    except (OSError, ValueError):  # a name with a NUL is none
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+    def _read_stamps(self) -> dict[str, FileStamp]:
+        return {name: file_stamp(name) for name in self._source.files(self._file_settings)}

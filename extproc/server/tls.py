@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from extproc.discovery.static_discovery import FileStamp, file_stamp
 from extproc.errors import ConfigError
 
 _log = logging.getLogger("extproc.server")
@@ -134,7 +135,7 @@ class KeyPair:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stamp: object = None
+        self._stamps: Sequence[FileStamp] = ()
 
     def read(self) -> tuple[bytes, bytes]:
         """Key and certificate, in that order, PEM.
@@ -142,7 +143,7 @@ class KeyPair:
         Raises:
             ConfigError: The files are missing or no key pair.
         """
-        stamp = self._read_stamps()
+        stamps = self._read_stamps()
         try:
             private = (self._folder / "tls.key").read_bytes()
             public = (self._folder / "tls.crt").read_bytes()
@@ -162,12 +163,12 @@ class KeyPair:
                 got=f"two that do not match in {self._folder}",
                 fix="replace both files",
             )
-        self._stamp = stamp
+        self._stamps = stamps
         return private, public
 
     def changed(self, on_reload: Callable[[str], None]) -> tuple[bytes, bytes] | None:
         """Read the files again if they changed; None if they did not or are invalid."""
-        if self._read_stamps() == self._stamp:
+        if self._read_stamps() == self._stamps:
             return None
         try:
             pair = self.read()
@@ -177,12 +178,5 @@ class KeyPair:
         on_reload("reloaded")
         return pair
 
-    def _read_stamps(self) -> object:
-        stamps = []
-        for name in ("tls.key", "tls.crt"):
-            try:
-                stat = (self._folder / name).stat()
-            except OSError:
-                return None
-            stamps.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        return stamps
+    def _read_stamps(self) -> Sequence[FileStamp]:
+        return [file_stamp(self._folder / name) for name in ("tls.key", "tls.crt")]
