@@ -57,9 +57,10 @@ class RequestObserver(Protocol):
 
     @property
     def decision(self) -> Decision | None:
-        """The decision that was recorded, without prompt and block hashes; None before it.
+        """The decision that was recorded; None before it.
 
-        It has few candidates once it is not among the latest.
+        It loses prompt and block hashes a moment later, and most candidates once it is not among the
+        latest.
         """
 
     def on_traced(self, trace: TraceContext, *, started_s: float) -> RequestObserver:

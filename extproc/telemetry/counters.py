@@ -6,8 +6,8 @@ are bounded by design: endpoints, statuses, reasons; never client text.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
@@ -32,12 +32,6 @@ _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
-#: Requests whose facts are counted together (count): some 0.3 ms of work.
-MAX_DEFERRED = 64
-
-#: Those that wait at most while requests come and none ends (count): some 1 ms of work.
-_MAX_WAITING = 512
-
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
 
@@ -46,7 +40,7 @@ class PoolCounters:
     """Counters of one pool.
 
     Args:
-        settle: Counts what `ProcessCounters.deferred` holds; before these are read.
+        settle: Counts what waits to be counted; before these are read.
 
     Attributes:
         name: Name of the pool; empty for the default pool where there are several.
@@ -97,19 +91,20 @@ class PoolCounters:
         self.answered_total = 0
         self.reported_total = 0
 
-    def record_routed(self, decision: Decision) -> None:
-        """Counts a routed request."""
-        self.requests_routed[decision.endpoints[0].address] += 1
-        self.routed_total += 1
-        prompt_tokens, matched_tokens = decision.request.prompt_tokens, decision.matched_tokens
-        self.prompt_tokens += prompt_tokens
-        self.matched_tokens += matched_tokens
-        if prompt_tokens:
-            self.prefix_hit_ratio.add(matched_tokens / prompt_tokens)
-        if decision.degraded:
-            self.degraded[decision.degraded] += 1
-        if decision.model_unlisted:
-            self.unknown_models += 1
+    def record_routed(self, decisions: Sequence[Decision]) -> None:
+        """Counts routed requests."""
+        requests = [decision.request for decision in decisions]
+        prompts = [request.prompt_tokens for request in requests]
+        matched = [decision.matched_tokens for decision in decisions]
+        self.requests_routed.update([decision.endpoints[0].address for decision in decisions])
+        self.routed_total += len(decisions)
+        self.prompt_tokens += sum(prompts)
+        self.matched_tokens += sum(matched)
+        self.prefix_hit_ratio.add_all(
+            [hits / tokens for hits, tokens in zip(matched, prompts, strict=True) if tokens]
+        )
+        self.degraded.update([decision.degraded for decision in decisions if decision.degraded])
+        self.unknown_models += sum([decision.model_unlisted for decision in decisions])
 
     def record_rewrite(self, *, edited: bool) -> None:
         """Counts a routed request whose model name was rewritten."""
@@ -122,20 +117,21 @@ class PoolCounters:
         if rejection.code == MODEL_NOT_FOUND:
             self.unknown_models += 1
 
-    def record_finished(self, address: str, status: str, *, is_reported: bool = False) -> None:
-        """Counts the end of the stream of a routed request.
+    def record_finished(self, ends: Sequence[tuple[str, str]], *, num_reported: int = 0) -> None:
+        """Counts ends of streams of routed requests.
 
         Args:
-            address: The endpoint it was routed to; `REMOVED_ENDPOINT` where it is no longer in the pool.
-            status: HTTP status of the response; empty without response headers.
-            is_reported: Whether the response reported token usage.
+            ends: The endpoint each was routed to, `REMOVED_ENDPOINT` where it is no longer in the
+                pool, and the HTTP status of its response, empty without response headers.
+            num_reported: Responses among them that reported token usage.
         """
-        self.reported_total += is_reported
-        if status:
-            self.responses[address, status] += 1
-            self.answered_total += 1
-        else:
-            self.without_response[address] += 1
+        self.reported_total += num_reported
+        for (address, status), count in Counter(ends).items():
+            if status:
+                self.responses[address, status] += count
+                self.answered_total += count
+            else:
+                self.without_response[address] += count
 
     def record_queued(self, wait_s: float, *, priority: int) -> None:
         """Counts the time in the queue of an admitted request."""
@@ -146,12 +142,12 @@ class PoolCounters:
             histogram = by_priority.setdefault(label, MetricHistogram(_QUEUE_BOUNDS_S))
         histogram.add(wait_s)
 
-    def record_headers(self, address: str, duration_s: float) -> None:
-        """Counts the time from the choice of an endpoint to the headers of a response below 400."""
+    def record_headers(self, address: str, durations_s: Sequence[float]) -> None:
+        """Counts times from the choice of an endpoint to the headers of responses below 400."""
         histogram = self.endpoint_headers_s.get(address)
         if histogram is None:
             histogram = self.endpoint_headers_s[address] = MetricHistogram(())
-        histogram.add(duration_s)
+        histogram.add_all(durations_s)
 
     @property
     def usage(self) -> Counter[str]:
@@ -203,9 +199,8 @@ class ProcessCounters:
         large_bodies: Bodies for the parser worker, by result: `read`, `failed`, `refused`.
         large_body_duration_s: Time that these waited and were parsed.
         event_loop_lag_cpu_s: Part of the delays of the event loop in which the thread of the loop computed.
-        deferred: Counts facts of requests later, with others of their kind: code and data that were
-            just used are in the caches.
-        open_pools: Counters by name of the pool, without what was deferred; created on first use.
+        open_pools: Counters by name of the pool, without what waits to be counted; created on first
+            use.
 
     A rejection before a pool was found counts under the default pool, which has the empty name if there
     are several.
@@ -232,30 +227,26 @@ class ProcessCounters:
         self.xds = XdsCounters()
         self.supervisor = Supervisor()
         self.open_pools = _PoolTable(self.settle)
-        self.deferred: deque[Callable[[], None]] = deque()
+        self._settle: Callable[[], None] = lambda: None
 
     @property
     def pools(self) -> dict[str, PoolCounters]:
-        """Counters by name of the pool, with everything that was deferred."""
+        """Counters by name of the pool, with everything that waited."""
         self.settle()
         return self.open_pools
 
     def for_pool(self, pool: str) -> PoolCounters:
-        """Returns the counters of one pool with everything that was deferred, created on first use."""
+        """Returns the counters of one pool with everything that waited, created on first use."""
         self.settle()
         return self.open_pools[pool]
 
-    def defer(self, count: Callable[[], None]) -> None:
-        """Count later, with what waits; at once where that is much."""
-        self.deferred.append(count)
-        if len(self.deferred) >= _MAX_WAITING:
-            self.settle()
+    def before_reading(self, settle: Callable[[], None]) -> None:
+        """Let `settle` count what waits, whenever counters are read."""
+        self._settle = settle
 
     def settle(self) -> None:
-        """Count what was deferred."""
-        deferred = self.deferred
-        while deferred:
-            deferred.popleft()()
+        """Count what waits to be counted."""
+        self._settle()
 
     def record_reload(self, *, ok: bool, restart: bool) -> None:
         """Counts a reload of the configuration, failed or not."""

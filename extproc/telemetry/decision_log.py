@@ -11,7 +11,7 @@ import heapq
 import itertools
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import ClassVar, Final, Literal
 
@@ -19,7 +19,7 @@ import msgspec
 
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
-from extproc.request import shorten_id
+from extproc.request import MAX_ID_BYTES, shorten_id
 from extproc.scheduling import registry
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import SchedulingContext
@@ -31,6 +31,9 @@ _ENGINE_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|cl
 #: What they append for one of several prompts.
 _CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
 
+#: Characters of an id that needs no check whether it is too long.
+_SHORT_ID: Final = MAX_ID_BYTES // 4
+
 #: Of responses that were not read.
 NO_USAGE: Mapping[str, int] = {}
 
@@ -39,12 +42,14 @@ NO_USAGE: Mapping[str, int] = {}
 RequestResult = Literal["open", "ok", "failed", "refused"]
 
 
-class DecisionRecord(msgspec.Struct, eq=False, gc=False):
+class DecisionRecord:
     """One decision and the result of its request.
 
     Attributes:
+        id: Request id, shortened in the log.
         at: Monotonic seconds of the decision.
-        decision: Without prompt and blocks, and with few candidates where the log dropped it open.
+        decision: In the log without prompt and blocks, and with few candidates where the log dropped
+            it open.
         status: HTTP status of the answer; empty while there is none.
         seconds: Seconds from the first event to the end of the stream; None while it is open.
         usage: Tokens the engine reported, by kind.
@@ -55,16 +60,20 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
         answer_ids: Ids that the headers and the body of the answer have.
     """
 
-    id: str
-    at: float
-    decision: Decision
-    status: str = ""
-    seconds: float | None = None
-    usage: Mapping[str, int] = NO_USAGE
-    trace_id: str = ""
-    headers_s: float | None = None
-    first_token_s: float | None = None
-    answer_ids: tuple[str, ...] = ()
+    # No struct, whose fields are written by a call each; the interpreter writes slots itself.
+    __slots__ = (
+        *("answer_ids", "at", "decision", "first_token_s", "headers_s"),
+        *("id", "seconds", "status", "trace_id", "usage"),
+    )
+
+    def __init__(self, request_id: str, at: float, decision: Decision) -> None:
+        self.id, self.at, self.decision = request_id, at, decision
+        self.status = self.trace_id = ""
+        self.seconds: float | None = None
+        self.usage = NO_USAGE
+        self.headers_s: float | None = None
+        self.first_token_s: float | None = None
+        self.answer_ids: tuple[str, ...] = ()
 
     @property
     def result(self) -> RequestResult:
@@ -74,10 +83,6 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
         if not self.status:
             return "ok" if self.decision.request.api in surfaces.UNOBSERVED else "failed"
         return "ok" if "200" <= self.status < "400" else "failed"
-
-    def set_trace(self, trace_id: str) -> None:
-        """Note the sampled trace that it belongs to."""
-        self.trace_id = trace_id
 
     def add_answer_ids(self, ids: Sequence[str]) -> None:
         """Add ids that the headers or the body of the answer have."""
@@ -103,10 +108,6 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     result: ClassVar[RequestResult] = "refused"
 
 
-#: Records that are added to the ring together (count).
-_MAX_WAITING: Final = 64
-
-
 class DecisionLog:
     """Bounded ring of decisions, and another one of refused requests.
 
@@ -118,57 +119,52 @@ class DecisionLog:
     def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
         self._capacity = capacity
         self._most = most_candidates
-        self._records: dict[str, DecisionRecord] = {}
-        #: Records that are not in the ring yet.
-        self._waiting: list[DecisionRecord] = []
+        self._ring: list[DecisionRecord] = []
         self._rejections: OrderedDict[str, RejectionRecord] = OrderedDict()
-        self._candidates = 0
+        self._weight = 0
+        self._settle: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        return len(self._current())
+        return len(self._by_id())
+
+    def before_reading(self, settle: Callable[[], None]) -> None:
+        """Let `settle` add decisions that wait, whenever the log is read."""
+        self._settle = settle
 
     def resize(self, capacity: int) -> None:
         """Keep another number of decisions, from the next one on."""
         self._capacity = capacity
 
-    def add(
-        self, request_id: str, decision: Decision, now: float, *, pool: str = ""
-    ) -> DecisionRecord:
-        """Adds a decision; a later decision of the same id replaces an earlier one.
-
-        Args:
-            pool: Name of the pool, where the decision does not name it.
-        """
-        record = DecisionRecord(shorten_id(request_id), now, decision.without_prompt(pool))
-        if self._capacity:
-            self._waiting.append(record)
-            if len(self._waiting) >= _MAX_WAITING or len(decision.candidates) > _MAX_WAITING:
-                self._current()
+    def add(self, request_id: str, decision: Decision, now: float) -> DecisionRecord:
+        """Adds a decision; a later decision of the same id replaces an earlier one."""
+        record = DecisionRecord(request_id, now, decision.without_prompt())
+        self.extend([record])
         return record
 
-    def _current(self) -> dict[str, DecisionRecord]:
-        """The ring with the records that waited."""
-        records, weight = self._records, self._candidates
-        for record in self._waiting:
-            replaced = records.pop(record.id, None)
-            if replaced is not None:
-                weight -= _weight(replaced.decision)
-            records[record.id] = record
-            weight += _weight(record.decision)
-        self._waiting.clear()
-        surplus = []
-        for at, (key, record) in enumerate(records.items(), 1 - len(records)):
-            # The newest one stays.
-            if not at or (-at < self._capacity and weight <= self._most):
-                break
-            surplus.append(key)
-            weight -= _weight(record.decision)
+    def extend(self, records: Sequence[DecisionRecord]) -> None:
+        """Adds decisions without prompt and blocks, as `add` does."""
+        for record in records:
+            if len(record.id) > _SHORT_ID:
+                record.id = shorten_id(record.id)
+        if not self._capacity:
+            return
+        ring, self._weight = self._ring, self._weight + _weigh(records)
+        ring += records
+        num_dropped = max(0, len(ring) - self._capacity)
+        weight = self._weight - _weigh(ring[:num_dropped])
+        while weight > self._most and num_dropped < len(ring) - 1:
+            weight -= _weigh(ring[num_dropped : num_dropped + 1])
+            num_dropped += 1
+        for record in ring[:num_dropped]:
             if record.seconds is None:
                 record.decision = record.decision.without_candidates()
-        for key in surplus:
-            del records[key]
-        self._candidates = weight
-        return records
+        del ring[:num_dropped]
+        self._weight = weight
+
+    def _by_id(self) -> dict[str, DecisionRecord]:
+        """The last record of each id."""
+        self._settle()
+        return {record.id: record for record in self._ring}
 
     def add_rejection(self, record: RejectionRecord) -> None:
         """Adds a refused request; a later one of the same id replaces it."""
@@ -186,17 +182,20 @@ class DecisionLog:
                 of it, such as `chatcmpl-` and the request id; or an id that the engine made up
                 for its answer, where it was shown; or the id of a sampled trace.
         """
+        rings: tuple[Mapping[str, DecisionRecord | RejectionRecord], ...]
+        rings = self._by_id(), self._rejections
         for name in _spellings(request_id):
             key = shorten_id(name)
-            records = [ring[key] for ring in (self._current(), self._rejections) if key in ring]
+            records = [ring[key] for ring in rings if key in ring]
             if records:
                 return max(records, key=lambda record: record.at)
         return next(filter(lambda record: _is_called(record, request_id), self.latest()), None)
 
     def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
         """Returns the latest records, newest first; all of them without a count."""
+        by_id = self._by_id()
         rings: list[Iterator[DecisionRecord | RejectionRecord]] = [
-            reversed(self._current().values()),
+            (record for record in reversed(self._ring) if by_id[record.id] is record),
             reversed(self._rejections.values()),
         ]
         newest_first = heapq.merge(*rings, key=lambda record: -record.at)
@@ -219,8 +218,10 @@ def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:
     return record.trace_id == name or name in ids
 
 
-def _weight(decision: Decision) -> int:
-    return len(decision.candidates) + len(decision.request.subset or ())
+def _weigh(records: Sequence[DecisionRecord]) -> int:
+    """Candidates of decisions, and endpoints that their requests may go to (count)."""
+    decisions = [record.decision for record in records]
+    return sum([len(known.candidates) + len(known.request.subset or ()) for known in decisions])
 
 
 #: Strategies that need neither prompt nor headers; `adaptive` reads the first message to settle ties.

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Final, Literal, TextIO, TypeAlias
 
 import msgspec
 
@@ -103,6 +103,10 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
         return _drop_unknown(msgspec.structs.asdict(self))
 
 
+#: Unix times of the ends of requests, and what builds their lines.
+_RequestBatch: TypeAlias = list[tuple[float, Callable[[], RequestLine]]]
+
+
 class LogHandler(logging.StreamHandler[TextIO]):
     """Writes records at once, but lines of requests together, a moment later.
 
@@ -114,8 +118,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, *, delay_s: float = 0.1) -> None:
         super().__init__(stream)
         self._delay_s = delay_s
-        #: Lines, and what builds a line with its Unix time.
-        self._waiting: list[str | tuple[float, Callable[[], RequestLine]]] = []
+        self._waiting: list[str | _RequestBatch] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -131,29 +134,40 @@ class LogHandler(logging.StreamHandler[TextIO]):
         else:
             self._flush_soon()
 
-    def add_request(self, at: float, build_line: Callable[[], RequestLine]) -> None:
-        """Write the line of a routed request that ended at this Unix time."""
-        self._waiting.append((at, build_line))
-        self._flush_soon()
+    def add_requests(self, batch: _RequestBatch) -> bool:
+        """Write the lines of routed requests, as many as there are then.
 
-    def _flush_soon(self) -> None:
-        """Flush in a moment, or at once where no event loop runs."""
+        Returns:
+            True if they wait, and further ones can be added.
+        """
+        self._waiting.append(batch)
+        return self._flush_soon()
+
+    def _flush_soon(self) -> bool:
+        """Flush in a moment, or at once where no event loop runs; False then."""
         if len(self._waiting) > 1 and self._loop is not None and not self._loop.is_closed():
-            return
+            return True
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
             self.flush()
-        else:
-            self._loop.call_later(self._delay_s, self.flush)
+            return False
+        self._loop.call_later(self._delay_s, self.flush)
+        return True
 
     def flush(self) -> None:
         """Write the lines that wait."""
         self.acquire()
         try:
             waiting, self._waiting = self._waiting, []
-            if waiting:
-                lines = [it if isinstance(it, str) else self._format_request(*it) for it in waiting]
+            lines = []
+            for item in waiting:
+                if isinstance(item, str):
+                    lines.append(item)
+                    continue
+                _request_log.close(item)
+                lines += [self._format_request(at, build_line) for at, build_line in item]
+            if lines:
                 self.stream.write("".join(lines))
             super().flush()
         finally:
@@ -266,24 +280,49 @@ def log_event(logger: logging.Logger, level: int, event: str, **fields: FieldVal
         logger.handle(EventRecord(logger.name, level, event, _drop_unknown(fields)))
 
 
-def log_request(build_line: Callable[[], RequestLine]) -> None:
-    """Logs a routed request: as a line where the handler is ours, as an event anywhere else.
+class _RequestLog:
+    """Lines of routed requests: for our handlers in batches, for any other at once as events."""
 
-    Args:
-        build_line: Builds its line, perhaps a moment later.
-    """
-    if not _requests.isEnabledFor(logging.INFO):
-        return
-    at = time.time()  # noqa: TID251 - as other log records
-    logger: logging.Logger | None = _requests
-    while logger is not None:
-        for handler in logger.handlers:
-            if isinstance(handler, LogHandler):
-                handler.add_request(at, build_line)
-            elif handler.level <= logging.INFO:
-                fields = build_line().to_fields()
-                handler.handle(EventRecord(REQUESTS, logging.INFO, REQUEST, fields))
-        logger = logger.parent if logger.propagate else None
+    def __init__(self) -> None:
+        #: Batch that our handlers have, and none has written; None without.
+        self._batch: _RequestBatch | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add(self, build_line: Callable[[], RequestLine]) -> None:
+        """Log a request."""
+        at, batch, loop = time.time(), self._batch, self._loop  # noqa: TID251 - as other log records
+        if batch is not None and loop is not None and not loop.is_closed():
+            batch.append((at, build_line))
+        elif _requests.isEnabledFor(logging.INFO):
+            self._begin(at, build_line)
+
+    def close(self, batch: _RequestBatch) -> None:
+        """Begin another batch, as a handler writes this one."""
+        if self._batch is batch:
+            self._batch = None
+
+    def _begin(self, at: float, build_line: Callable[[], RequestLine]) -> None:
+        """Log the first request of a batch."""
+        batch, waits = [(at, build_line)], True
+        self._batch = batch
+        logger: logging.Logger | None = _requests
+        while logger is not None:
+            for handler in logger.handlers:
+                if isinstance(handler, LogHandler):
+                    waits &= handler.add_requests(batch)
+                elif handler.level <= logging.INFO:
+                    fields = build_line().to_fields()
+                    handler.handle(EventRecord(REQUESTS, logging.INFO, REQUEST, fields))
+                    waits = False  # the next one is an event for it, too
+            logger = logger.parent if logger.propagate else None
+        self._loop = asyncio.get_running_loop() if waits else None
+
+
+_request_log: Final = _RequestLog()
+
+#: Logs a routed request: as a line where the handler is ours, as an event anywhere else. What it is
+#: called with builds the line, perhaps a moment later.
+log_request: Final = _request_log.add
 
 
 def _drop_unknown(fields: Mapping[str, FieldValue]) -> dict[str, FieldValue]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
@@ -11,8 +12,13 @@ from extproc.protocol.trace_context import TraceContext
 from extproc.recording.rows import EndRow
 from extproc.request import UNNAMED, RequestLabels, shorten_id
 from extproc.supervision import ExceptionLog
-from extproc.telemetry.counters import MAX_DEFERRED, REMOVED_ENDPOINT, PoolCounters, ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
+from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
+from extproc.telemetry.decision_log import (
+    NO_USAGE,
+    DecisionLog,
+    DecisionRecord,
+    RejectionRecord,
+)
 from extproc.telemetry.request_series import (
     NO_STATUS,
     UNOBSERVED_STATUS,
@@ -34,77 +40,80 @@ class RequestTracer(Protocol):
         """Create the observer of a traced request, which reports to its recorder as well."""
 
 
-#: Facts of a request that are to be counted, as bits.
-_ROUTED, _ANSWERED, _ENDED = 1, 2, 4
+#: Requests whose facts are counted together (count): some 0.3 ms of work. While many come and none
+#: ends, as many.
+_BATCH: Final = 64
+
+#: Bytes of a prompt that does not wait for others: what waits is outside of any budget.
+_MAX_PROMPT_BYTES: Final = 16_384
 
 
-class RequestRecorder:
+class RequestRecorder(DecisionRecord):
     """Recorder of one request, which `StreamRecorder` creates.
 
-    Facts are noted as they come, and counted together later.
+    Facts are noted as they come. They are counted, recorded and added to the decision log later,
+    together with those of other requests: then code and data are in the caches.
+
+    Attributes:
+        pool_counters: Counters of its pool.
+        labels: Labels of a routed request.
+        is_routed: Whether it has a decision.
+        routing_s: Seconds that routing took.
+        queue_s: Seconds in the queue; None without.
+        number: Number of its decision in recordings; 0 for none.
+        endpoint: The endpoint that served; None if it left the pool, or before the end.
+        refusal_status: HTTP status of a refusal after the decision; empty without.
+        response_s: Seconds from the first message to response headers; negative before. So are the
+            next ones.
+        first_chunk_s: The same to the first chunk of a streamed response.
+        last_chunk_s: The same to the last one.
+        is_stream: Whether the response is a stream.
+        is_served: Whether its status is below 400.
+        is_chunked: Whether its chunks are shown.
     """
 
-    # No struct, whose fields are written by a call each; the interpreter writes slots itself.
     __slots__ = (
-        "_due",
-        "_end",
-        "_first_chunk_s",
-        "_headers_s",
-        "_is_chunked",
-        "_is_served",
-        "_is_stream",
-        "_is_ttft_due",
-        "_labels",
-        "_last_chunk_s",
-        "_number",
-        "_pool_counters",
-        "_queue_s",
-        "_record",
-        "_refusal_status",
-        "_response_s",
-        "_routed_s",
-        "_routing_s",
-        "_series",
-        "_streams",
-        "_trace_id",
+        *("_is_ttft_due", "_series", "_streams"),
+        *("endpoint", "first_chunk_s", "is_chunked", "is_routed", "is_served", "is_stream"),
+        *("labels", "last_chunk_s", "number", "pool_counters", "queue_s", "refusal_status"),
+        *("response_s", "routing_s"),
     )
 
-    #: The endpoint that served, None if it left the pool; the status, and the duration in seconds.
-    _end: tuple[str | None, str, float]
-    #: Seconds that routing took, and from the choice of the endpoint to response headers.
-    _routing_s: float
-    _response_s: float
-    _is_chunked: bool
+    routing_s: float
+    endpoint: str | None
+    queue_s: float | None
+    _series: RequestSeries | None
 
+    # Without the constructor of the base, which has the decision already.
     def __init__(self, streams: StreamRecorder, pool_counters: PoolCounters) -> None:
         self._streams = streams
-        self._pool_counters = pool_counters
-        self._trace_id = self._refusal_status = ""
-        self._record: DecisionRecord | None = None
-        self._labels = UNPARSED
-        self._series: RequestSeries | None = None
-        #: `_ROUTED` and others; 0 while nothing waits in `ProcessCounters.deferred`.
-        self._due = 0
-        #: Number of its decision in recordings; 0 for none.
-        self._number = 0
-        #: Seconds in the queue; None without.
-        self._queue_s: float | None = None
-        # Seconds from the first message to the choice of the endpoint, response headers, and the
-        # first and the last chunk of a streamed response; negative before.
-        self._routed_s = self._headers_s = self._first_chunk_s = self._last_chunk_s = -1.0
-        self._is_stream = self._is_served = self._is_chunked = self._is_ttft_due = False
+        self.pool_counters = pool_counters
+        self.labels = UNPARSED
+        self.trace_id = self.status = self.refusal_status = ""
+        self.usage = NO_USAGE
+        self.answer_ids = ()
+        self.number = 0
+        self.seconds = self.headers_s = self.first_token_s = self.queue_s = self._series = None
+        self.response_s = self.first_chunk_s = self.last_chunk_s = -1.0
+        self.is_routed = self.is_stream = self.is_served = self.is_chunked = False
+        self._is_ttft_due = False
+
+    @property
+    def routed_s(self) -> float:
+        """Seconds from the first message to the choice of the endpoint; 0 before response headers."""
+        return 0.0 if self.headers_s is None else self.response_s - self.headers_s
 
     def on_traced(
         self, trace: TraceContext, *, started_s: float
     ) -> RequestRecorder | TracedRequest:
         """Note the trace of the request, and return the observer that sends its spans."""
-        self._trace_id = trace.trace_id
+        self.trace_id = trace.trace_id
         tracer = self._streams.tracer
         return self if tracer is None else tracer.observe(self, trace, started_s=started_s)
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
-        self._pool_counters = self._streams.counters.open_pools[pool]
+        self.pool_counters = self._streams.counters.open_pools[pool]
 
     def on_direct_response(self) -> None:
         """Count a request that was answered without an endpoint."""
@@ -114,18 +123,18 @@ class RequestRecorder:
         self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Count a rejection, and record it where the request has an id."""
-        self._pool_counters.record_rejection(rejection)
-        self._refusal_status = str(rejection.status)
+        self.pool_counters.record_rejection(rejection)
+        self.refusal_status = str(rejection.status)
         RequestRecorder.on_abandoned(self, rejection, request_id=request_id, labels=labels, now=now)
 
     def on_abandoned(
         self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Count a request by the status of its rejection, and record it where it has an id."""
-        counters = self._pool_counters
-        if self._record is None:
+        counters = self.pool_counters
+        if not self.is_routed:
             # Requests that were routed before make the series of their model.
-            self._streams.counters.settle()
+            self._streams.settle()
             counters.series.find(labels or UNPARSED).record_refused(rejection.status)
         if request_id:
             record = RejectionRecord(
@@ -134,14 +143,14 @@ class RequestRecorder:
                 counters.name,
                 model_of(labels),
                 rejection,
-                self._trace_id,
+                self.trace_id,
             )
             self._streams.decisions.add_rejection(record)
 
     def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Count the time in the queue."""
-        self._pool_counters.record_queued(wait_s, priority=priority)
-        self._queue_s = wait_s
+        self.pool_counters.record_queued(wait_s, priority=priority)
+        self.queue_s = wait_s
 
     def on_routed(
         self,
@@ -153,179 +162,117 @@ class RequestRecorder:
         now: float,
         duration_s: float,
     ) -> None:
-        """Count a routed request, and record the decision."""
-        streams, counters = self._streams, self._pool_counters
-        record = streams.decisions.add(request_id, decision, now, pool=counters.name)
+        """Note a routed request and its decision."""
+        self.id, self.at, self.decision, self.labels = request_id, now, decision, labels
+        self.routing_s, self.is_routed = duration_s, True
         if trace_id:
-            self._trace_id = trace_id
-            record.set_trace(trace_id)
-        self._record, self._labels, self._routing_s = record, labels, duration_s
-        if streams.recordings is not None:
-            self._number = streams.recordings.add_routed(
-                decision,
-                record.decision,
-                now=now,
-                queued_s=self._queue_s or 0.0,
-                pool=counters.name,
-            )
-        self._due = _ROUTED
-        streams.counters.defer(self._count)
+            self.trace_id = trace_id
+        streams = self._streams
+        routed = streams.routed
+        routed.append(self)
+        if len(routed) >= _BATCH or len(decision.request.prompt) > _MAX_PROMPT_BYTES:
+            streams.settle()
 
-    @property
-    def decision(self) -> Decision | None:
-        """The decision as it is recorded; None before it."""
-        return None if self._record is None else self._record.decision
-
-    def _count(self) -> None:
-        """Count what is due."""
-        due, self._due, record = self._due, 0, self._record
-        if record is not None and due & _ROUTED:
-            self._streams.counters.routing_duration_s.add(self._routing_s)
-            self._pool_counters.record_routed(record.decision)
-            self._find_series(record).change_running(1)
-        if due & _ANSWERED:
-            self._pool_counters.response_headers_s.add(self._response_s)
-            if self._is_served and not self._is_chunked:
-                self._count_ttft(self._headers_s)
-        if due & _ENDED:
-            self._count_end()
-
-    def _find_series(self, record: DecisionRecord) -> RequestSeries:
-        """The series of the request."""
+    def find_series(self) -> RequestSeries:
+        """The series of a routed request."""
         series = self._series
         if series is None:
-            series = self._series = self._pool_counters.series.find(
-                self._labels, may_be_served=not record.decision.model_unlisted
+            series = self._series = self.pool_counters.series.find(
+                self.labels, may_be_served=not self.decision.model_unlisted
             )
         return series
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
-        self._pool_counters.record_rewrite(edited=edited)
+        self.pool_counters.record_rewrite(edited=edited)
 
     def on_response_headers(
         self, duration_s: float, *, elapsed_s: float, status: str, is_stream: bool, is_shown: bool
     ) -> None:
         """Note the time to response headers, which is that to the first token without chunks."""
-        self._routed_s, self._headers_s = elapsed_s - duration_s, elapsed_s
-        self._response_s, self._is_stream = duration_s, is_stream
-        self._is_served = status < "4"
-        self._is_chunked = self._is_ttft_due = self._is_served and is_stream and is_shown
-        record = self._record
-        if record is not None:
-            record.headers_s = duration_s
-            if self._is_served and not is_stream:
-                record.first_token_s = duration_s
-        due, self._due = self._due, self._due | _ANSWERED
-        if not due:
-            self._streams.counters.defer(self._count)
+        self.headers_s, self.response_s, self.is_stream = duration_s, elapsed_s, is_stream
+        if status < "4":
+            self.is_served = True
+            if not is_stream:
+                self.first_token_s = duration_s
+            elif is_shown:
+                self.is_chunked = self._is_ttft_due = True
+        streams = self._streams
+        answered = streams.answered
+        answered.append(self)
+        if len(answered) >= _BATCH:
+            streams.settle()
 
     def on_response_chunk(self, elapsed_s: float) -> None:
         """Count the gap between two chunks of a stream; the first one has the first token."""
-        record = self._record
-        if not self._is_stream or record is None:
+        if not self.is_stream or not self.is_routed:
             return
-        if self._first_chunk_s < 0.0:
-            self._first_chunk_s = elapsed_s
+        if self.first_chunk_s < 0.0:
+            self.first_chunk_s = elapsed_s
             if self._is_ttft_due:
                 self._is_ttft_due = False
-                record.first_token_s = elapsed_s - self._routed_s
-                self._count_ttft(elapsed_s)
+                self.first_token_s = elapsed_s - self.routed_s
+                self._streams.timings.add_ttft(self, elapsed_s)
         else:
-            self._find_series(record).record("itl", elapsed_s - self._last_chunk_s)
-        self._last_chunk_s = elapsed_s
-
-    def _count_ttft(self, ttft_s: float) -> None:
-        """Count the time to the first token, and what was predicted of a stream."""
-        record = self._record
-        if record is None:
-            return
-        series = self._find_series(record)
-        if not self._is_stream:
-            series.record("complete_ttft", ttft_s, self._trace_id)
-            return
-        series.record("stream_ttft", ttft_s, self._trace_id)
-        predicted_s = record.decision.predicted_ttft_s
-        if predicted_s:
-            series.record("predicted_ttft", predicted_s)
-            series.record("ttft_ratio", (ttft_s - self._routed_s) / predicted_s)
+            self._streams.timings.add(self.find_series(), "itl", elapsed_s - self.last_chunk_s)
+        self.last_chunk_s = elapsed_s
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
-        """Note the end of a routed request in the decision log, and count it with others."""
-        record = self._record
-        self._end = endpoint, status, duration_s
-        if record is not None:
-            record.status, record.seconds = status, duration_s
-        counters = self._streams.counters
-        due, self._due = self._due, self._due | _ENDED
-        if not due:
-            counters.defer(self._count)
-        if len(counters.deferred) >= MAX_DEFERRED:
-            counters.settle()
+        """Note the end of a routed request."""
+        self.endpoint, self.status, self.seconds = endpoint, status, duration_s
+        streams = self._streams
+        ended = streams.ended
+        ended.append(self)
+        if len(ended) >= _BATCH:
+            streams.settle()
 
-    def _count_end(self) -> None:
-        """Count the end of a routed request, and its tokens."""
-        counters, record = self._pool_counters, self._record
-        endpoint, status, duration_s = self._end
-        counters.record_finished(
-            REMOVED_ENDPOINT if endpoint is None else endpoint,
-            status,
-            is_reported=record is not None and "completion" in record.usage,
-        )
-        if record is None:
-            return
-        if self._number:
-            self._record_end(record, status, duration_s)
-        series = self._find_series(record)
-        if usage := record.usage:
-            series.record_tokens(usage)
-            gaps = usage.get("completion", 0) - 1
-            span_s = self._last_chunk_s - self._first_chunk_s
-            if gaps > 0 and span_s > 0.0:
-                series.record("tpot", span_s / gaps)
-        if self._is_ttft_due:
-            self._count_ttft(self._headers_s)
-        series.change_running(-1)
-        if self._is_served:
-            if endpoint is not None:
-                counters.record_headers(endpoint, self._headers_s - self._routed_s)
-            if series.labels != self._labels:
-                # The engine serves the model, even if it does not list it.
-                series = counters.series.find(self._labels, is_served=True)
-        status = status or self._refusal_status
-        if not status:
-            is_watched = record.decision.request.api not in surfaces.UNOBSERVED
-            status = NO_STATUS if is_watched else UNOBSERVED_STATUS
-        series.record_duration(status, duration_s, self._trace_id)
-
-    def _record_end(self, record: DecisionRecord, status: str, duration_s: float) -> None:
-        """Put the end into recordings; only chunks of a stream show the first token."""
-        recordings, read = self._streams.recordings, record.usage.get
-        if recordings is None:
-            return
-        routed_s = max(self._routed_s, 0.0)
-        has_token = self._first_chunk_s >= 0.0 and self._is_chunked
-        recordings.add_end(
-            EndRow(
-                self._number,
-                status,
-                self._first_chunk_s - routed_s if has_token else None,
-                duration_s - routed_s,
-                read("prompt"),
-                read("cached"),
-                read("completion"),
-            )
-        )
+    def take_due_ttft(self) -> bool:
+        """True at the end of a stream that is shown, and of which no chunk came."""
+        is_due, self._is_ttft_due = self._is_ttft_due, False
+        return is_due
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Note the tokens that the response reported, which are counted at the end."""
-        if self._record is not None:
-            self._record.usage = usage
+        self.usage = usage
 
     def on_answer_ids(self, ids: Sequence[str]) -> None:
         """Note ids of the answer."""
-        if (record := self._record) is not None:
-            record.add_answer_ids(ids)
+        self.add_answer_ids(ids)
+
+
+class _Timings:
+    """Values for histograms of series, which are counted together."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[tuple[RequestSeries, str], list[float]] = defaultdict(list)
+
+    def add(self, series: RequestSeries, name: str, value: float, trace_id: str = "") -> None:
+        """Count a value; of a sampled trace, where it has an id."""
+        values = self._values[series, name]
+        values.append(value)
+        if len(values) >= _BATCH:
+            series.record(name, values)
+            values.clear()
+        if trace_id:
+            series.set_exemplar(name, value, trace_id)
+
+    def add_ttft(self, request: RequestRecorder, ttft_s: float) -> None:
+        """Count the time to the first token, and what was predicted of a stream."""
+        series, trace_id = request.find_series(), request.trace_id
+        if not request.is_stream:
+            self.add(series, "complete_ttft", ttft_s, trace_id)
+            return
+        self.add(series, "stream_ttft", ttft_s, trace_id)
+        predicted_s = request.decision.predicted_ttft_s
+        if predicted_s:
+            self.add(series, "predicted_ttft", predicted_s)
+            self.add(series, "ttft_ratio", (ttft_s - request.routed_s) / predicted_s)
+
+    def settle(self) -> None:
+        """Count what waits."""
+        for (series, name), values in self._values.items():
+            series.record(name, values)
+        self._values.clear()
 
 
 def model_of(labels: RequestLabels | None) -> str:
@@ -341,6 +288,10 @@ class StreamRecorder:
         tracer: Sends the traces of requests; None sends none.
 
     Attributes:
+        routed: Requests that were routed and wait to be counted and recorded, a few at most.
+        answered: The same whose response headers came.
+        ended: The same that ended.
+        timings: Values that wait to be counted.
         recordings: Recordings under way; None without any.
     """
 
@@ -355,9 +306,15 @@ class StreamRecorder:
         self.counters = counters
         self.decisions = decisions
         self.tracer = tracer
+        self.routed: list[RequestRecorder] = []
+        self.answered: list[RequestRecorder] = []
+        self.ended: list[RequestRecorder] = []
+        self.timings = _Timings()
         self.recordings: Recordings | None = None
         self._recorder_type = recorder_type
         self._exceptions = ExceptionLog(counters.exceptions, clock)
+        counters.before_reading(self.settle)
+        decisions.before_reading(self.settle)
 
     def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
         """Record requests with another recorder from the next one on."""
@@ -365,6 +322,7 @@ class StreamRecorder:
 
     def set_recordings(self, recordings: Recordings | None) -> None:
         """Put requests into recordings from the next decision on; None ends that."""
+        self.settle()
         self.recordings = recordings
 
     def on_stream_opened(self) -> None:
@@ -383,3 +341,114 @@ class StreamRecorder:
     def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
         return self._recorder_type(self, self.counters.open_pools[pool])
+
+    def settle(self) -> None:
+        """Count, record and remember what waits."""
+        routed, answered, ended = self.routed, self.answered, self.ended
+        self.routed, self.answered, self.ended = [], [], []
+        for counters, requests in _by_pool(routed):
+            self._settle_routed(counters, requests)
+        for counters, requests in _by_pool(answered):
+            counters.response_headers_s.add_all(
+                [request.headers_s for request in requests if request.headers_s is not None]
+            )
+            for request in requests:
+                if request.is_served and not request.is_chunked and request.is_routed:
+                    self.timings.add_ttft(request, request.response_s)
+        for counters, requests in _by_pool(ended):
+            self._settle_ended(counters, requests)
+        self.timings.settle()
+
+    def _settle_routed(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
+        """Count routed requests of a pool, record their decisions, and remember them."""
+        self.counters.routing_duration_s.add_all([request.routing_s for request in requests])
+        counters.record_routed([request.decision for request in requests])
+        recordings, name = self.recordings, counters.name
+        for request in requests:
+            decision = request.decision
+            request.decision = decision.without_prompt(name)
+            if recordings is not None:
+                request.number = recordings.add_routed(
+                    decision,
+                    request.decision,
+                    now=request.at,
+                    queued_s=request.queue_s or 0.0,
+                    pool=name,
+                )
+            request.find_series().change_running(1)
+        self.decisions.extend(requests)
+
+    def _settle_ended(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
+        """Count ends of requests of a pool and their tokens, and record them."""
+        counters.record_finished(
+            [
+                (REMOVED_ENDPOINT if request.endpoint is None else request.endpoint, request.status)
+                for request in requests
+            ],
+            num_reported=sum(["completion" in request.usage for request in requests]),
+        )
+        headers_s: defaultdict[str, list[float]] = defaultdict(list)
+        for request in requests:
+            if not request.is_routed:
+                continue
+            if request.number and self.recordings is not None:
+                self.recordings.add_end(_to_end_row(request))
+            if request.endpoint and request.is_served and request.headers_s is not None:
+                headers_s[request.endpoint].append(request.headers_s)
+            self._count_end(request)
+        for address, durations_s in headers_s.items():
+            counters.record_headers(address, durations_s)
+
+    def _count_end(self, request: RequestRecorder) -> None:
+        """Count the end of a routed request in its series."""
+        series = request.find_series()
+        if request.usage:
+            self._count_tokens(request, series)
+        if request.take_due_ttft():
+            self.timings.add_ttft(request, request.response_s)
+        series.change_running(-1)
+        if request.is_served and series.labels != request.labels:
+            # The engine serves the model, even if it does not list it.
+            series = request.pool_counters.series.find(request.labels, is_served=True)
+        status = request.status or request.refusal_status
+        if not status:
+            is_watched = request.decision.request.api not in surfaces.UNOBSERVED
+            status = NO_STATUS if is_watched else UNOBSERVED_STATUS
+        name = series.name_status(status)
+        self.timings.add(series, name, request.seconds or 0.0, request.trace_id)
+
+    def _count_tokens(self, request: RequestRecorder, series: RequestSeries) -> None:
+        """Count the tokens of a request, and the time that each took."""
+        for kind, tokens in request.usage.items():
+            self.timings.add(series, kind, tokens)
+        gaps = request.usage.get("completion", 0) - 1
+        span_s = request.last_chunk_s - request.first_chunk_s
+        if gaps > 0 and span_s > 0.0:
+            self.timings.add(series, "tpot", span_s / gaps)
+
+
+def _by_pool(
+    requests: Sequence[RequestRecorder],
+) -> Iterable[tuple[PoolCounters, Sequence[RequestRecorder]]]:
+    """Requests by the counters of their pool."""
+    if len({request.pool_counters for request in requests}) == 1:
+        return [(requests[0].pool_counters, requests)]
+    by_pool: defaultdict[PoolCounters, list[RequestRecorder]] = defaultdict(list)
+    for request in requests:
+        by_pool[request.pool_counters].append(request)
+    return by_pool.items()
+
+
+def _to_end_row(request: RequestRecorder) -> EndRow:
+    """The end of a request in recordings; only chunks of a stream show the first token."""
+    read, routed_s = request.usage.get, request.routed_s
+    has_token = request.first_chunk_s >= 0.0 and request.is_chunked
+    return EndRow(
+        request.number,
+        request.status,
+        request.first_chunk_s - routed_s if has_token else None,
+        (request.seconds or 0.0) - routed_s,
+        read("prompt"),
+        read("cached"),
+        read("completion"),
+    )

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
@@ -40,6 +40,17 @@ RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 Exemplars = dict[int, tuple[str, float]]
 
 
+def count_buckets(bounds: Sequence[float], values: Iterable[float]) -> Iterator[tuple[int, int]]:
+    """Buckets that values fall into, ascending, and how many do: a step for each bucket, not value."""
+    ordered = sorted(values)
+    at, end = 0, len(ordered)
+    while at < end:
+        bucket = bisect_left(bounds, ordered[at])
+        following = bisect_right(ordered, bounds[bucket], at) if bucket < len(bounds) else end
+        yield bucket, following - at
+        at = following
+
+
 class MetricHistogram(msgspec.Struct, eq=False, gc=False):
     """A histogram with fixed upper bounds.
 
@@ -57,12 +68,16 @@ class MetricHistogram(msgspec.Struct, eq=False, gc=False):
 
     def add(self, value: float) -> None:
         """Counts one value."""
-        bucket = bisect_left(self.bounds, value)
-        try:
-            self.counts[bucket] += 1
-        except IndexError:
-            self.counts += [0] * (bucket - len(self.counts)) + [1]
-        self.total += value
+        self.add_all([value])
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Counts values."""
+        counts = self.counts
+        for bucket, count in count_buckets(self.bounds, values):
+            if bucket >= len(counts):
+                counts += [0] * (bucket + 1 - len(counts))
+            counts[bucket] += count
+        self.total += sum(values)
 
     @property
     def count(self) -> int:
@@ -172,58 +187,40 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
         refused[text] = refused.get(text, 0) + 1
         self.refused = refused
 
-    def record_duration(self, status: str, duration_s: float, trace_id: str) -> None:
-        """Counts a routed request and its duration.
+    def name_status(self, status: str) -> str:
+        """Name of the histogram of the durations of routed requests with a status.
 
         Args:
             status: HTTP status of the response, `NO_STATUS` or `UNOBSERVED_STATUS`.
-            duration_s: Seconds from the first message to the end of the stream.
-            trace_id: Its trace if that is sampled, else empty.
         """
         known = self._values
-        if status not in known:
-            is_valid = _STATUS.fullmatch(status) is not None
-            fits = len(known) < len(_BOUNDS) + _MAX_STATUSES
-            status = sys.intern(status) if is_valid and fits else OTHER
-        self.record(status, duration_s, trace_id)
+        if status in known:
+            return status
+        is_valid = _STATUS.fullmatch(status) is not None
+        fits = len(known) < len(_BOUNDS) + _MAX_STATUSES
+        return sys.intern(status) if is_valid and fits else OTHER
 
-    def record(self, name: str, value: float, trace_id: str = "") -> None:
-        """Counts a value in the histogram of that name; of a sampled trace, where it has an id."""
-        at = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value) + 1
-        try:
-            values = self._values[name]
-            values[at] += 1
-        except (KeyError, IndexError):
-            values = self._extend(name, at)
-        values[0] += value
-        if trace_id:
-            if self._exemplars is None:
-                self._exemplars = {}
-            self._exemplars.setdefault(name, {})[at - 1] = (trace_id, value)
+    def record(self, name: str, values: Sequence[float]) -> None:
+        """Counts values in the histogram of that name."""
+        counted = self._values.get(name, [0])
+        for bucket, count in count_buckets(_BOUNDS.get(name, DURATION_BOUNDS_S), values):
+            if bucket + 1 >= len(counted):
+                # A new list is as long as it need be.
+                counted = [*counted, *[0] * (bucket + 2 - len(counted))]
+            counted[bucket + 1] += count
+        self._values[name] = counted
+        counted[0] += sum(values)
+
+    def set_exemplar(self, name: str, value: float, trace_id: str) -> None:
+        """Note a value of a sampled trace that is counted in the histogram of that name."""
+        if self._exemplars is None:
+            self._exemplars = {}
+        bucket = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value)
+        self._exemplars.setdefault(name, {})[bucket] = (trace_id, value)
 
     def change_running(self, change: int) -> None:
-        """Counts a request that was routed (1), or whose stream ended (-1)."""
+        """Counts requests that were routed, or less those whose streams ended."""
         self.running += change
-
-    def record_tokens(self, usage: Mapping[str, int]) -> None:
-        """Counts the tokens of a response, by kind."""
-        by_name = self._values
-        for kind, tokens in usage.items():
-            at = bisect_left(TOKEN_BOUNDS, tokens) + 1
-            try:
-                values = by_name[kind]
-                values[at] += 1
-            except (KeyError, IndexError):
-                values = self._extend(kind, at)
-            values[0] += tokens
-
-    def _extend(self, name: str, at: int) -> list[float]:
-        """Counts one value at a position that the values of a histogram do not reach yet."""
-        shorter = self._values.get(name, ())
-        values = self._values[name] = [0] * (at + 1)
-        values[: len(shorter)] = shorter
-        values[at] = 1
-        return values
 
     def total(self, name: str) -> float:
         """Sum of the values of a histogram."""

@@ -150,7 +150,7 @@ class TracedRequest:
             duration_s=duration_s,
         )
         self._request_id = request_id
-        self._decision = self._recorder.decision
+        self._decision = decision.without_prompt(self._recorder.pool_counters.name)
         self._routing_s, self._routed_s = now, now + duration_s
 
     @property

@@ -53,11 +53,11 @@ def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
     counters = ProcessCounters()
     pool = counters.for_pool("")
     pool.record_queued(0.0, priority=0)
-    pool.record_headers("10.0.0.1:8000", 0.1)
+    pool.record_headers("10.0.0.1:8000", [0.1])
     series = pool.series.find(UNPARSED, is_served=True)
-    series.record_duration("200", 0.1, "")
+    series.record("200", [0.1])
     for name in (*get_args(Timing), *TOKEN_KINDS):
-        series.record(name, 0.1)
+        series.record(name, [0.1])
     page = exposition.Exposition(
         counters,
         lambda: {

@@ -266,8 +266,8 @@ def test_memory_and_series_are_bounded_whatever_clients_name():
     def flood(numbers):
         for number in numbers:
             series = counters.series.find(name(number), is_served=True)
-            series.record_duration(str(100 + number % 900), float(number), "")
-            series.record("prompt", float(number))
+            series.record(series.name_status(str(100 + number % 900)), [float(number)])
+            series.record("prompt", [float(number)])
             counters.record_queued(1.0, priority=number)
 
     for number in range(2_000):

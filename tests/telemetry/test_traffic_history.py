@@ -48,9 +48,9 @@ class HistoryFixture:
             self.pool.requests_routed[address] += 1
             self.pool.routed_total += 1
             self.counters.streams["ok"] += 1
-            self.pool.record_headers(address, headers_s)
-            series.record("complete_ttft", headers_s)
-            series.record_duration(status, headers_s, "")
+            self.pool.record_headers(address, [headers_s])
+            series.record("complete_ttft", [headers_s])
+            series.record(series.name_status(status), [headers_s])
 
     def report(self, address, **load):
         """Let a scrape of an endpoint read these values."""

@@ -260,13 +260,15 @@ async def test_counters_report_arrivals_and_queued_requests():
     second = counters.read()
     assert (second.held, second.in_flight, second.arrived) == (0, 1, 1.0)
     process_counters = fixture.pool_counters
-    process_counters.record_routed(granted.decision)
-    process_counters.record_finished("127.0.0.1:1", "200", is_reported=True)
-    process_counters.series.find(UNPARSED).record_tokens({"prompt": 3, "completion": 40})
+    process_counters.record_routed([granted.decision])
+    process_counters.record_finished([("127.0.0.1:1", "200")], num_reported=1)
+    series = process_counters.series.find(UNPARSED)
+    series.record("prompt", [3])
+    series.record("completion", [40])
     third = counters.read()
     assert (third.arrived, third.answered, third.answer_tokens) == (1.0, 1.0, 40.0)
     # A streamed answer says nothing of its length: the engines' mean stands for it.
-    process_counters.record_finished("127.0.0.1:1", "200")
+    process_counters.record_finished([("127.0.0.1:1", "200")])
     assert counters.read().answer_tokens > 40.0
 
 
