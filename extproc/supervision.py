@@ -79,12 +79,6 @@ _MOST_REQUEST_PLACES = 100
 _OTHER_PLACE = ("other", "other")
 
 
-class _FailureStreak(msgspec.Struct):
-    """Failures of a loop in a row (count), since it last worked."""
-
-    times: int = 0
-
-
 class _Report(msgspec.Struct):
     """When a failure was last logged (monotonic seconds), and how often it came since."""
 
@@ -113,7 +107,8 @@ class Supervisor:
         self._rng = rng or random.Random()
         self._sleep = sleep
         self.failures: Counter[LoopName] = Counter(dict.fromkeys(LOOPS, 0))
-        self._failing: dict[tuple[LoopName, str], _FailureStreak] = {}
+        #: Failures of loops in a row (count), since they last worked.
+        self._failing: dict[tuple[LoopName, str], int] = {}
         self._reports: dict[tuple[LoopName, str], _Report] = {}
         self._logged: set[LoopName] = set()
 
@@ -170,9 +165,9 @@ class Supervisor:
 
     def record_failure(self, loop: LoopName, error: BaseException, *, instance: str = "") -> float:
         """Record a failure of a loop; returns seconds to wait before it goes on."""
-        failing = self._failing.setdefault((loop, instance), _FailureStreak())
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failing.times, 16))
-        failing.times += 1
+        times = self._failing.get((loop, instance), 0)
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times, 16))
+        self._failing[loop, instance] = times + 1
         self.record_error(loop, error, instance=instance)
         return pause_s * self._rng.uniform(0.5, 1.0)
 
