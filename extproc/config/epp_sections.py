@@ -70,11 +70,7 @@ _PlacedBand = tuple[Place, Mapping[str, Any]]
 
 
 def _quantity(written: object, place: Place) -> int:
-    """Return a Kubernetes quantity as a number, rounded up; 0 if it is absent.
-
-    Raises:
-        ConfigError: It is no quantity, or below 0.
-    """
+    """Return a Kubernetes quantity as a number, rounded up; 0 if it is absent."""
     if written is None:
         return 0
     split = _QUANTITY.fullmatch(str(written).strip())
@@ -97,11 +93,7 @@ def _quantity(written: object, place: Place) -> int:
 
 
 def _seconds(written: object, place: Place) -> float:
-    """Return a Go duration in seconds; 0 if it is absent.
-
-    Raises:
-        ConfigError: It is no duration, or below 0.
-    """
+    """Return a Go duration in seconds; 0 if it is absent."""
     if written in (None, 0, "0"):
         return 0.0
     duration_s = validation.parse_duration(written) if isinstance(written, str) else None
@@ -190,11 +182,7 @@ def _policy(
     policy_type: Callable[[str], str],
     warnings: list[str],
 ) -> str:
-    """Convert the policy of priority 0, else of the default band; warn of bands that differ.
-
-    Raises:
-        ConfigError: There is no policy of that name.
-    """
+    """Convert the policy of priority 0, else of the default band; warn of bands that differ."""
     usual = next(iter(known))
     chosen: dict[str, str] = {}
     for place, band in bands:

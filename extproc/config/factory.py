@@ -61,27 +61,15 @@ class PoolParts(msgspec.Struct, frozen=True):
     discovery: static_discovery.StaticDiscoverySettings
 
 
-def _ignore_removed(_: Endpoint) -> None:
-    """Default `on_gone`: removed endpoints have no other listener."""
-
-
-def _ignore_change(before: Pool, after: Pool) -> None:
-    """Default `on_changed`: changes of endpoints have no other listener."""
-
-
-def _ignore_pending() -> None:
-    """Default `on_shadow_pending`: a shadow runs when its owner calls it."""
-
-
 def build(
     settings: Settings,
     *,
     where: str = "settings",
-    on_gone: Callable[[Endpoint], None] = _ignore_removed,
-    on_changed: Callable[[Pool, Pool], None] = _ignore_change,
+    on_gone: Callable[[Endpoint], None] = lambda _: None,
+    on_changed: Callable[[Pool, Pool], None] = lambda _, __: None,
     guards: plugin_guard.GuardFactory | None = None,
     prefix_budget: IndexBudget | None = None,
-    on_shadow_pending: Callable[[], None] = _ignore_pending,
+    on_shadow_pending: Callable[[], None] = lambda: None,
 ) -> PoolParts:
     """Build the parts of a picker.
 
@@ -100,8 +88,13 @@ def build(
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
     index, model, exact = _build_prefix_cache(settings, prefix_budget)
     rng = random.Random(settings.seed)
+
+    def forget(endpoint: Endpoint) -> None:
+        model.forget(endpoint)
+        on_gone(endpoint)
+
     store = PoolStore(
-        on_gone=_remover(model, on_gone),
+        on_gone=forget,
         on_observed=lambda page: model.observe_load(
             page.before.endpoint,
             before=page.before.load,
@@ -136,15 +129,11 @@ def build(
         director=router,
         scraping=_scraping(settings.scrape),
         flag_entries=pools.parse_entries(settings.pool, where=where),
-        discovery=_static_discovery(settings.pool),
-    )
-
-
-def _static_discovery(
-    pool: pool_sections.PoolSource,
-) -> static_discovery.StaticDiscoverySettings:
-    return static_discovery.StaticDiscoverySettings(
-        file=pool.endpoints_file, refresh_s=pool.dns_refresh_s, pool=pool.name
+        discovery=static_discovery.StaticDiscoverySettings(
+            file=settings.pool.endpoints_file,
+            refresh_s=settings.pool.dns_refresh_s,
+            pool=settings.pool.name,
+        ),
     )
 
 
@@ -165,16 +154,6 @@ def _build_prefix_cache(
     return index, model, exact
 
 
-def _remover(
-    model: cache_model.CacheModel, on_gone: Callable[[Endpoint], None]
-) -> Callable[[Endpoint], None]:
-    def remove(endpoint: Endpoint) -> None:
-        model.forget(endpoint)
-        on_gone(endpoint)
-
-    return remove
-
-
 def rebuild_routing(
     settings: Settings,
     *,
@@ -182,7 +161,7 @@ def rebuild_routing(
     guards: plugin_guard.GuardFactory,
     before: profile_builder.ResolvedProfiles | None = None,
     running: ShadowScheduler | None = None,
-    on_shadow_pending: Callable[[], None] = _ignore_pending,
+    on_shadow_pending: Callable[[], None] = lambda: None,
 ) -> tuple[scheduler.RoutingConfig, profile_builder.ResolvedProfiles]:
     """Build the routing of new settings for a running director.
 

@@ -215,11 +215,7 @@ def _check_kind(document: ConfigDocument) -> None:
 
 
 def _refuse_references(document: ConfigDocument) -> None:
-    """Refuse the grammar of an EndpointPickerConfig in a file of ours.
-
-    Raises:
-        ConfigError: A scheduling section has plugins or scheduling profiles.
-    """
+    """Refuse the grammar of an EndpointPickerConfig in a file of ours."""
     pool_list = document.tree.get("pools")
     file = validation.Place(document.where)
     sections = [(file / "scheduling", document.tree.get("scheduling"))]
@@ -397,7 +393,8 @@ def collect(
             if not _is_consequence(error, original, removed):
                 head = document.where
                 spelled = f"{head}: {validation.format_path(original)}" if path else error.where
-                errors.append(_at(error, spelled))
+                error.where = spelled
+                errors.append(error)
             tree = _without(document.tree, path) if path else None
             if tree is None:
                 return None, errors
@@ -441,10 +438,6 @@ def _is_consequence(
     return error.wanted.startswith("the key ") and any(
         place[:-1] == path and error.wanted.startswith(f"the key {place[-1]}") for place in removed
     )
-
-
-def _at(error: ConfigError, where: str) -> ConfigError:
-    return ConfigError(where, wanted=error.wanted, got=error.got, fix=error.fix)
 
 
 def _without(tree: object, path: validation.Path) -> dict[str, object] | None:

@@ -124,9 +124,7 @@ def describe_match_rules(rules: Sequence[MatchRule]) -> Iterator[str]:
     if not rules:
         yield "match rules none: annotations of InferencePools are ignored (cluster.match_rules)"
     for rule in rules:
-        limit = PoolMatch(
-            hosts=rule.hosts, paths=rule.paths, headers=rule.headers, models=rule.models
-        )
+        limit = msgspec.convert(rule, PoolMatch, from_attributes=True)
         within = "anything" if limit.is_empty else pool_match.describe(limit)
         yield f"match rules of {', '.join(rule.pools)}, by annotations: {within}"
 

@@ -267,17 +267,10 @@ def build_policy(
     """Build the policy of a pool from its sections."""
     if not (objectives or rewrites):
         return inference_policy.EMPTY_POLICY
-    rules = [
-        inference_policy.RewriteRule(
-            rewrite.models,
-            tuple(
-                inference_policy.TargetModel(target.model, target.weight)
-                for target in rewrite.targets
-            ),
-        )
-        for rewrite in rewrites
-    ]
-    return inference_policy.InferencePolicy(objectives, tuple(rules))
+    rules = msgspec.convert(
+        rewrites, tuple[inference_policy.RewriteRule, ...], from_attributes=True
+    )
+    return inference_policy.InferencePolicy(objectives, rules)
 
 
 def describe_policy(

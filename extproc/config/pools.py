@@ -388,5 +388,4 @@ def _enumerate_keys(conjunction: str) -> str:
 
 def _plain(pool: pool_sections.PoolSection) -> pool_sections.PoolSource:
     """Convert a pool to the section `pool` of a process with a single pool."""
-    fields = {name: getattr(pool, name) for name in pool_sections.PoolSource.__struct_fields__}
-    return pool_sections.PoolSource(**fields)
+    return msgspec.convert(pool, pool_sections.PoolSource, from_attributes=True)

@@ -138,8 +138,7 @@ def resolve_all(
 def _origin(
     rules: pool_sections.SchedulingRules, tables: registry.PluginRegistry, budget_ms: float
 ) -> ProfileOrigin:
-    own = {name: getattr(rules, name) for name in pool_sections.SchedulingRules.__struct_fields__}
-    plain = pool_sections.SchedulingRules(**own)
+    plain = msgspec.convert(rules, pool_sections.SchedulingRules, from_attributes=True)
     epp = rules.epp if isinstance(rules, pool_sections.SchedulingSection) else None
     words = set(_words(msgspec.to_builtins([plain, epp]))) if tables.external else set()
     used = frozenset(cls for cls in tables.external if getattr(cls, "kind", "") in words)
@@ -208,11 +207,6 @@ def provided(settings: Settings) -> frozenset[Signal]:
     return frozenset(signals)
 
 
-def plugins(profile: SchedulerProfile) -> tuple[Plugin, ...]:
-    """Return every plugin of a profile, in the order they run."""
-    return profile.plugins
-
-
 def _named(strategy: str, place: Place) -> SchedulerProfile:
     named = registry.profiles()
     profile = named.get(strategy)
@@ -227,11 +221,7 @@ def _named(strategy: str, place: Place) -> SchedulerProfile:
 
 
 def _build(written: ProfileSpec, tables: registry.PluginRegistry) -> SchedulerProfile:
-    """Build a profile from its specification.
-
-    Raises:
-        ConfigError: A kind or parameter is unknown, or there are several pickers or cost models.
-    """
+    """Build a profile from its specification."""
 
     def make(table: Mapping[str, type[PluginT]], part: PluginSpec) -> PluginT:
         return _plugin(table, part.plugin, part.place, tables, params_key=part.params)
@@ -289,7 +279,7 @@ def _plugin(
 
 
 def _require(profile: SchedulerProfile, signals: frozenset[Signal], place: Place) -> None:
-    for plugin in plugins(profile):
+    for plugin in profile.plugins:
         missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
         if missing:
             names = ", ".join(signal.value for signal in missing)
@@ -303,7 +293,7 @@ def _require(profile: SchedulerProfile, signals: frozenset[Signal], place: Place
 
 def _require_metrics(profile: SchedulerProfile, metrics: Mapping[str, str], place: Place) -> None:
     """Reject a plugin that reads an extra metric that is not configured."""
-    for plugin in plugins(profile):
+    for plugin in profile.plugins:
         if not isinstance(plugin, ExtraMetricReader):
             continue
         for name in sorted(plugin.extra_metrics - metrics.keys()):

@@ -168,11 +168,7 @@ def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
 def _tagged_struct(
     tree: Mapping[object, object], members: Sequence[inspect.StructType], place: Place
 ) -> inspect.StructType:
-    """Return the struct that the tag of a mapping selects.
-
-    Raises:
-        ConfigError: The tag is missing or unknown.
-    """
+    """Return the struct that the tag of a mapping selects."""
     key = str(members[0].tag_field)
     tags = [str(member.tag) for member in members]
     if key not in tree:

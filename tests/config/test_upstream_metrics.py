@@ -58,9 +58,7 @@ def test_custom_metrics_are_read_and_plugins_find_them():
     assert warnings == []
     profile = profile_builder.build_profile(settings, where="f.yaml")
     readers = [
-        plugin
-        for plugin in profile_builder.plugins(profile)
-        if isinstance(plugin, framework.ExtraMetricReader)
+        plugin for plugin in profile.plugins if isinstance(plugin, framework.ExtraMetricReader)
     ]
     assert [sorted(plugin.extra_metrics) for plugin in readers] == [
         ["example.com/heat"],
