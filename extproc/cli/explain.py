@@ -225,11 +225,7 @@ def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_request(name: str) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ConfigError: The file cannot be read, or nothing comes from standard input.
-    """
+    """The body of a request, of a file or of standard input."""
     if name != "-":
         return _read_bytes(name)
     if sys.stdin.isatty():

@@ -211,11 +211,7 @@ def _clamp_refresh(args: argparse.Namespace) -> Iterator[str]:
 def _kubernetes_overrides(
     args: argparse.Namespace, tree: Mapping[str, object]
 ) -> Iterator[loader.FlagOverride]:
-    """Overrides of settings from the flags of Kubernetes discovery.
-
-    Raises:
-        ConfigError: A flag is wrong, or goes with another source of endpoints.
-    """
+    """Overrides of settings from the flags of Kubernetes discovery."""
     name, selector = args.pool_name, args.endpoint_selector
     if name:
         yield loader.FlagOverride(("pool", "name"), name, "--pool-name")
@@ -275,11 +271,7 @@ def _warn_unused_kubernetes_flags(args: argparse.Namespace, *, followed: bool) -
 
 
 def _parse_labels(text: str) -> dict[str, str]:
-    """`a=b,c=d` to a mapping.
-
-    Raises:
-        ConfigError: A part is no pair.
-    """
+    """`a=b,c=d` to a mapping."""
     pairs = {}
     for word in flag_table.listed("--endpoint-selector", text):
         key, equals, value = word.partition("=")
@@ -295,11 +287,7 @@ def _parse_labels(text: str) -> dict[str, str]:
 
 
 def _parse_ports(text: str) -> list[int]:
-    """`8000,8001` to numbers; the brackets of a Go list are taken too.
-
-    Raises:
-        ConfigError: One is none.
-    """
+    """`8000,8001` to numbers; the brackets of a Go list are taken too."""
     words = flag_table.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
     return [flag_table.whole_number("--endpoint-target-ports", word) for word in words]
 

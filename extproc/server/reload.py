@@ -190,11 +190,7 @@ class Reloader:
     def _compare(
         self, written: Settings, edited: Sequence[str]
     ) -> tuple[Settings, tuple[reloading.Change, ...]]:
-        """Settings that are to be in force, and what they change.
-
-        Raises:
-            ConfigError: They do not fit together.
-        """
+        """Settings that are to be in force, and what they change."""
         in_force = reloading.apply_live_fields(self._initial, written)
         loader.check_compatible(in_force, where="the configuration")
         changes = reloading.find_changes(self._applied, in_force)
