@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, assert_never
 
+import msgspec
 from aiohttp import web
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
@@ -36,50 +37,36 @@ _OPENMETRICS: Final = "application/openmetrics-text"
 _RENDER_TURN_S: Final = 0.002
 
 
-class AdminPages:
+class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
     """Handlers of the admin HTTP endpoints.
 
-    Args:
+    Attributes:
         dry_run: Routes a request without a reservation.
     """
 
-    def __init__(  # noqa: PLR0913 - each page shows another part of the process
-        self,
-        *,
-        exposition: Exposition,
-        readiness: Readiness,
-        pools: Callable[[], Mapping[str, Pool]],
-        dry_run: Callable[[HttpRequest], Awaitable[Outcome | DirectResponse]],
-        decisions: DecisionLog,
-        decision_recorder: DecisionRecorder,
-        clock: Callable[[], float],
-        access: AdminAccess,
-        max_body_bytes: Callable[[], int],
-        shadows: Callable[[], Mapping[str, ShadowScheduler]] = dict,
-    ) -> None:
-        self._exposition = exposition
-        self._readiness = readiness
-        self._pools = pools
-        self._dry_run = dry_run
-        self._decisions = decisions
-        self._decision_recorder = decision_recorder
-        self._clock = clock
-        self._access = access
-        self._max_body_bytes = max_body_bytes
-        self._shadows = shadows
+    exposition: Exposition
+    readiness: Readiness
+    pools: Callable[[], Mapping[str, Pool]]
+    dry_run: Callable[[HttpRequest], Awaitable[Outcome | DirectResponse]]
+    decisions: DecisionLog
+    decision_recorder: DecisionRecorder
+    clock: Callable[[], float]
+    access: AdminAccess
+    max_body_bytes: Callable[[], int]
+    shadows: Callable[[], Mapping[str, ShadowScheduler]] = dict
 
     def application(self) -> web.Application:
         """Build the web application with all routes."""
-        application = web.Application(middlewares=[self._access.middleware()])
+        application = web.Application(middlewares=[self.access.middleware()])
         application.add_routes(
             [
                 web.get("/metrics", self.metrics),
                 web.get("/healthz", self.healthz),
                 web.get("/readyz", self.readyz),
                 web.get("/debug/pool", self.pool),
-                web.get("/debug/pools", self.pools),
+                web.get("/debug/pools", self.all_pools),
                 web.post("/debug/explain", self.explain),
-                web.get("/debug/decisions", self.decisions),
+                web.get("/debug/decisions", self.latest_decisions),
                 web.get("/debug/decisions/{id}", self.decision),
                 web.get("/debug/shadow", self.shadow),
                 web.get("/debug/record", self.record),
@@ -92,7 +79,7 @@ class AdminPages:
         is_openmetrics = _OPENMETRICS in request.headers.get("accept", "")
         kind = f"{_OPENMETRICS}; version=1.0.0" if is_openmetrics else "text/plain; version=0.0.4"
         body, started = bytearray(), time.perf_counter()
-        for piece in self._exposition.pieces(is_openmetrics=is_openmetrics):
+        for piece in self.exposition.pieces(is_openmetrics=is_openmetrics):
             body += piece.encode(errors="replace")
             if time.perf_counter() - started > _RENDER_TURN_S:
                 await asyncio.sleep(0)  # requests are routed in between
@@ -105,68 +92,59 @@ class AdminPages:
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Readiness probe: 503 before discovery is complete and while draining; lists problems."""
-        ready = self._readiness.ready
-        lines = ["ok" if ready else "not ready", *self._readiness.notes()]
+        ready = self.readiness.ready
+        lines = ["ok" if ready else "not ready", *self.readiness.notes()]
         return web.Response(status=200 if ready else 503, text="\n".join(lines) + "\n")
 
     async def pool(self, request: web.Request) -> web.Response:
         """Endpoints of a pool, with loads and reservations; `?pool=` selects among several."""
-        pools = self._pools()
+        pools = self.pools()
         name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
         pool = pools.get(name)
         if pool is None:
             named = ", ".join(pools) or "none"
             missing = Rejection(404, f"no pool is called {name!r}; there are: {named}")
             return _refused(missing)
-        return web.json_response(explanation.describe_pool(pool, self._clock()))
+        return web.json_response(explanation.describe_pool(pool, self.clock()))
 
-    async def pools(self, _: web.Request) -> web.Response:
+    async def all_pools(self, _: web.Request) -> web.Response:
         """All pools by name, in the form of `/debug/pool`."""
-        now = self._clock()
-        states = {
-            name: explanation.describe_pool(pool, now) for name, pool in self._pools().items()
-        }
+        now = self.clock()
+        states = {name: explanation.describe_pool(pool, now) for name, pool in self.pools().items()}
         return web.json_response({"pools": states})
 
-    async def decisions(self, request: web.Request) -> web.Response:
+    async def latest_decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; `?limit=` of them, 50 by default.
 
         `?pool=`, `?model=` and `?endpoint=` select by these, `?result=` those that are `ok`, `failed`,
         `refused` or `open`, `?id=` those whose request id contains it.
         """
-        limit_text = request.query.get("limit", "50")
-        limit = (
-            int(limit_text)
-            if limit_text.isascii() and limit_text.isdigit() and len(limit_text) < 10
-            else 50
-        )
-        now, selected = (
-            self._clock(),
-            filter(_build_filter(request.query), self._decisions.latest()),
-        )
-        records = itertools.islice(selected, limit)
+        text = request.query.get("limit", "50")
+        limit = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 50
+        selected = filter(_build_filter(request.query), self.decisions.latest())
+        records, now = itertools.islice(selected, limit), self.clock()
         return web.json_response(
             {"decisions": [explanation.summarize_record(record, now) for record in records]}
         )
 
     async def decision(self, request: web.Request) -> web.Response:
         """Recorded request by request id: the decision with its result, or why it was refused."""
-        record = self._decisions.find(request.match_info["id"])
+        record = self.decisions.find(request.match_info["id"])
         if record is None:
             missing = Rejection(
                 404,
-                f"no decision of that request id among the last {len(self._decisions)}; the id is "
+                f"no decision of that request id among the last {len(self.decisions)}; the id is "
                 "the x-request-id header, and decisions.decisions says how many are kept",
             )
             return _refused(missing)
-        return web.json_response(explanation.explain_record(record, self._clock()))
+        return web.json_response(explanation.explain_record(record, self.clock()))
 
     async def shadow(self, _: web.Request) -> web.Response:
         """Shadows by name of their pool: agreement, expected seconds, their cost, last differences."""
-        now = self._clock()
+        now = self.clock()
         shadows = {
             name: explanation.describe_shadow(shadow, now)
-            for name, shadow in self._shadows().items()
+            for name, shadow in self.shadows().items()
         }
         return web.json_response({"pools": shadows})
 
@@ -177,14 +155,14 @@ class AdminPages:
             return _refused(
                 Rejection(400, f"expected ?seconds= from 1 to {MAX_CLIENT_S:.0f}; write a number")
             )
-        if not self._decision_recorder.has_room:
+        if not self.decision_recorder.has_room:
             return _refused(
                 Rejection(429, f"{MAX_CLIENTS} clients record already; try again when one ended")
             )
         response = web.StreamResponse(headers={"content-type": "application/jsonl"})
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):  # the client left
-            async with contextlib.aclosing(self._decision_recorder.stream(seconds)) as pieces:
+            async with contextlib.aclosing(self.decision_recorder.stream(seconds)) as pieces:
                 async for lines in pieces:
                     await response.write(lines)
             await response.write_eof()
@@ -197,8 +175,8 @@ class AdminPages:
             lower = name.lower()
             if lower.startswith(HEADER_PREFIX):
                 headers[lower.removeprefix(HEADER_PREFIX)] = value
-        body = await request.clone(client_max_size=self._max_body_bytes()).read()
-        outcome = await self._dry_run(HttpRequest(headers, body))
+        body = await request.clone(client_max_size=self.max_body_bytes()).read()
+        outcome = await self.dry_run(HttpRequest(headers, body))
         match outcome:
             case Decision():
                 return self._explained(outcome)
@@ -214,11 +192,11 @@ class AdminPages:
                 assert_never(outcome)
 
     def _explained(self, decision: Decision) -> web.Response:
-        pool = self._pools().get(decision.pool)
+        pool = self.pools().get(decision.pool)
         health = (
             None
             if pool is None
-            else explanation.health(pool_state.describe_pool_state(pool, self._clock()))
+            else explanation.health(pool_state.describe_pool_state(pool, self.clock()))
         )
         return web.json_response(explanation.explain(decision, health=health))
 
