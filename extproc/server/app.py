@@ -89,7 +89,7 @@ class EndpointPickerProcess:
             self.counters.recorded_rows,
             clock=clock,
             settle=self.counters.settle,
-            on_change=self._set_recording,
+            on_change=self._recorder.set_recordings,
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
         self.reloads = reload.ReloadHistory(settings, clock, self.counters)
@@ -170,10 +170,6 @@ class EndpointPickerProcess:
             notes=self._readiness_notes,
         )
 
-    def _set_recording(self, is_active: bool) -> None:  # noqa: FBT001 - a callback
-        """Put requests into recordings, or end that."""
-        self._recorder.set_recordings(self.decision_recorder.recordings if is_active else None)
-
     def _build_autoscaler(self) -> autoscaler.Autoscaler:
         keda = None if self.control_planes is None else self.control_planes.keda
         listeners = {} if keda is None else {"on_step": keda.notify, "on_removed": keda.gone}
@@ -222,7 +218,6 @@ class EndpointPickerProcess:
         Raises:
             ConfigError: A port is taken, or a certificate cannot be read.
         """
-        server = self._settings.server
         bound = self._transport.bind(self._settings, self.readiness)
         self._servers = [*bound.servers]
         xds_port = keda_port = 0
@@ -242,7 +237,7 @@ class EndpointPickerProcess:
             pages_port,
             xds_port,
             keda_port,
-            transport=server.transport,
+            transport=self._settings.server.transport,
         )
 
     async def sync(self) -> None:
@@ -433,14 +428,7 @@ class EndpointPickerProcess:
         )
         application = pages.application()
         application.add_routes(self.autoscaler.peers.routes())
-        application.add_routes(self._build_console().routes())
-        server = self._settings.server
-        return await self.admin_server.start(
-            application, host=server.host, port=server.metrics_port
-        )
-
-    def _build_console(self) -> console.ConsolePages:
-        return console.ConsolePages(
+        console_pages = console.ConsolePages(
             counters=self.counters,
             views=self.pool_registry.views,
             history=self.history,
@@ -449,6 +437,11 @@ class EndpointPickerProcess:
             readiness=self.readiness,
             about=self._info_labels,
             clock=self._clock,
+        )
+        application.add_routes(console_pages.routes())
+        server = self._settings.server
+        return await self.admin_server.start(
+            application, host=server.host, port=server.metrics_port
         )
 
     def _current_token(self) -> str:

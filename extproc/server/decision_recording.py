@@ -39,7 +39,7 @@ class DecisionRecorder:
     Args:
         counts: Rows by result; updated here.
         settle: Records the ends of requests that wait to be counted.
-        on_change: Called with True when the first recording starts, and with False after the last.
+        on_change: Called with the recordings when the first starts, and with None after the last.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DecisionRecorder:
         *,
         clock: Callable[[], float],
         settle: Callable[[], None],
-        on_change: Callable[[bool], None],
+        on_change: Callable[[Recordings | None], None],
     ) -> None:
         self._settings = settings
         self._settle = settle
@@ -63,7 +63,7 @@ class DecisionRecorder:
             counts,
             self._header,
             schedule=settings.prefix.schedule,
-            on_change=lambda active: on_change(active > 0),
+            on_change=lambda active: on_change(self.recordings if active else None),
         )
 
     @property
