@@ -126,32 +126,16 @@ def read_facts(pages: EnginePages) -> EngineFacts:
     )
 
 
-class _ModelCard(msgspec.Struct, gc=False):
-    """Entry of the models page; `max_model_len` of an adapter is null."""
-
-    id: str
-    max_model_len: int | None = None
-
-
-class _ModelsPage(msgspec.Struct, gc=False):
-    data: list[_ModelCard]
-
-
-_MODELS = msgspec.json.Decoder(_ModelsPage)
-
-
 def _read_lengths(page: FetchedPage) -> Mapping[str, int]:
     """Longest prompt and answer by model; empty where the page does not say."""
-    if page.failure or len(page.body) > models_page.MAX_BYTES:
-        return {}
-    try:
-        cards = _MODELS.decode(page.body).data
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
+    cards = read_json(page).get("data")
     return {
-        card.id: card.max_model_len
-        for card in cards[:_MAX_LENGTHS]
-        if card.max_model_len is not None and not is_long_name(card.id)
+        card["id"]: card["max_model_len"]
+        for card in (cards[:_MAX_LENGTHS] if isinstance(cards, list) else ())
+        if isinstance(card, dict)
+        and isinstance(card.get("max_model_len"), int)
+        and isinstance(card.get("id"), str)
+        and not is_long_name(card["id"])
     }
 
 
