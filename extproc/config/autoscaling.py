@@ -116,10 +116,8 @@ class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     stop_s: validation.Seconds = 10.0
 
 
-class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Replica bounds and scaling policy of a pool; at most one of `target`, `launch` and `exec`.
-
-    Without any of them the desired count is only published, on /metrics and to KEDA.
+class BoundedScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Replica bounds and scaling policy.
 
     Attributes:
         policy: Scaling policy: `adaptive` from work and learned speed; `queue-depth` and `kubeai`
@@ -129,6 +127,21 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             otherwise the first request after a pause is rejected.
         max: Highest number of replicas. 1: more replicas cost money, which is your decision.
         meter: Measurement of demand; each field has the reason of its default.
+    """
+
+    policy: str = policy_runner.DEFAULT
+    params: Mapping[str, Any] = {}
+    min: validation.Count = 0
+    max: validation.Positive = 1
+    meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
+
+
+class ScalingSection(BoundedScaling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Replica bounds and scaling policy of a pool; at most one of `target`, `launch` and `exec`.
+
+    Without any of them the desired count is only published, on /metrics and to KEDA.
+
+    Attributes:
         target: Object whose `scale` subresource is patched, by the replica that holds the Lease of
             `cluster.lease`. Null for none.
         launch: Engines that extproc starts and ends itself; they are the pool's endpoints. Null for
@@ -138,11 +151,6 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         exec_s: Time limit of that program (seconds). 60: APIs of clouds are slow.
     """
 
-    policy: str = policy_runner.DEFAULT
-    params: Mapping[str, Any] = {}
-    min: validation.Count = 0
-    max: validation.Positive = 1
-    meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
     target: ScaleTarget | None = None
     launch: LaunchSection | None = None
     exec: tuple[validation.Name, ...] = ()
@@ -162,21 +170,15 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return policy_runner.make_policy(self.policy, self.params, where=str(where))
 
 
-class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScalingRule(BoundedScaling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Scaling of pools discovered in Kubernetes; annotations may refine it.
 
-    The annotations are described in docs/guides/autoscaling.
+    Annotations, which docs/guides/autoscaling describes, may change `min` and lower `max`: the author
+    of an InferencePool does not decide alone what replicas cost.
 
     Attributes:
         pools: Patterns of `namespace/name` with `*` and `?`; the first rule that matches counts.
             All pools by default.
-        policy: Scaling policy, as in `pool.autoscaling`.
-        params: Parameters of the policy.
-        min: Lowest number of replicas, unless an annotation overrides it. 0: an unused model costs
-            nothing. It needs `flow_control`; otherwise the first request after a pause is rejected.
-        max: Highest number of replicas, also for annotations. 1: more replicas cost money, which
-            the author of an InferencePool does not decide alone.
-        meter: Measurement of demand.
         target: Object whose `scale` subresource is patched, unless an annotation overrides it.
             `{name}` in its name is that of the pool, and it is always in the namespace of the pool.
             Null: the object that an annotation names; without an annotation, the number is only
@@ -186,11 +188,6 @@ class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     pools: Annotated[tuple[validation.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
-    policy: str = policy_runner.DEFAULT
-    params: Mapping[str, Any] = {}
-    min: validation.Count = 0
-    max: validation.Positive = 1
-    meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
     target: ScaleTarget | None = None
     annotations: bool = True
 

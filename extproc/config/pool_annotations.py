@@ -189,19 +189,12 @@ def resolve_scaling(
         return None
     least = min(_count(overrides, MIN, rule.min, place), most)
     namespace, _, name = key.rpartition("/")
-    wanted = ScalingSection(
-        policy=rule.policy,
-        params=rule.params,
-        min=least,
-        max=most,
-        meter=rule.meter,
-        target=_target(rule, overrides.get(TARGET, "").strip(), name, place / TARGET),
-    )
-    if wanted.target is not None:
-        placed = msgspec.structs.replace(wanted.target, namespace=namespace).filled
-        autoscaling.check_target(placed, place / TARGET)
-        wanted = msgspec.structs.replace(wanted, target=placed)
-    return wanted
+    target = _target(rule, overrides.get(TARGET, "").strip(), name, place / TARGET)
+    if target is not None:
+        target = msgspec.structs.replace(target, namespace=namespace).filled
+        autoscaling.check_target(target, place / TARGET)
+    section = msgspec.convert(rule, ScalingSection, from_attributes=True)
+    return msgspec.structs.replace(section, min=least, max=most, target=target)
 
 
 def check_scaling_rule(rule: ScalingRule, place: validation.Place) -> None:
@@ -218,11 +211,10 @@ def check_scaling_rule(rule: ScalingRule, place: validation.Place) -> None:
             got=rule.target.namespace,
             fix="remove it",
         )
-    target = None if rule.target is None else _named(rule.target, "name")
-    wanted = ScalingSection(
-        policy=rule.policy, params=rule.params, min=rule.min, max=rule.max, target=target
-    )
-    autoscaling.check_section(wanted, place)
+    section = msgspec.convert(rule, ScalingSection, from_attributes=True)
+    if section.target is not None:
+        section = msgspec.structs.replace(section, target=_named(section.target, "name"))
+    autoscaling.check_section(section, place)
 
 
 def describe_scaling_rule(rule: ScalingRule) -> Iterator[str]:
