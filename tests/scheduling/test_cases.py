@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from extproc.config import filter_tree_syntax
+from extproc.config.validation import Place
 from extproc.decision import Decision
 from extproc.scheduling import registry
 from tests.scheduling import builders
@@ -80,10 +81,7 @@ def build_plugin(table, kind, params):
     """A plugin of its parameters; a tree has plugins of its own in them."""
     if kind == "tree":
         params = filter_tree_syntax.build_tree_params(
-            params,
-            lambda node, _: build_plugin(table, node.kind, node.params),
-            where="case",
-            path=(),
+            params, lambda node, _: build_plugin(table, node.kind, node.params), Place("case")
         )
     return msgspec.convert(params, table[kind])
 
