@@ -1,14 +1,12 @@
-"""Converts all forms of filter trees to parameters of the filter `tree`.
+"""Converts filter trees to parameters of the filter `tree`.
 
-A file of ours writes nodes with our keys or with those of the first gateway; an
-EndpointPickerConfig has a `decision-tree-filter`, whose nodes refer to plugins.
+A file of ours writes nodes; an EndpointPickerConfig has a `decision-tree-filter`, whose nodes refer to
+plugins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-
-import msgspec
 
 from extproc.config import pool_sections, validation
 from extproc.config.validation import Place
@@ -20,49 +18,16 @@ from extproc.scheduling.framework import Filter, UpstreamParameters
 #: file that make a node its own successor.
 MAX_NODES = 100
 
-#: Filter names of the first gateway (docs/spec/prior-systems.md#single-strategies) and our kinds.
-KINDS: Mapping[str, str] = {
-    "affinity_lora": "adapter-active",
-    "can_accept_new_lora": "can-accept-adapter",
-    "critical_request": "critical-request",
-    "drop_request": "drop-request",
-    "least_kv_cache": "kv-range",
-    "least_queuing": "queue-range",
-    "low_cost_lora": "low-cost-adapter",
-    "low_latency": "low-latency",
-    "sheddable_request": "sheddable-capacity",
-    "top_k": "top-k",
-}
-
-#: Its filter options and values that are called otherwise here.
-_OPTIONS: Mapping[str, str] = {"topK": "k", "topKBy": "by"}
-_VALUES: Mapping[object, str] = {
-    "waiting_queue_size": "waiting",
-    "kv_cache_usage_percent": "kv_usage",
-}
-
 #: Builds a filter from an entry at a place.
 BuildFilter = Callable[[pool_sections.PluginEntry, Place], Filter]
 
 
-class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A node in this project's spelling; successors are nodes again."""
+class _TreeNode(pool_sections.PluginEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A filter, and what follows it: nodes again."""
 
-    kind: validation.Name
-    params: Mapping[str, object] = {}
     on_success: object = None
     on_failure: object = None
     on_either: object = None
-
-
-class _GatewayNode(UpstreamParameters, frozen=True, kw_only=True):
-    """A node in the first gateway's spelling."""
-
-    name: validation.Name
-    filter_option: Mapping[str, object] | None = None
-    next_on_success: object = None
-    next_on_failure: object = None
-    next_on_success_or_failure: object = None
 
 
 def build_tree_params(
@@ -71,19 +36,15 @@ def build_tree_params(
     """Return parameters of a tree with a filter in every node.
 
     Args:
-        params: Parameters as written: `root`, or the root node itself, as in files of the first
-            gateway.
+        params: Parameters as written.
 
     Raises:
         ConfigError: A node cannot be read, its filter cannot be built, or there are more than
             `MAX_NODES` nodes.
     """
-    budget = iter(range(MAX_NODES))
-    if "root" not in params and ("kind" in params or "name" in params):
-        return {"root": _node(params, build, budget, place)}
     built: dict[str, object] = dict(params)
     if "root" in built:
-        built["root"] = _node(built["root"], build, budget, place / "root")
+        built["root"] = _node(built["root"], build, iter(range(MAX_NODES)), place / "root")
     return built
 
 
@@ -97,56 +58,29 @@ def _node(
             got="more",
             fix="see whether an alias makes a node its own successor",
         )
-    is_gateway = isinstance(written, dict) and "name" in written
-    read = _read_gateway_node if is_gateway else _read_tree_node
-    entry, keys, successors = read(written, place)
-    if entry.kind == filter_tree.FilterTree.kind:
+    node = validation.to_struct(written, _TreeNode, where=place)
+    if node.kind == filter_tree.FilterTree.kind:
         raise ConfigError(
             place / "kind",
             wanted="a filter that is no tree",
-            got=entry.kind,
+            got=node.kind,
             fix="write its root here: a node is a tree already",
         )
-    node_filter = build(entry, place)
+    node_filter = build(node, place)
     built = {
-        field: _node(node, build, budget, place / key)
-        for (field, key), node in zip(keys.items(), successors, strict=True)
-        if node is not None
+        field: _node(successor, build, budget, place / field)
+        for field in _UPSTREAM_KEYS
+        if (successor := getattr(node, field)) is not None
     }
     return filter_tree.FilterTreeNode(filter=node_filter, **built)
 
 
-#: The keys of successors in a tree of ours, and in the first gateway's and upstream's.
-_SUCCESSORS = ("on_success", "on_failure", "on_either")
-_GATEWAY_KEYS = {
+#: Keys of successors in a tree of ours, and upstream's.
+_UPSTREAM_KEYS = {
     "on_success": "nextOnSuccess",
     "on_failure": "nextOnFailure",
     "on_either": "nextOnSuccessOrFailure",
 }
-
-#: The entry of a node's filter, the key of each successor by its field, and the successors.
-_ReadNode = tuple[pool_sections.PluginEntry, Mapping[str, str], tuple[object, object, object]]
-
-
-def _read_tree_node(written: object, place: Place) -> _ReadNode:
-    node = validation.to_struct(written, _TreeNode, where=place)
-    entry = pool_sections.PluginEntry(kind=node.kind, params=node.params)
-    keys = {field: field for field in _SUCCESSORS}
-    return entry, keys, (node.on_success, node.on_failure, node.on_either)
-
-
-def _read_gateway_node(written: object, place: Place) -> _ReadNode:
-    node = validation.to_struct(written, _GatewayNode, where=place)
-    options = {
-        _OPTIONS.get(name, name): _VALUES.get(value, value) if isinstance(value, str) else value
-        for name, value in (node.filter_option or {}).items()
-    }
-    return (
-        pool_sections.PluginEntry(kind=KINDS.get(node.name, node.name), params=options),
-        _GATEWAY_KEYS,
-        (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure),
-    )
-
 
 #: Depth of references and trees. The gateway's default has 4; the bound is against trees that
 #: refer to each other in a circle.
@@ -204,7 +138,7 @@ def _decision_node(
             fix="name the filter that its root asks first",
         )
     successors = (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure)
-    for (field, key), entry in zip(_GATEWAY_KEYS.items(), successors, strict=True):
+    for (field, key), entry in zip(_UPSTREAM_KEYS.items(), successors, strict=True):
         if entry is not None:
             translated[field] = _decision_entry(entry, find, place / key, depth_left)
     return translated

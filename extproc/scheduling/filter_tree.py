@@ -113,9 +113,7 @@ class FilterTree(PluginParameters, frozen=True, kw_only=True, dict=True):
     the last filter left: none, if it failed, and the client gets 429. A filter that raises has
     failed; at the end of the walk its exception is the tree's.
 
-    In a configuration a node is `kind`, `params`, `on_success`, `on_failure` and `on_either`, or
-    in the spelling of the first gateway `name`, `filterOption`, `nextOnSuccess`, `nextOnFailure`
-    and `nextOnSuccessOrFailure`.
+    In a configuration a node is `kind`, `params`, `on_success`, `on_failure` and `on_either`.
 
     Attributes:
         root: First node of the walk.

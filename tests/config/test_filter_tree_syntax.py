@@ -51,9 +51,9 @@ def kinds(node):
     return [node.filter.kind, *below] if any(below) else node.filter.kind
 
 
-def test_both_syntaxes_give_equal_trees():
-    """A file of the first gateway and one of ours make equal filters."""
-    ours = resolve(
+def test_nodes_become_filters_with_their_successors():
+    """Each node is the filter of its kind and parameters, and leads to the nodes below it."""
+    tree = resolve(
         {
             "root": {
                 "kind": "low-latency",
@@ -62,32 +62,14 @@ def test_both_syntaxes_give_equal_trees():
             }
         }
     )
-    theirs = resolve(
-        {
-            "name": "low_latency",
-            "nextOnSuccess": {
-                "name": "affinity_lora",
-                "nextOnSuccessOrFailure": {"name": "least_queuing"},
-            },
-            "nextOnFailure": {
-                "name": "top_k",
-                "filterOption": {"topK": 2, "topKBy": "kv_cache_usage_percent"},
-            },
-        }
-    )
-    assert ours == theirs
-    assert kinds(ours.root) == [
+    assert kinds(tree.root) == [
         "low-latency",
         ["adapter-active", None, None, "queue-range"],
         "top-k",
         None,
     ]
-
-
-def test_the_syntaxes_may_be_mixed():
-    """Each node is read on its own."""
-    tree = resolve({"root": {"kind": "kv-range", "on_either": {"name": "drop_request"}}})
-    assert kinds(tree.root) == ["kv-range", None, None, "drop-request"]
+    top = tree.root.on_failure.filter
+    assert (top.k, top.by) == (2, "kv_usage")
 
 
 def test_an_external_plugin_in_a_node_is_guarded(tmp_path):
@@ -113,11 +95,7 @@ def test_an_external_plugin_in_a_node_is_guarded(tmp_path):
             {"root": {"kind": "kv-range", "on_failure": {"kind": "top-k", "params": {"k": 0}}}},
             "filters[0].params.root.on_failure.params.k",
         ),
-        ({"name": "kv", "nextOnSucces": {}}, "did you mean nextOnSuccess"),
-        (
-            {"name": "least_queuing", "nextOnFailure": {"name": "drop_requests"}},
-            "nextOnFailure",
-        ),
+        ({"root": {"kind": "kv-range", "on_failure": {"kind": "drop"}}}, "on_failure.kind"),
         ({"root": {"kind": "tree"}}, "a filter that is no tree"),
         ({"root": {"kind": "kv-range"}, "rot": 1}, "unknown key rot"),
     ],
