@@ -16,7 +16,9 @@ import msgspec
 import xxhash
 
 from extproc.pool.snapshot import Pool
+from extproc.protocol.headers import DESTINATION
 from extproc.wire.pb import xds_pb2
+from extproc.wire.protobuf_decoder import BALANCER_NAMESPACE, SERVED_KEY
 from extproc.xds import resources
 from extproc.xds.resources import (
     ClusterOptions,
@@ -26,12 +28,6 @@ from extproc.xds.resources import (
     XdsResource,
     XdsSnapshot,
 )
-
-#: EPP protocol 004: the destination, in a header and in metadata of this namespace; the served
-#: endpoint comes back in the same namespace.
-NAMESPACE = "envoy.lb"
-DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
 
 _TYPES = "type.googleapis.com/"
 _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
@@ -135,7 +131,7 @@ def _override_host_policy() -> xds_pb2.LoadBalancingPolicy:
     override_host = xds_pb2.OverrideHost(
         override_host_sources=[{"header": DESTINATION}, {"metadata": _key(DESTINATION)}],
         # Who served reaches extproc again. Envoys that do not know the field skip it.
-        selected_host_key=_key(SERVED),
+        selected_host_key=_key(SERVED_KEY),
         fallback_policy=_policy("least_request", xds_pb2.LeastRequest()),
     )
     return _policy("override_host", override_host)
@@ -151,8 +147,8 @@ def _policy(name: str, message: Any) -> xds_pb2.LoadBalancingPolicy:
 
 
 def _key(name: str) -> dict[str, object]:
-    """Builds a MetadataKey of our namespace."""
-    return {"key": NAMESPACE, "path": [{"key": name}]}
+    """Builds a MetadataKey of the namespace of EPP protocol 004."""
+    return {"key": BALANCER_NAMESPACE, "path": [{"key": name}]}
 
 
 def _health_checks(health_check: HealthCheck) -> Iterator[xds_pb2.HealthCheck]:
