@@ -132,38 +132,27 @@ _CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
 
 _NOT_SPLIT = "prefill, decode and encode are not split here"
 
-#: Handlers that use several profiles, for the steps of a request or by what a header names, and
-#: what is missing here.
-_SPLITTING: Mapping[str, str] = {
-    "disagg-profile-handler": _NOT_SPLIT,
-    "pd-profile-handler": _NOT_SPLIT,
-    "header-profile-handler": "no header chooses a profile here",
-}
-
 #: Top-level keys, and what becomes of those that are taken without effect.
 _KEYS: Mapping[str, str] = {
-    "apiVersion": "",
-    "kind": "",
-    "metadata": "",
-    "plugins": "",
-    "schedulingProfiles": "",
-    "featureGates": "",
-    "dataLayer": "",
-    "requestHandler": "",
+    **dict.fromkeys(("apiVersion", "kind", "metadata", "plugins", "schedulingProfiles"), ""),
+    **dict.fromkeys(("featureGates", "dataLayer", "requestHandler", "flowControl"), ""),
     "parser": "parser is deprecated and not needed: every surface is parsed",
-    "flowControl": "",
     "saturationDetector": _SATURATION,
 }
 
-#: Handlers that choose among profiles: type to the parameters that name the one that routes profile_path,
-#: and its name where they do not.
-_HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "disagg-profile-handler": (("profiles", "decode"), "decode"),
-    "pd-profile-handler": (("decodeProfile",), "decode"),
-    "header-profile-handler": (("defaultProfile",), "decode"),
-    "data-parallel-profile-handler": ((), "decode"),
-    "slo-aware-profile-handler": ((), "default"),
-    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing"),
+#: Handlers that choose among profiles: type to the parameters that name the one that routes, its name
+#: where they do not, and what is missing here of handlers that use several profiles; else empty.
+_HANDLERS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
+    "disagg-profile-handler": (("profiles", "decode"), "decode", _NOT_SPLIT),
+    "pd-profile-handler": (("decodeProfile",), "decode", _NOT_SPLIT),
+    "header-profile-handler": (
+        ("defaultProfile",),
+        "decode",
+        "no header chooses a profile here",
+    ),
+    "data-parallel-profile-handler": ((), "decode", ""),
+    "slo-aware-profile-handler": ((), "default", ""),
+    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
 }
 
 
@@ -288,13 +277,14 @@ def check_supported(scheduling: EppPlugins, file: Place) -> None:
     """
     profiles = [profile.name for profile in scheduling.scheduling_profiles]
     for index, plugin in enumerate(scheduling.plugins):
-        if plugin.type in _SPLITTING and len(profiles) > 1:
+        _, _, missing = _HANDLERS.get(plugin.type, ((), "", ""))
+        if missing and len(profiles) > 1:
             others = ", ".join(name for name in profiles if name != _decoding(plugin))
             raise ConfigError(
                 file / "plugins" / index / "type",
                 wanted="one endpoint for a request",
                 got=f"{plugin.type} with profiles {', '.join(profiles)}: "
-                f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
+                f"{missing}, so engines of {others} would idle",
                 fix="route to engines that do all of it with one profile, or accept that engines "
                 f"of {_decoding(plugin)} do all of it with --allow-unsupported "
                 "(scheduling.allow_unsupported)",
@@ -411,7 +401,7 @@ def _routing(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
 
 def _decoding(handler: NamedPlugin) -> str:
     """Return the name of a handler's decode profile; other stages are not picked here."""
-    keys, name = _HANDLERS[handler.type]
+    keys, name, _ = _HANDLERS[handler.type]
     value: object = handler.parameters
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
