@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,7 @@ class CheckReport(msgspec.Struct, frozen=True):
             "notes": list(self.notes),
             "changed": [
                 {"path": change.path, "default": change.before, "value": change.after}
-                for change in (_changed_fields(settings) if settings else ())
+                for change in (reloading.find_changes_from_defaults(settings) if settings else ())
             ],
             "profile": profile.name if profile else None,
             "signals": sorted(signal.value for signal in profile.needs) if profile else [],
@@ -251,20 +251,12 @@ def _describe_settings(resolved: flags.Resolved) -> Iterator[str]:
     yield from describe_pools(settings)
     yield from _describe_scheduling(settings, resolved.profile)
     yield from _describe_limits(settings)
-    changes = _changed_fields(settings)
+    changes = list(reloading.find_changes_from_defaults(settings))
     if changes:
         yield "changed     from the defaults"
     width = max((len(change.path) for change in changes), default=0)
     for change in changes:
         yield f"  {change.path:<{width}}  {change.after} (default {change.before})"
-
-
-def _changed_fields(settings: Settings) -> Sequence[reloading.Change]:
-    """Every field that is not as it would be without a file and flags."""
-    default = Settings(
-        pools=tuple(pool_sections.PoolSection(name=pool.name) for pool in settings.pools)
-    )
-    return list(reloading.find_changes(default, settings))
 
 
 def _describe_server(server: ServerSection, xds: XdsSection) -> Iterator[str]:

@@ -140,10 +140,15 @@ def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
             yield from _leaves((field.encode_name,), old, new, field.name in LIVE[""])
 
 
-def find_differences_from_defaults(settings: Settings) -> Iterator[Change]:
-    """Yield every field that differs from its default, without passwords and command lines."""
+def find_changes_from_defaults(settings: Settings) -> Iterator[Change]:
+    """Yield every field that is not as it would be without a file and flags."""
     pools = tuple(pool_sections.PoolSection(name=pool.name) for pool in settings.pools)
-    for change in find_changes(msgspec.structs.replace(Settings(), pools=pools), settings):
+    return find_changes(Settings(pools=pools), settings)
+
+
+def find_public_changes_from_defaults(settings: Settings) -> Iterator[Change]:
+    """Yield the same without passwords and command lines."""
+    for change in find_changes_from_defaults(settings):
         if _COMMANDS.isdisjoint(change.path.split(".")):
             yield change
         else:

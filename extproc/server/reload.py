@@ -106,7 +106,7 @@ class ReloadHistory:
         """Settings that differ from their defaults, and reloads, newest first; without secrets."""
         return {
             "started_s_ago": now - self._started_at,
-            "settings": list(reloading.find_differences_from_defaults(self._settings)),
+            "settings": list(reloading.find_public_changes_from_defaults(self._settings)),
             "reloads": [
                 {
                     "seconds_ago": now - at,
