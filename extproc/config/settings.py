@@ -420,25 +420,6 @@ class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     requests: Literal["off", "errors", "all"] = "off"
 
 
-_SERVER = ServerSection()
-_SOURCE = pool_sections.PoolSource()
-_CLUSTER = pool_sections.ClusterSection()
-_SCRAPE = ScrapeSection()
-_HEALTH = endpoint_health.OutlierDetectionSettings()
-_SCHEDULING = pool_sections.SchedulingSection()
-_PREFIX = PrefixSection()
-_KV_EVENTS = KvEventsSection()
-_LIMITS = LimitsSection()
-_FLOW_CONTROL = FlowControlSection()
-_AUTOSCALING = AutoscalingSection()
-_RESPONSES = ResponsesSection()
-_DECISIONS = DecisionsSection()
-_XDS = XdsSection()
-_PEER_SYNC = PeerSyncSection()
-_LOG = LogSection()
-_TRACING = TracingSection()
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A complete configuration.
 
@@ -472,23 +453,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
     kind: Literal["ExtProcConfig"] = KIND
-    server: ServerSection = _SERVER
-    pool: pool_sections.PoolSource = _SOURCE
+    server: ServerSection = ServerSection()
+    pool: pool_sections.PoolSource = pool_sections.PoolSource()
     pools: tuple[pool_sections.PoolSection, ...] = ()
-    cluster: pool_sections.ClusterSection = _CLUSTER
-    scrape: ScrapeSection = _SCRAPE
-    health: endpoint_health.OutlierDetectionSettings = _HEALTH
-    scheduling: pool_sections.SchedulingSection = _SCHEDULING
-    prefix: PrefixSection = _PREFIX
-    kv_events: KvEventsSection = _KV_EVENTS
-    limits: LimitsSection = _LIMITS
-    flow_control: FlowControlSection = _FLOW_CONTROL
-    autoscaling: AutoscalingSection = _AUTOSCALING
-    responses: ResponsesSection = _RESPONSES
-    decisions: DecisionsSection = _DECISIONS
-    xds: XdsSection = _XDS
-    peer_sync: PeerSyncSection = _PEER_SYNC
-    log: LogSection = _LOG
-    tracing: TracingSection = _TRACING
+    cluster: pool_sections.ClusterSection = pool_sections.ClusterSection()
+    scrape: ScrapeSection = ScrapeSection()
+    health: endpoint_health.OutlierDetectionSettings = endpoint_health.OutlierDetectionSettings()
+    scheduling: pool_sections.SchedulingSection = pool_sections.SchedulingSection()
+    prefix: PrefixSection = PrefixSection()
+    kv_events: KvEventsSection = KvEventsSection()
+    limits: LimitsSection = LimitsSection()
+    flow_control: FlowControlSection = FlowControlSection()
+    autoscaling: AutoscalingSection = AutoscalingSection()
+    responses: ResponsesSection = ResponsesSection()
+    decisions: DecisionsSection = DecisionsSection()
+    xds: XdsSection = XdsSection()
+    peer_sync: PeerSyncSection = PeerSyncSection()
+    log: LogSection = LogSection()
+    tracing: TracingSection = TracingSection()
     conformance: bool = False
     seed: int | None = None
