@@ -38,10 +38,6 @@ H2C = "kubernetes.io/h2c"
 SUPPORTED_APP_PROTOCOLS = frozenset({"", "http", H2C})
 
 
-def _always() -> bool:
-    return True
-
-
 class InitialScrapeGate:
     """Gate that opens once every endpoint was scraped, so that first picks have data.
 
@@ -105,8 +101,8 @@ class Readiness:
         self,
         is_synced: Callable[[], bool],
         *,
-        is_scraped: Callable[[], bool] = _always,
-        is_protocol_supported: Callable[[], bool] = _always,
+        is_scraped: Callable[[], bool] = lambda: True,
+        is_protocol_supported: Callable[[], bool] = lambda: True,
         is_leader: Callable[[], bool] | None = None,
         notes: Callable[[], Iterable[str]] = tuple,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -35,7 +36,7 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
     # Ours only: gRPC and aiohttp have debug lines of their own.
     logging.getLogger("extproc").setLevel(settings.log.level.upper())
     grpc_workarounds.configure_malloc(os.environ)
-    uvloop.run(serve(settings, source, announce=_announce))
+    uvloop.run(serve(settings, source, announce=functools.partial(print, flush=True)))
     return 0
 
 
@@ -119,7 +120,3 @@ async def _ready(readiness: health.Readiness, stop: asyncio.Event) -> None:
         # Nothing tells when all that readiness depends on holds.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _LOOK_S)
-
-
-def _announce(line: str) -> None:
-    print(line, flush=True)  # noqa: T201

@@ -196,8 +196,8 @@ class PoolRegistry:
         plans = {plan.name: plan for plan in pools.pool_plans(settings)}
         grants: dict[str, pool_annotations.MatchGrant] = {}
         for name in self._discovered:
-            grant = self._resolve_grant(settings, name, self.by_name[name].annotations)
-            grants[name] = grant
+            rules, annotations = settings.cluster.match_rules, self.by_name[name].annotations
+            grant = grants[name] = pool_annotations.grant_match(rules, name, annotations)
             plans[name] = pools.discovered_pool_plan(settings, name, grant.match)
         steps = [
             runtime.prepare_reload(plans[name])
@@ -222,7 +222,8 @@ class PoolRegistry:
             runtime.on_discovered(discovered)
 
     def _find_or_create(self, key: str, discovered: DiscoveredPool) -> PoolRuntime | None:
-        grant = self._resolve_grant(self._settings, key, discovered.annotations)
+        rules = self._settings.cluster.match_rules
+        grant = pool_annotations.grant_match(rules, key, discovered.annotations)
         runtime = self.by_name.get(key)
         if runtime is not None:
             runtime.grant_match(grant)
@@ -239,11 +240,6 @@ class PoolRegistry:
         _log.info("pool %s is served", key)
         runtime.grant_match(grant)
         return runtime
-
-    def _resolve_grant(
-        self, settings: Settings, key: str, annotations: Mapping[str, str]
-    ) -> pool_annotations.MatchGrant:
-        return pool_annotations.grant_match(settings.cluster.match_rules, key, annotations)
 
     def _match_order_inputs(self) -> Mapping[str, object]:
         """Inputs of the order of pools, by name."""
