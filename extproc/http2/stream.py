@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final, TypeAlias
 
 import msgspec
@@ -105,52 +105,20 @@ class StreamState(enum.IntEnum):
     CLOSED = 3
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """Treatment of a frame.
-
-    Attributes:
-        code: Ends the stream or the connection; None where the frame is accepted or ignored.
-        ends_stream: True if the code ends only the stream.
-    """
-
-    is_accepted: bool = False
-    code: ErrorCode | None = None
-    ends_stream: bool = False
-
-
-_ACCEPT: Final = Verdict(is_accepted=True)
-_IGNORE: Final = Verdict()
-_ENDS_STREAM: Final = Verdict(code=ErrorCode.STREAM_CLOSED, ends_stream=True)
-_ENDS_CONNECTION: Final = Verdict(code=ErrorCode.STREAM_CLOSED)
-_NOT_IDLE: Final = Verdict(code=ErrorCode.PROTOCOL_ERROR)
-
-#: By state and type of frame.
-_VERDICTS: Final[Sequence[Mapping[int, Verdict]]] = (
-    {  # IDLE
-        frames.DATA: _NOT_IDLE,
-        frames.HEADERS: _ACCEPT,
-        frames.RST_STREAM: _NOT_IDLE,
-        frames.WINDOW_UPDATE: _NOT_IDLE,
-    },
-    {  # HALF_CLOSED_REMOTE
-        frames.DATA: _ENDS_STREAM,
-        frames.HEADERS: _ENDS_STREAM,
-        frames.RST_STREAM: _ACCEPT,
-        frames.WINDOW_UPDATE: _ACCEPT,
-    },
-    {  # RESET
-        frames.DATA: _IGNORE,
-        frames.HEADERS: _IGNORE,
-        frames.RST_STREAM: _IGNORE,
-        frames.WINDOW_UPDATE: _IGNORE,
-    },
-    {  # CLOSED
-        frames.DATA: _ENDS_CONNECTION,
-        frames.HEADERS: _ENDS_CONNECTION,
-        frames.RST_STREAM: _IGNORE,
-        frames.WINDOW_UPDATE: _IGNORE,
-    },
-)
+#: Types of frames that are not allowed, by state, and the error; it ends the stream where that is half
+#: closed, else the connection.
+_FORBIDDEN: Final[Mapping[StreamState, tuple[frozenset[int], ErrorCode]]] = {
+    StreamState.IDLE: (
+        frozenset({frames.DATA, frames.RST_STREAM, frames.WINDOW_UPDATE}),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    StreamState.HALF_CLOSED_REMOTE: (
+        frozenset({frames.DATA, frames.HEADERS}),
+        ErrorCode.STREAM_CLOSED,
+    ),
+    StreamState.RESET: (frozenset(), ErrorCode.NO_ERROR),
+    StreamState.CLOSED: (frozenset({frames.DATA, frames.HEADERS}), ErrorCode.STREAM_CLOSED),
+}
 
 
 class StreamTable:
@@ -178,23 +146,21 @@ class StreamTable:
         if len(reset) > self._max_reset:
             reset.popitem(last=False)
 
-    def check(self, kind: int, stream_id: int) -> bool:
-        """Check if a frame is to be handled; False if it is to be ignored.
-
-        For frames on streams that are not open both ways.
+    def check(self, kind: int, stream_id: int) -> None:
+        """Check a frame on a stream that is not open both ways.
 
         Raises:
             Http2Error: The frame is not allowed in this state.
         """
         state = self._state(stream_id)
-        verdict = _VERDICTS[state][kind]
-        if verdict.code is not None:
+        kinds, code = _FORBIDDEN[state]
+        if kind in kinds:
+            ends_stream = state is StreamState.HALF_CLOSED_REMOTE
             raise Http2Error(
-                verdict.code,
+                code,
                 f"frame of type {kind} in state {state.name}",
-                stream_id=stream_id if verdict.ends_stream else 0,
+                stream_id=stream_id if ends_stream else 0,
             )
-        return verdict.is_accepted
 
     def _state(self, stream_id: int) -> StreamState:
         if stream_id in self.open:
