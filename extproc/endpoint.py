@@ -16,6 +16,9 @@ import msgspec
 #: Labels of an endpoint without labels.
 NO_LABELS: Mapping[str, str] = {}
 
+#: Largest TCP port.
+MAX_PORT = 65_535
+
 #: Label that says an endpoint's metrics are on another port of the same address.
 METRICS_PORT = "metrics-port"
 
@@ -92,9 +95,25 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         return int(self.host_port.rpartition(":")[2])
 
     @property
+    def metrics_port(self) -> int:
+        """The port of its metrics page: the one of its label, if that is a port, else its own."""
+        return parse_port(self.labels.get(METRICS_PORT, "")) or self.port
+
+    @property
     def ip(self) -> str:
         """The host part, without brackets."""
         return self.address.rpartition(":")[0].strip("[]")
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_port(text: str) -> int:
+    """A TCP port from 1 to 65535; 0 for any other text."""
+    port = int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
+    return port if port <= MAX_PORT else 0
 
 
 def split_ranks(endpoint: Endpoint, numbers: Sequence[int]) -> tuple[Endpoint, ...]:

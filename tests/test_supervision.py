@@ -255,7 +255,7 @@ def test_the_place_is_the_innermost_line_of_the_package():
     """An exception that passes through this package is placed there, not where it was caught."""
     with pytest.raises(TypeError) as raised:
         client.target(None, 80, path="/")
-    assert place_of(raised.value).startswith("TypeError at extproc/scrape/client.py:")
+    assert place_of(raised.value).startswith("TypeError at extproc/endpoint.py:")
     grouped = ExceptionGroup("several", [ExceptionGroup("more", [raised.value])])
     assert place_of(grouped) == place_of(raised.value)
 

@@ -13,6 +13,7 @@ from extproc.config import autoscaling, epp_config, pool_annotations, pool_secti
 from extproc.config.settings import Settings
 from extproc.config.validation import Place
 from extproc.discovery import endpoint_list, static_discovery
+from extproc.endpoint import join_host_port
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.routing import pool_match
@@ -212,8 +213,7 @@ def _describe_object(section: pool_sections.KubernetesSection) -> str:
 
 
 def _describe_entry(entry: endpoint_list.EndpointListEntry) -> str:
-    host = f"[{entry.host}]" if ":" in entry.host else entry.host
-    words = [f"{host}:{entry.port}"]
+    words = [join_host_port(entry.host, entry.port)]
     if not entry.literal:
         words.append("(every address of this name)")
     if entry.name:

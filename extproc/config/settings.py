@@ -14,6 +14,7 @@ import msgspec
 from extproc.config import pool_sections, validation
 from extproc.config.autoscaling import AutoscalingSection
 from extproc.config.tracing import TracingSection
+from extproc.endpoint import join_host_port
 from extproc.flow_control.flow_queue import Order
 from extproc.flow_control.priority_band import Fairness
 from extproc.flow_control.queue import FlowControlSettings
@@ -82,8 +83,7 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def grpc_address(self, port: int) -> str:
         """Return the `host:port` that gRPC binds to; IPv6 hosts get brackets."""
-        host = self.host or "::"
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_host_port(self.host or "::", port)
 
 
 class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import ssl
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from extproc.diagnostics.pages import (
     EnvoyPages,
     PickerPages,
 )
-from extproc.endpoint import METRICS_PORT, Endpoint
+from extproc.endpoint import Endpoint, join_host_port
 from extproc.errors import ConfigError
 from extproc.scrape import client, models_page
 from extproc.scrape.client import FetchedPage, ScrapeClient
@@ -44,8 +43,6 @@ MAX_ENGINES: Final = 1000
 #: Longest pages (bytes): a config dump of thousands of clusters, lists of hosts, pools.
 _ENVOY_BYTES: Final = 64 * 1024 * 1024
 _PICKER_BYTES: Final = 32 * 1024 * 1024
-
-_PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 #: Failures after which no other page of a server is read.
 _GONE: Final = frozenset({"timeout", "refused", "unreachable", "tls", "closed", "not HTTP"})
@@ -75,8 +72,7 @@ class AdminUrl(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The address for people."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+        return f"{'https' if self.is_tls else 'http'}://{join_host_port(self.host, self.port)}"
 
 
 def parse_url(text: str, *, where: str, port: int) -> AdminUrl:
@@ -297,8 +293,6 @@ class Collector:
         self, metrics: ScrapeClient, others: ScrapeClient, pool: str, endpoint: Endpoint
     ) -> EnginePages:
         port = endpoint.port
-        label = endpoint.labels.get(METRICS_PORT, "")
-        metrics_port = int(label) if _PORT.fullmatch(label) and int(label) <= 65535 else port
 
         async def get(path: str) -> FetchedPage:
             where = client.target(endpoint.ip, port, path=path, accept=_JSON)
@@ -306,7 +300,7 @@ class Collector:
 
         began = self._clock()
         page = await metrics.get_page(
-            client.target(endpoint.ip, metrics_port, path=self._settings.scrape.path)
+            client.target(endpoint.ip, endpoint.metrics_port, path=self._settings.scrape.path)
         )
         pages = EnginePages(
             pool=pool,

@@ -11,6 +11,7 @@ from extproc.config.envoy_tree import YamlTree
 from extproc.config.finding import Finding, Severity
 from extproc.config.settings import Settings
 from extproc.diagnostics.pages import EnvoyPages, read_json
+from extproc.endpoint import join_host_port
 from extproc.errors import ConfigError
 from extproc.scrape.client import FetchedPage
 
@@ -226,8 +227,7 @@ def _address(host: YamlTree) -> str:
     """`ip:port` of a host; empty for a pipe."""
     socket: Any = (host.get("address") or {}).get("socket_address") or {}
     address = str(socket.get("address", ""))
-    port = socket.get("port_value", "")
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}" if address else ""
+    return join_host_port(address, socket.get("port_value", "")) if address else ""
 
 
 def _picker_hosts(tree: YamlTree, clusters: YamlTree) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import msgspec
 from extproc.config import finding
 from extproc.config.finding import Finding
 from extproc.diagnostics.pages import PickerPages
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, parse_port
 from extproc.scrape.client import FetchedPage
 
 #: Advice for the reasons for which an endpoint is left out; others come from its answers.
@@ -61,7 +61,7 @@ def to_endpoint(row: EndpointRow) -> Endpoint | None:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return None
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535):
+    if not parse_port(port):
         return None
     name = row.name.removesuffix("-rank-0") if rank else row.name
     return Endpoint(host_port, name=name or host_port, labels=row.labels)

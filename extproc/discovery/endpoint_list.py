@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import NO_LABELS, Endpoint
+from extproc.endpoint import MAX_PORT, NO_LABELS, Endpoint, parse_port
 from extproc.errors import ConfigError
 from extproc.pool import inference_policy
 
@@ -166,11 +166,10 @@ def _host(text: str, where: str) -> str:
 
 
 def _port(value: object, where: str) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 6:
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 65535:
-        raise _wrong(where, "a port from 1 to 65535", value, "write the engine's HTTP port")
-    return value
+    port = parse_port(value) if isinstance(value, str) else value
+    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= MAX_PORT:
+        raise _wrong(where, f"a port from 1 to {MAX_PORT}", value, "write the engine's HTTP port")
+    return port
 
 
 def _labels(value: object, where: str) -> dict[str, str]:

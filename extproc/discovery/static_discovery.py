@@ -22,7 +22,7 @@ import msgspec
 import yaml
 
 from extproc.discovery import endpoint_list
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, join_host_port
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.supervision import Supervisor
@@ -74,12 +74,13 @@ class DnsResolver:
         return dict(
             zip(
                 names,
-                await asyncio.gather(*(self._resolve_name(name) for name in names)),
+                await asyncio.gather(*(self.resolve_name(name) for name in names)),
                 strict=True,
             )
         )
 
-    async def _resolve_name(self, name: str) -> tuple[str, ...]:
+    async def resolve_name(self, name: str) -> tuple[str, ...]:
+        """Resolves a name to at most `MAX_ADDRESSES`; none if it failed or timed out."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -125,7 +126,7 @@ def merge_answers(
             num_dropped += len(ips)
             continue
         for ip in ips:
-            address = f"[{ip}]:{entry.port}" if ":" in ip else f"{ip}:{entry.port}"
+            address = join_host_port(ip, entry.port)
             if address in endpoints:
                 continue
             if len(endpoints) == endpoint_list.MAX_ENDPOINTS:

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from extproc.endpoint import join_host_port
+
 #: Longest status line and header fields (bytes).
 _HEAD_BYTES = 16_384
 
@@ -219,12 +221,11 @@ def target(
     more: str = "",
 ) -> ScrapeTarget:
     """Builds the target of one page; no compression, which costs more than the LAN it saves."""
-    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return ScrapeTarget(
         host,
         port,
         (
-            f"{method} {path} HTTP/1.1\r\nhost: {authority}\r\nuser-agent: extproc\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: {join_host_port(host, port)}\r\nuser-agent: extproc\r\n"
             f"accept: {accept}\r\naccept-encoding: identity\r\n{more}\r\n"
         ).encode(),
     )

@@ -18,7 +18,7 @@ from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 
-from extproc.endpoint import Endpoint
+from extproc.endpoint import MAX_PORT, Endpoint, parse_port
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache.cache_model import index_key
@@ -61,8 +61,7 @@ _MAX_BLOCK_S = 20e-6
 #: Address to listen on, in the form of ZeroMQ; empty for none.
 BIND_PATTERN: Final = r"^(tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
 
-_MAX_PORT: Final = 65535
-_Port = Annotated[int, msgspec.Meta(ge=1, le=_MAX_PORT)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=MAX_PORT)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -108,7 +107,7 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enabled: bool = False
     port: _Port = 5557
     bind: Annotated[str, msgspec.Meta(pattern=BIND_PATTERN)] = ""
-    replay_port: Annotated[int, msgspec.Meta(ge=0, le=_MAX_PORT)] = 0
+    replay_port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
     render_model: str = ""
@@ -130,10 +129,10 @@ def require(settings: KvEventsSection) -> None:
         LocalTokenizer(settings.tokenizer_path)
     bound = int(settings.bind.rpartition(":")[2] or 0)
     last = max(bound, settings.port, settings.replay_port) + settings.ranks - 1
-    if settings.enabled and last > _MAX_PORT:
+    if settings.enabled and last > MAX_PORT:
         raise ConfigError(
             "kv_events",
-            wanted=f"ports up to {_MAX_PORT}, that of a rank being the port plus its number",
+            wanted=f"ports up to {MAX_PORT}, that of a rank being the port plus its number",
             got=f"{settings.ranks} ranks, the last of them on port {last}",
             fix="set lower ports, or fewer ranks",
         )
@@ -390,11 +389,7 @@ def _ports(settings: KvEventsSection, endpoint: Endpoint) -> tuple[int, int]:
     """Ports of events and of replays; a label that is no port is not used."""
     ports = []
     for label, usual in ((PORT_LABEL, settings.port), (REPLAY_PORT_LABEL, settings.replay_port)):
-        text = endpoint.labels.get(label, "")
-        is_port = (
-            text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= _MAX_PORT
-        )
-        ports.append(int(text) if is_port else usual)
+        ports.append(parse_port(endpoint.labels.get(label, "")) or usual)
     return ports[0], ports[1]
 
 

@@ -8,27 +8,21 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
-from extproc.endpoint import METRICS_PORT, Endpoint, Load
+from extproc.endpoint import Endpoint, Load
 from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.pool.store import PoolStore
 from extproc.scrape import client, engines, metrics_page, model_list_poller, schedule
 from extproc.supervision import Supervisor
 
-#: Endpoint label that moves its metrics to another port of the same address.
-PORT_LABEL = METRICS_PORT
-
 #: Longest page that is read on the event loop (bytes): five times a vLLM page, and some 30 ms at
 #: worst. A thread reads longer ones, which the interpreter preempts every few milliseconds.
 INLINE_BYTES: Final = 256 * 1024
-
-_PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 #: How outcomes of a scrape begin whose page made our own code raise.
 BUG = "bug: "
@@ -103,7 +97,7 @@ class EndpointScraper:
         self._began = -math.inf
         self._sleep: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.target = _target(endpoint, scraper.settings.path)
+        self.target = client.target(endpoint.ip, endpoint.metrics_port, path=scraper.settings.path)
         self._reader = metrics_page.MetricsPageReader()
         self._model_list = model_list_poller.ModelListPoller(
             endpoint,
@@ -396,15 +390,6 @@ def _end_sleep(sleep: asyncio.Future[None]) -> None:
 def _is_same_target(previous: Endpoint, current: Endpoint) -> bool:
     """Returns True if a loop may go on: same incarnation of the engine, same labels."""
     return previous.engine == current.engine and previous.labels == current.labels
-
-
-def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
-    port = endpoint.port
-    other = endpoint.labels.get(PORT_LABEL, "")
-    # A label that is no port is not worth the endpoint: its own port is used.
-    if _PORT.fullmatch(other) and int(other) <= 65535:
-        port = int(other)
-    return client.target(endpoint.ip, port, path=path)
 
 
 def _read(

@@ -6,11 +6,8 @@ Replicas exchange theirs: read at every step, pushed when a request waits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 import math
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -18,6 +15,8 @@ import msgspec
 from aiohttp import web
 
 from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservation
+from extproc.discovery.static_discovery import DnsResolver
+from extproc.endpoint import join_host_port, parse_port
 from extproc.errors import ConfigError
 from extproc.pool import step_time_estimator
 from extproc.pool.snapshot import Pool
@@ -131,8 +130,7 @@ PATH = "/internal/load"
 #: Longest page (bytes): a thousand pools.
 _MAX_BYTES = 1 << 20
 
-#: Seconds that the system's resolver may take for one name; its own limit is 5 s per server.
-_RESOLVE_TIMEOUT_S = 5.0
+_RESOLVER = DnsResolver()
 
 #: Seconds between two looks for an address that is not known yet.
 _RESOLVE_PAUSE_S = 1.0
@@ -355,27 +353,19 @@ def _post_request(address: str, body: bytes, authorization: str) -> client.Scrap
 
 
 def _split_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    host, _, text = address.rpartition(":")
+    port = parse_port(text)
+    if not host or not port:
         raise ConfigError(
             "autoscaling.peers",
             wanted="host:port, the port being that of the other pickers' pages",
             got=repr(address),
             fix="write it like extproc-peers:9090",
         )
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), port
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """Every `ip:port` of a host; none where it cannot be resolved within `_RESOLVE_TIMEOUT_S`."""
-    with contextlib.suppress(ValueError):
-        ip = ipaddress.ip_address(host)
-        return [f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"]
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-            results = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError, UnicodeError):
-        return []
-    hosts = dict.fromkeys(str(answer[4][0]) for answer in results[:_MAX_ADDRESSES])
-    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts]
+    """Every `ip:port` of a host; none where it cannot be resolved in time."""
+    ips = await _RESOLVER.resolve_name(host)
+    return [join_host_port(ip, port) for ip in sorted(ips)[:_MAX_ADDRESSES]]

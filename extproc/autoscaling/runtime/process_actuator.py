@@ -19,7 +19,7 @@ from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
 from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, join_host_port, parse_port
 from extproc.pool.inflight import InflightLoad
 from extproc.scrape import client
 from extproc.server.pool_runtime import PoolRuntime
@@ -38,12 +38,6 @@ _RESTART_PAUSE_S = 5.0
 
 #: Seconds one answer to a look may take, and bytes of it.
 _HEALTH_S, _HEALTH_BYTES = 1.0, 65536
-
-#: Largest TCP port.
-_MAX_PORT = 65535
-
-#: Its digits (count): `int` raises on thousands of them.
-_MAX_PORT_DIGITS = 5
 
 #: Last lines of an engine that are shown when it fails (count).
 _LAST_LINES = 5
@@ -189,7 +183,7 @@ class ProcessActuator:
         if any(PORT in word for word in argv):
             port = _free_port(self._launch.host)
             argv = [word.replace(PORT, str(port)) for word in argv]
-            engine.address = _address(self._launch.host, port)
+            engine.address = join_host_port(self._launch.host, port)
         if shutil.which(argv[0]) is None:
             engine.lines.append(f"there is no program {argv[0]}")
             self._on_exit(engine)
@@ -309,15 +303,14 @@ def connectable_address(printed: str, host: str) -> str:
             name such as `localhost`: an endpoint is an address that others can connect to.
     """
     place, _, port = printed.rpartition("/")[2].rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= _MAX_PORT_DIGITS):
-        return ""
-    if not 1 <= int(port) <= _MAX_PORT:
+    number = parse_port(port)
+    if not number:
         return ""
     try:
         address = ipaddress.ip_address(place.strip("[]"))
     except ValueError:
-        return _address(host, int(port))
-    return _address(host if address.is_unspecified else str(address), int(port))
+        return join_host_port(host, number)
+    return join_host_port(host if address.is_unspecified else str(address), number)
 
 
 def _free_port(host: str) -> int:
@@ -327,10 +320,6 @@ def _free_port(host: str) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 #: Has the kernel kill the process with its parent, then becomes the program. A program of its own,

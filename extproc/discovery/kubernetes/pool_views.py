@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
 
 import msgspec
 
 from extproc.discovery import endpoint_list
 from extproc.discovery.kubernetes import objects
-from extproc.endpoint import NO_LABELS, Endpoint, ServedModels
+from extproc.endpoint import NO_LABELS, Endpoint, ServedModels, join_host_port, parse_port
 from extproc.pool import inference_policy
 
 #: KubeAI's labels: the model a pod serves, and one per adapter it has loaded.
 MODEL_LABEL = "model"
 ADAPTER_PREFIX = "adapter.kubeai.org/"
-
-#: The largest TCP port.
-MAX_PORT: Final = 65_535
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -40,7 +36,7 @@ def pod_endpoints(
     if not pod.ready or not ip:
         return ()
     if not ports:
-        port = _number(pod.model_port)
+        port = parse_port(pod.model_port)
         ports = (port,) if port else ()
     wanted = _active(pod.active_ports, ports)
     labels = {"namespace": pod.namespace, **pod.labels}
@@ -49,7 +45,7 @@ def pod_endpoints(
     models = _models(pod)
     return tuple(
         Endpoint(
-            _joined(ip, port),
+            join_host_port(ip, port),
             name=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
             labels=labels,
             models=models,
@@ -67,13 +63,7 @@ def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
     """
     if annotation is None:
         return ports
-    return {_number(text.strip()) for text in annotation.split(",")}
-
-
-def _number(text: str) -> int:
-    """Parses a port from 1 to 65535; 0 for any other text."""
-    port = int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
-    return port if port <= MAX_PORT else 0
+    return {parse_port(text.strip()) for text in annotation.split(",")}
 
 
 def _models(pod: objects.Pod) -> ServedModels | None:
@@ -90,10 +80,6 @@ def _models(pod: objects.Pod) -> ServedModels | None:
     if not adapters and not pod.model_port:
         return None
     return ServedModels(frozenset({model}), adapters)
-
-
-def _joined(ip: str, port: int) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[Endpoint, ...]:
@@ -182,7 +168,7 @@ def _of_backend(
         labels["kubernetes.io/hostname"] = backend.node
     if backend.zone:
         labels["topology.kubernetes.io/zone"] = backend.zone
-    address = _joined(backend.ip, port)
+    address = join_host_port(backend.ip, port)
     return Endpoint(address, name=backend.name or address, labels=labels, uid=backend.uid)
 
 
