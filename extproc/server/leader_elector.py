@@ -18,7 +18,7 @@ import msgspec
 from extproc import election
 from extproc.config import kubernetes_plan
 from extproc.config.settings import Settings
-from extproc.discovery.kubernetes import api_errors
+from extproc.discovery.kubernetes import api_responses
 from extproc.election import ElectionSettings, LeaseRecord, LeaseState, LeaseWrite
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
@@ -247,7 +247,7 @@ class LeaseClient:
         self._timeout_s = plan.lease.renew_s / 2.0
         self._server: api_client.KubernetesApiClient | None = None
         self._stored: election.Object | None = None
-        self._denials = api_errors.Denials()
+        self._denials = api_responses.Denials()
 
     async def open(self) -> None:
         """Load the configuration and credentials.
@@ -270,7 +270,7 @@ class LeaseClient:
         answer = await self._send(
             "GET", election.lease_path(self._lease.namespace, self._lease.name)
         )
-        if isinstance(answer, api_errors.ApiError) and answer.status == 404:
+        if isinstance(answer, api_responses.ApiError) and answer.status == 404:
             self._denials.is_missing("get", answer)
             self._stored = None
             return None
@@ -289,9 +289,9 @@ class LeaseClient:
         return self._read_answer(answer, write=write)
 
     def _read_answer(
-        self, answer: bytes | api_errors.ApiError, write: LeaseWrite | None = None
+        self, answer: bytes | api_responses.ApiError, write: LeaseWrite | None = None
     ) -> LeaseRecord | LeaseRequestFailed:
-        if isinstance(answer, api_errors.ApiError):
+        if isinstance(answer, api_responses.ApiError):
             is_conflict = write is not None and answer.status in _CONFLICT_STATUSES
             # A namespace that is not there answers 404 to a create.
             is_conflict = is_conflict and (answer.status == 409 or bool(write and write.version))
@@ -310,24 +310,24 @@ class LeaseClient:
 
     async def _send(
         self, method: str, path: str, body: election.Object | None = None
-    ) -> bytes | api_errors.ApiError:
+    ) -> bytes | api_responses.ApiError:
         if self._server is None:
-            return api_errors.ApiError(0, "not connected")
+            return api_responses.ApiError(0, "not connected")
         generation = self._server.generation
         answer = await self._server.send(method, path, body=body, seconds=self._timeout_s)
-        if isinstance(answer, api_errors.ApiError) and answer.credentials_expired:
+        if isinstance(answer, api_responses.ApiError) and answer.credentials_expired:
             try:
                 # For the next attempt: tokens are rotated under our feet.
                 await self._server.renew(generation)
             except ConfigError as error:
-                return api_errors.ApiError(0, str(error))
+                return api_responses.ApiError(0, str(error))
         return answer
 
     @property
     def _title(self) -> str:
         return f"Lease {self._lease.namespace}/{self._lease.name}"
 
-    def _error_text(self, error: api_errors.ApiError, *, is_denied: bool) -> str:
+    def _error_text(self, error: api_responses.ApiError, *, is_denied: bool) -> str:
         text = f"{self._title}: {error.status or 'no answer'} {error.message}"
         if is_denied:
             text += (

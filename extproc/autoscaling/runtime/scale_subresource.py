@@ -18,7 +18,7 @@ from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime import scale_objects
 from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
 from extproc.config.autoscaling import ScaleTarget, ScalingSection
-from extproc.discovery.kubernetes import api_errors
+from extproc.discovery.kubernetes import api_responses
 from extproc.discovery.kubernetes.settings import KubernetesSettings
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
@@ -63,23 +63,23 @@ class ScaleClient:
 
     async def send(
         self, method: str, path: str, body: scale_objects.Object | None = None
-    ) -> bytes | api_errors.ApiError:
+    ) -> bytes | api_responses.ApiError:
         """Send a request; once more with fresh credentials where they had expired."""
         if self._server is None:
-            return api_errors.ApiError(0, "not connected")
+            return api_responses.ApiError(0, "not connected")
         kind = scale_objects.MERGE if method == "PATCH" else "application/json"
-        answer: bytes | api_errors.ApiError = api_errors.ApiError(0, "not asked")
+        answer: bytes | api_responses.ApiError = api_responses.ApiError(0, "not asked")
         for _ in range(2):
             generation = self._server.generation
             answer = await self._server.send(
                 method, path, body=body, seconds=_TIMEOUT_S / 2.0, kind=kind
             )
-            if not isinstance(answer, api_errors.ApiError) or not answer.credentials_expired:
+            if not isinstance(answer, api_responses.ApiError) or not answer.credentials_expired:
                 return answer
             try:
                 await self._server.renew(generation)
             except ConfigError as error:
-                return api_errors.ApiError(0, str(error))
+                return api_responses.ApiError(0, str(error))
         return answer
 
     async def write_event(
@@ -97,7 +97,7 @@ class ScaleClient:
         )
         path = scale_objects.namespaced_path("", "v1", target.namespace, "events")
         answer = await self.send("POST", path, body)
-        if isinstance(answer, api_errors.ApiError) and not self._warned:
+        if isinstance(answer, api_responses.ApiError) and not self._warned:
             self._warned = True
             _log.warning("autoscaling: no Event can be written: %s", answer.message)
 
@@ -126,7 +126,7 @@ class ScaleSubresourceActuator:
         self._autoscaler_lister = AutoscalerLister(target, scale_client)
         #: Reason why this process does not scale, until the leader wrote an Event about it.
         self._pause_reason = ""
-        self._denials = api_errors.Denials()
+        self._denials = api_responses.Denials()
         self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MAX_QUEUED_EVENTS)
 
     @classmethod
@@ -157,7 +157,7 @@ class ScaleSubresourceActuator:
             self._pause_reason = ""
         answer = await self._scale_client.send("GET", f"{self._path}/scale")
         is_denied = self._denials.is_missing("get", answer)
-        if isinstance(answer, api_errors.ApiError):
+        if isinstance(answer, api_responses.ApiError):
             return ActuatorError(self._error_text("read", answer, "get" if is_denied else ""))
         spec = scale_objects.parse_replicas(answer)
         return ActuatorError(f"the scale of {self._title} cannot be read") if spec is None else spec
@@ -168,7 +168,7 @@ class ScaleSubresourceActuator:
             "PATCH", f"{self._path}/scale", scale_objects.build_scale(desired.replicas)
         )
         is_denied = self._denials.is_missing("patch", answer)
-        if isinstance(answer, api_errors.ApiError):
+        if isinstance(answer, api_responses.ApiError):
             return ActuatorError(self._error_text("changed", answer, "patch" if is_denied else ""))
         note = f"from {spec} to {desired.replicas} replicas, {desired.reason}"
         note += f": {desired.explanation}" if desired.explanation else ""
@@ -218,7 +218,7 @@ class ScaleSubresourceActuator:
     def _title(self) -> str:
         return scale_objects.format_target(self._target)
 
-    def _error_text(self, action: str, error: api_errors.ApiError, verb: str) -> str:
+    def _error_text(self, action: str, error: api_responses.ApiError, verb: str) -> str:
         """Message of a refusal; with the missing right where `verb` names it."""
         text = f"the scale of {self._title} cannot be {action}: {error.status or 'no answer'} "
         text += error.message
@@ -238,7 +238,7 @@ _RETRY_S, _RETRY_MOST_S = 1.0, 10.0
 
 #: Refusals in a row (count) after which 403 means that the right is missing, and 404 that the kind
 #: was uninstalled. An API server that has just started answers both for a moment.
-_FINAL_REFUSALS = api_errors.FINAL_DENIALS
+_FINAL_REFUSALS = api_responses.FINAL_DENIALS
 
 
 class AutoscalerKind(msgspec.Struct, frozen=True):
@@ -261,7 +261,7 @@ class ScaleApi(Protocol):
 
     async def send(
         self, method: str, path: str, body: scale_objects.Object | None = None
-    ) -> bytes | api_errors.ApiError:
+    ) -> bytes | api_responses.ApiError:
         """Send a request."""
 
 
@@ -310,12 +310,12 @@ class AutoscalerLister:
             kind.group, kind.version, self._target.namespace, kind.plural
         )
         answer = await self._api.send("GET", path)
-        if not isinstance(answer, api_errors.ApiError):
+        if not isinstance(answer, api_responses.ApiError):
             names = scale_objects.parse_competing_autoscalers(answer, self._target)
             if names is not None:
                 known.names, known.refused, known.warned = names, 0, False
                 return True
-            answer = api_errors.ApiError(0, "the list cannot be read")
+            answer = api_responses.ApiError(0, "the list cannot be read")
         known.refused = known.refused + 1 if known.status == answer.status else 1
         known.status = answer.status
         final = known.refused >= _FINAL_REFUSALS

@@ -12,7 +12,7 @@ import msgspec
 from extproc.autoscaling.runtime import scale_objects
 from extproc.autoscaling.runtime.control_loop import LoopState
 from extproc.autoscaling.runtime.scale_subresource import ScaleClient
-from extproc.discovery.kubernetes import api_errors
+from extproc.discovery.kubernetes import api_responses
 
 _log = logging.getLogger("extproc.server")
 
@@ -115,7 +115,7 @@ class ConfigMapStateStore:
         self._clock = clock
         self._time = time
         self._logged = ""
-        self._denials = api_errors.Denials()
+        self._denials = api_responses.Denials()
         self._root = scale_objects.namespaced_path("", "v1", namespace, "configmaps")
         self._path = scale_objects.namespaced_path("", "v1", namespace, "configmaps", name)
 
@@ -123,7 +123,7 @@ class ConfigMapStateStore:
         """See `StateStore`."""
         answer = await self._cluster.send("GET", self._path)
         missing = self._denials.is_missing("get", answer)
-        if isinstance(answer, api_errors.ApiError):
+        if isinstance(answer, api_responses.ApiError):
             if answer.status == 404:
                 return {}, 0.0
             self._log_failure("read", answer, "get" if missing else "")
@@ -138,17 +138,17 @@ class ConfigMapStateStore:
         text = encode_states(pools, self._clock(), self._time())
         answer = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
         verb = "patch"
-        if isinstance(answer, api_errors.ApiError) and answer.status == 404:
+        if isinstance(answer, api_responses.ApiError) and answer.status == 404:
             verb = "create"
             body = scale_objects.build_config_map(self._namespace, self._name, {_KEY: text})
             answer = await self._cluster.send("POST", self._root, body)
         missing = self._denials.is_missing(verb, answer)
-        if isinstance(answer, api_errors.ApiError):
+        if isinstance(answer, api_responses.ApiError):
             self._log_failure("written", answer, verb if missing else "")
         else:
             self._logged = ""
 
-    def _log_failure(self, action: str, error: api_errors.ApiError, verb: str) -> None:
+    def _log_failure(self, action: str, error: api_responses.ApiError, verb: str) -> None:
         message = (
             f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {action}: "
             f"{error.status or 'no answer'} {error.message}"

@@ -19,7 +19,7 @@ import yaml
 from kubernetes.aio import client, config
 from kubernetes.aio.config import incluster_config
 
-from extproc.discovery.kubernetes import api_errors, settings, watch_events
+from extproc.discovery.kubernetes import api_responses, settings
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.errors import ConfigError
 
@@ -131,22 +131,28 @@ class KubernetesApiClient:
         """Generation of the credentials in use."""
         return self._generation
 
-    async def page(self, collection: WatchedCollection, more: str) -> bytes | api_errors.ApiError:
-        """See `api_errors.KubernetesApi`."""
+    async def page(
+        self, collection: WatchedCollection, more: str
+    ) -> bytes | api_responses.ApiError:
+        """Fetches a page of a list.
+
+        Args:
+            more: Token of the page; empty for the first.
+        """
         query = {"limit": str(self._settings.page)} | ({"continue": more} if more else {})
         settings = self._settings
         timeout = aiohttp.ClientTimeout(total=settings.request_s, sock_connect=settings.connect_s)
         async with self._request(collection, query, timeout) as answer:
-            if isinstance(answer, api_errors.ApiError):
+            if isinstance(answer, api_responses.ApiError):
                 return answer
             try:
                 return await answer.read()
             except _CONNECTION_ERRORS as error:
-                return api_errors.ApiError(0, _error_text(error))
+                return api_responses.ApiError(0, _error_text(error))
 
     async def send(
         self, method: str, path: str, *, body: object = None, seconds: float, kind: str = _JSON
-    ) -> bytes | api_errors.ApiError:
+    ) -> bytes | api_responses.ApiError:
         """Sends any other request, for components that share the connection.
 
         Args:
@@ -155,23 +161,28 @@ class KubernetesApiClient:
             kind: Content type of the body, which selects the kind of a PATCH.
         """
         if self._session is None:
-            return api_errors.ApiError(0, "not connected")
+            return api_responses.ApiError(0, "not connected")
         limits = aiohttp.ClientTimeout(total=seconds)
         async with self._session.used() as client:
             answer = await _call_api(client, path, {}, limits, method=method, body=body, kind=kind)
-            if isinstance(answer, api_errors.ApiError):
+            if isinstance(answer, api_responses.ApiError):
                 return answer
             async with answer:
                 try:
                     return await answer.read()
                 except _CONNECTION_ERRORS as error:
-                    return api_errors.ApiError(0, _error_text(error))
+                    return api_responses.ApiError(0, _error_text(error))
 
     @contextlib.asynccontextmanager
     async def watch(
         self, collection: WatchedCollection, version: str, seconds: int
-    ) -> AsyncIterator[AsyncIterator[bytes] | api_errors.ApiError]:
-        """See `api_errors.KubernetesApi`."""
+    ) -> AsyncIterator[AsyncIterator[bytes] | api_responses.ApiError]:
+        """Opens a watch and yields its bytes until it ends for any reason.
+
+        Args:
+            version: Resource version to go on after.
+            seconds: Seconds after which the server ends the watch.
+        """
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -182,7 +193,7 @@ class KubernetesApiClient:
             total=seconds + self._settings.request_s, sock_connect=self._settings.connect_s
         )
         async with self._request(collection, query, timeout) as answer:
-            if isinstance(answer, api_errors.ApiError):
+            if isinstance(answer, api_responses.ApiError):
                 yield answer
                 return
             _keep_alive(answer)
@@ -192,20 +203,20 @@ class KubernetesApiClient:
     @contextlib.asynccontextmanager
     async def _request(
         self, collection: WatchedCollection, query: Mapping[str, str], limits: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse | api_errors.ApiError]:
+    ) -> AsyncIterator[aiohttp.ClientResponse | api_responses.ApiError]:
         selectors = {"labelSelector": collection.labels, "fieldSelector": collection.fields}
         query = {**query, **{key: text for key, text in selectors.items() if text}}
         if self._session is None:
-            yield api_errors.ApiError(0, "not connected")
+            yield api_responses.ApiError(0, "not connected")
             return
         async with self._session.used() as client:
-            answer: aiohttp.ClientResponse | api_errors.ApiError
+            answer: aiohttp.ClientResponse | api_responses.ApiError
             try:
                 # A watch may last for minutes, but it begins at once.
                 async with asyncio.timeout(self._settings.request_s):
                     answer = await _call_api(client, collection.path, query, limits)
             except TimeoutError:
-                answer = api_errors.ApiError(0, "no answer in time")
+                answer = api_responses.ApiError(0, "no answer in time")
             try:
                 yield answer
             finally:
@@ -222,7 +233,7 @@ async def _call_api(
     method: str = "GET",
     body: object = None,
     kind: str = _JSON,
-) -> aiohttp.ClientResponse | api_errors.ApiError:
+) -> aiohttp.ClientResponse | api_responses.ApiError:
     try:
         method, url, headers, *_ = await client.param_serialize(
             method,
@@ -238,14 +249,14 @@ async def _call_api(
         async with response:
             error_body = await response.content.read(_MAX_ERROR_BYTES)
     except config.ConfigException as error:
-        return api_errors.ApiError(0, _error_text(error), credentials_expired=True)
+        return api_responses.ApiError(0, _error_text(error), credentials_expired=True)
     except _CONNECTION_ERRORS as error:
-        return api_errors.ApiError(
+        return api_responses.ApiError(
             0, _error_text(error), credentials_expired=isinstance(error, aiohttp.ClientSSLError)
         )
-    return api_errors.ApiError(
+    return api_responses.ApiError(
         response.status,
-        watch_events.decode_status(error_body).message or response.reason or "",
+        api_responses.decode_status(error_body).message or response.reason or "",
         _seconds(response.headers.get("Retry-After", "")),
         credentials_expired=response.status == 401,
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_plan
+from extproc.discovery.kubernetes import reflector, settings, store, watch_plan
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.discovery.static_discovery import DiscoveryEvent
 from extproc.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from extproc.discovery.kubernetes import api_client
 
 #: Name of the loop that reports pools, for the supervisor.
 _REPORTS = "reports"
@@ -19,7 +23,7 @@ _REPORTS = "reports"
 OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
-async def connect(settings: settings.KubernetesSettings) -> api_errors.KubernetesApi:
+async def connect(settings: settings.KubernetesSettings) -> api_client.KubernetesApiClient:
     """Connects to the API server through the official client.
 
     Raises:
@@ -64,7 +68,7 @@ class KubernetesDiscovery:
         self._on_event = on_event
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._object_store = store.ObjectStore(settings)
-        self._api_client: api_errors.KubernetesApi | None = None
+        self._api_client: api_client.KubernetesApiClient | None = None
         self._reflectors: tuple[reflector.Reflector, ...] = ()
         self._has_changes = asyncio.Event()
         self._watches = watch_plan.WatchStatuses(self._object_store.collections, clock())

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from extproc.discovery.kubernetes import api_errors, objects, settings, store, watch_events
+from extproc.discovery.kubernetes import api_responses, objects, settings, store
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from extproc.discovery.kubernetes import api_client, controller
 
 #: Watches that may fail in a row, the server answering, before the collection is listed again: its
 #: store may have been restored from a copy and not know our version.
@@ -36,29 +39,16 @@ _MIN_WATCH_S = 1.0
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 
 
-class ReflectorListener(Protocol):
-    """Receiver of the changes and states of reflectors."""
-
-    def on_changed(self) -> None:
-        """Signals that objects of the cluster may have changed."""
-
-    def on_state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
-        """Reports the state of a collection, of `watch_plan.STATES`; repeats are possible."""
-
-    def on_event(self, kind: str, detail: str) -> None:
-        """Reports an event worth a log line, once."""
-
-
 class Reflector:
     """Keeps one collection of the object store in sync with the cluster."""
 
     def __init__(
         self,
         collection: WatchedCollection,
-        server: api_errors.KubernetesApi,
+        server: api_client.KubernetesApiClient,
         object_store: store.ObjectStore,
         *,
-        listener: ReflectorListener,
+        listener: controller.KubernetesDiscovery,
         settings: settings.KubernetesSettings,
         clock: Callable[[], float],
         rng: random.Random,
@@ -72,7 +62,7 @@ class Reflector:
         self._clock = clock
         self._rng = rng
         self._supervisor = supervisor
-        self._reader = watch_events.WatchReader(collection.resource)
+        self._reader = api_responses.WatchReader(collection.resource)
         self._version = ""
         self._failures = 0
         self._consecutive_failures = 0
@@ -107,15 +97,15 @@ class Reflector:
 
     async def _list(self) -> float:
         values: list[objects.Value] = []
-        invalid_objects: list[watch_events.InvalidObject] = []
+        invalid_objects: list[api_responses.InvalidObject] = []
         more = ""
         while True:
             generation = self._server.generation
             answer = await self._server.page(self.collection, more)
-            if isinstance(answer, api_errors.ApiError):
+            if isinstance(answer, api_responses.ApiError):
                 return await self._on_error(answer, generation)
             page = self._reader.decode_list(answer)
-            if isinstance(page, watch_events.UndecodableMessage) or not page.version:
+            if isinstance(page, api_responses.UndecodableMessage) or not page.version:
                 self._listener.on_state(
                     self.collection, "unreadable", f"list of {self.collection.title}"
                 )
@@ -143,7 +133,7 @@ class Reflector:
         seconds = round(self._rng.uniform(1.0, 2.0) * self._settings.watch_s)
         generation = self._server.generation
         async with self._server.watch(self.collection, self._version, seconds) as stream:
-            if isinstance(stream, api_errors.ApiError):
+            if isinstance(stream, api_responses.ApiError):
                 return await self._on_error(stream, generation)
             self._forbidden_since = None
             self._listener.on_state(self.collection, "connected", "")
@@ -182,30 +172,30 @@ class Reflector:
         """Applies one line; returns seconds to wait if it ends the watch."""
         put = self._object_store.apply
         match self._reader.decode_event(line):
-            case watch_events.Applied(value, version):
+            case api_responses.Applied(value, version):
                 key = (value.namespace, value.name)
                 put(self.collection, key, value)
                 self._invalid_objects.discard(key)
                 self._version = version or self._version
-            case watch_events.Deleted(namespace, name, version):
+            case api_responses.Deleted(namespace, name, version):
                 put(self.collection, (namespace, name), None)
                 self._invalid_objects.discard((namespace, name))
                 self._version = version or self._version
-            case watch_events.InvalidObject() as broken:
+            case api_responses.InvalidObject() as broken:
                 put(self.collection, (broken.namespace, broken.name), None)
                 self._report_invalid(broken)
                 self._version = broken.version or self._version
-            case watch_events.Bookmark(version):
+            case api_responses.Bookmark(version):
                 self._version = version or self._version
-            case watch_events.WatchError(410, _):
+            case api_responses.WatchError(410, _):
                 return self._on_expired_version()
-            case watch_events.WatchError(code, message):
+            case api_responses.WatchError(code, message):
                 return self._count_failure(f"watch ended with {code} {message}")
-            case watch_events.UndecodableMessage(reason):
+            case api_responses.UndecodableMessage(reason):
                 return self._restart(reason)
         return None
 
-    async def _on_error(self, answer: api_errors.ApiError, generation: int) -> float:
+    async def _on_error(self, answer: api_responses.ApiError, generation: int) -> float:
         if answer.status and not self._is_reachable:
             # It is back: what it lacks yet it has in a moment.
             self._failures = 0
@@ -231,7 +221,7 @@ class Reflector:
                 pause_s = self._count_failure(detail) if counts_as_failure else self._retry_pause()
                 return max(pause_s, answer.retry_after_s)
 
-    async def _renew_credentials(self, answer: api_errors.ApiError, generation: int) -> float:
+    async def _renew_credentials(self, answer: api_responses.ApiError, generation: int) -> float:
         """Renews credentials: tokens and certificates rotate while in use."""
         detail = f"{answer.status} {answer.message}" if answer.status else answer.message
         try:
@@ -244,7 +234,7 @@ class Reflector:
         pause_s = self._retry_pause()
         return 0.0 if first else pause_s
 
-    def _on_forbidden(self, answer: api_errors.ApiError) -> float:
+    def _on_forbidden(self, answer: api_responses.ApiError) -> float:
         collection, now = self.collection, self._clock()
         if self._forbidden_since is None:
             self._forbidden_since = now
@@ -307,7 +297,7 @@ class Reflector:
         self._slow_retries += 1
         return max_s * self._rng.uniform(0.5, 1.0)
 
-    def _report_invalid(self, invalid: watch_events.InvalidObject) -> None:
+    def _report_invalid(self, invalid: api_responses.InvalidObject) -> None:
         """Reports a broken object once, not at each of its events."""
         key = (invalid.namespace, invalid.name)
         if key not in self._invalid_objects:

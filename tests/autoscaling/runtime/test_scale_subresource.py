@@ -8,7 +8,7 @@ import pytest
 from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime import scale_subresource
 from extproc.config.autoscaling import ScaleTarget
-from extproc.discovery.kubernetes.api_errors import ApiError
+from extproc.discovery.kubernetes.api_responses import ApiError
 from extproc.supervision import Supervisor
 
 HPA, SCALED_OBJECT = scale_subresource.KINDS

@@ -11,7 +11,7 @@ from extproc.autoscaling.policies import QueueDepthPolicy
 from extproc.autoscaling.policy_runner import PolicyRunner
 from extproc.autoscaling.runtime import state_store
 from extproc.autoscaling.runtime.control_loop import LoopState
-from extproc.discovery.kubernetes import api_errors
+from extproc.discovery.kubernetes import api_responses
 
 
 class Watched:
@@ -73,13 +73,13 @@ class ConfigMapCluster:
     async def send(self, method, path, body=None):
         self.methods.append(method)
         if method in self._refusals:
-            return api_errors.ApiError(self._refusals[method], "no")
+            return api_responses.ApiError(self._refusals[method], "no")
         if method == "GET":
             if self.data is None:
-                return api_errors.ApiError(404, "not there")
+                return api_responses.ApiError(404, "not there")
             return state_store.msgspec.json.encode({"data": self.data})
         if method == "PATCH" and self.data is None:
-            return api_errors.ApiError(404, "not there")
+            return api_responses.ApiError(404, "not there")
         self.data = {**(self.data or {}), **body["data"]}
         return b"{}"
 

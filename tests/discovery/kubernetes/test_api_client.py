@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from kubernetes.aio.config import incluster_config
 
-from extproc.discovery.kubernetes import api_client, api_errors, settings, watch_plan
+from extproc.discovery.kubernetes import api_client, api_responses, settings, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
@@ -226,7 +226,7 @@ def test_retry_after_is_read(tmp_path, header, seconds):
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
             error = await server.page(PODS, "")
         await fakes.close()
-        assert error == api_errors.ApiError(429, "slow down", seconds)
+        assert error == api_responses.ApiError(429, "slow down", seconds)
 
     asyncio.run(scene())
 

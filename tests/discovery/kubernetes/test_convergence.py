@@ -3,7 +3,7 @@ import json
 import hypothesis
 from hypothesis import strategies as st
 
-from extproc.discovery.kubernetes import settings, store, watch_events
+from extproc.discovery.kubernetes import api_responses, settings, store
 from tests.discovery.kubernetes import builders, fake
 from tests.support.reachable import count_reachable
 from tests.support.seeded import examples
@@ -89,7 +89,7 @@ class ConvergenceFixture:
         self.subject = store.ObjectStore(settings.KubernetesSettings(sources=SOURCES))
         self.queues = {collection: [] for collection in self.subject.collections}
         self.readers = {
-            collection: watch_events.WatchReader(collection.resource)
+            collection: api_responses.WatchReader(collection.resource)
             for collection in self.subject.collections
         }
         self.pools = {}
@@ -130,9 +130,9 @@ class ConvergenceFixture:
 
     def take(self, collection, event):
         match event:
-            case watch_events.Applied(value, _):
+            case api_responses.Applied(value, _):
                 self.subject.apply(collection, (value.namespace, value.name), value)
-            case watch_events.Deleted(namespace, name, _) | watch_events.InvalidObject(
+            case api_responses.Deleted(namespace, name, _) | api_responses.InvalidObject(
                 namespace, name
             ):
                 self.subject.apply(collection, (namespace, name), None)

@@ -1,17 +1,17 @@
 import pytest
 
-from extproc.discovery.kubernetes import objects, pool_views, watch_events, watch_plan
+from extproc.discovery.kubernetes import api_responses, objects, pool_views, watch_plan
 from tests.discovery.kubernetes import builders
 
 
 def pod(**facts):
     line = builders.line("ADDED", builders.pod(**facts))
-    return watch_events.WatchReader(watch_plan.PODS).decode_event(line).value
+    return api_responses.WatchReader(watch_plan.PODS).decode_event(line).value
 
 
 def slice_of(**facts):
     line = builders.line("ADDED", builders.slice_of(**facts))
-    return watch_events.WatchReader(watch_plan.SLICES).decode_event(line).value
+    return api_responses.WatchReader(watch_plan.SLICES).decode_event(line).value
 
 
 def addresses(endpoints):

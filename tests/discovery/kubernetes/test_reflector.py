@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from extproc.discovery.kubernetes import api_errors, reflector, settings, store
+from extproc.discovery.kubernetes import api_responses, reflector, settings, store
 from extproc.supervision import Supervisor
 
 REF = settings.InferencePoolRef("n", "pool")
-AWAY, BUSY, FORBIDDEN = (api_errors.ApiError(status, "no") for status in (0, 503, 403))
+AWAY, BUSY, FORBIDDEN = (api_responses.ApiError(status, "no") for status in (0, 503, 403))
 LIST = b'{"metadata": {"resourceVersion": "7"}, "items": []}'
 
 
@@ -100,5 +100,5 @@ def test_reflector_keeps_its_version_through_403_after_a_restart():
 def test_reflector_retries_a_missing_collection_every_10_s(status):
     """A Role or a definition that is applied after the picker is noticed soon."""
     feeding = FeedFixture()
-    assert feeding.pauses(api_errors.ApiError(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]
+    assert feeding.pauses(api_responses.ApiError(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]
     assert feeding.states[0] in {"forbidden", "not-installed"}

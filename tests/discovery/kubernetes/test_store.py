@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.discovery.kubernetes import settings, store, watch_events, watch_plan
+from extproc.discovery.kubernetes import api_responses, settings, store, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
@@ -32,7 +32,7 @@ class StoreWorld:
         """Lists all collections, in which these are all objects there are."""
         for collection in self.subject.collections:
             mine = [value for value in values if collection in self.collections(value)]
-            page = watch_events.WatchReader(collection.resource).decode_list(builders.page(*mine))
+            page = api_responses.WatchReader(collection.resource).decode_list(builders.page(*mine))
             assert page.invalid_objects == ()
             self.subject.replace(collection, page.values)
         return self.collect()
@@ -41,7 +41,7 @@ class StoreWorld:
         for value in values:
             for collection in self.collections(value):
                 event = (
-                    watch_events.WatchReader(collection.resource)
+                    api_responses.WatchReader(collection.resource)
                     .decode_event(builders.line("MODIFIED", value))
                     .value
                 )

@@ -4,11 +4,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.discovery.kubernetes import objects, watch_events, watch_plan
+from extproc.discovery.kubernetes import api_responses, objects, watch_plan
 from tests.discovery.kubernetes import builders
 
-PODS = watch_events.WatchReader(watch_plan.PODS)
-READERS = [watch_events.WatchReader(form) for form in watch_events.decode.FORMS]
+PODS = api_responses.WatchReader(watch_plan.PODS)
+READERS = [api_responses.WatchReader(form) for form in api_responses.decode.FORMS]
 
 KEYS = (
     *("metadata", "name", "namespace", "labels", "annotations", "spec", "status", "items"),
@@ -39,7 +39,7 @@ def test_a_pod_is_read():
         node="n1",
         annotations={"llm-d.ai/active-ports": "8000", "model-pod-port": "8001", "x": "y"},
     )
-    assert PODS.decode_event(builders.line("ADDED", value, "7")) == watch_events.Applied(
+    assert PODS.decode_event(builders.line("ADDED", value, "7")) == api_responses.Applied(
         objects.Pod(
             namespace="default",
             name="a",
@@ -91,17 +91,17 @@ def test_deletions_bookmarks_and_errors_are_read():
     gone = {"kind": "Status", "status": "Failure", "metadata": {}, "code": 410, "message": "old"}
     assert PODS.decode_event(
         builders.line("DELETED", builders.pod("a"), "8")
-    ) == watch_events.Deleted("default", "a", "8")
+    ) == api_responses.Deleted("default", "a", "8")
     mark = {"kind": "Pod", "metadata": {}, "spec": {"containers": None}, "status": {}}
-    assert PODS.decode_event(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
-    assert PODS.decode_event(builders.line("ERROR", gone)) == watch_events.WatchError(410, "old")
+    assert PODS.decode_event(builders.line("BOOKMARK", mark, "9")) == api_responses.Bookmark("9")
+    assert PODS.decode_event(builders.line("ERROR", gone)) == api_responses.WatchError(410, "old")
 
 
 def test_a_bookmark_of_a_resource_with_required_fields():
     """Bookmarks of pools have an empty spec, which no pool may have."""
     mark = {"kind": "InferencePool", "metadata": {}, "spec": {}}
-    reader = watch_events.WatchReader(watch_plan.POOLS)
-    assert reader.decode_event(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
+    reader = api_responses.WatchReader(watch_plan.POOLS)
+    assert reader.decode_event(builders.line("BOOKMARK", mark, "9")) == api_responses.Bookmark("9")
 
 
 def test_an_invalid_object_has_a_name():
@@ -115,7 +115,7 @@ def test_an_invalid_object_has_a_name():
 def test_an_invalid_object_can_be_deleted():
     """Its deletion names it."""
     value = builders.pod("a") | {"status": 5}
-    assert PODS.decode_event(builders.line("DELETED", value, "7")) == watch_events.Deleted(
+    assert PODS.decode_event(builders.line("DELETED", value, "7")) == api_responses.Deleted(
         "default", "a", "7"
     )
 
@@ -144,22 +144,22 @@ def test_an_invalid_object_hides_no_other_of_a_list():
 )
 def test_a_pool_the_schema_forbids_is_broken(spec):
     """A selector of nothing would take every pod of the namespace."""
-    reader = watch_events.WatchReader(watch_plan.POOLS)
+    reader = api_responses.WatchReader(watch_plan.POOLS)
     assert isinstance(
         reader.decode_event(builders.line("ADDED", builders.pool(**spec))),
-        watch_events.InvalidObject,
+        api_responses.InvalidObject,
     )
 
 
 def test_both_groups_of_pools_are_read():
     """The old one has a plain map and one port."""
     new = (
-        watch_events.WatchReader(watch_plan.POOLS)
+        api_responses.WatchReader(watch_plan.POOLS)
         .decode_event(builders.line("ADDED", builders.pool()))
         .value
     )
     old = (
-        watch_events.WatchReader(watch_plan.OLD_POOLS)
+        api_responses.WatchReader(watch_plan.OLD_POOLS)
         .decode_event(builders.line("ADDED", builders.old_pool()))
         .value
     )
@@ -173,7 +173,9 @@ def test_the_last_applied_annotation_is_dropped():
     noise = "kubectl.kubernetes.io/last-applied-configuration"
     value["metadata"]["annotations"] = {"a": "b", noise: "{}"}
     pool = (
-        watch_events.WatchReader(watch_plan.POOLS).decode_event(builders.line("ADDED", value)).value
+        api_responses.WatchReader(watch_plan.POOLS)
+        .decode_event(builders.line("ADDED", value))
+        .value
     )
     assert pool.annotations == {"a": "b"}
 
@@ -183,7 +185,7 @@ def test_a_rule_with_an_unknown_match_is_skipped():
     value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
     value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
     rewrite = (
-        watch_events.WatchReader(watch_plan.REWRITES)
+        api_responses.WatchReader(watch_plan.REWRITES)
         .decode_event(builders.line("ADDED", value))
         .value
     )
@@ -194,9 +196,9 @@ def test_a_rule_with_an_unknown_match_is_skipped():
 def test_no_bytes_raise(text):
     """Whatever stands in a line or a page, it is a value."""
     for reader in READERS:
-        assert isinstance(reader.decode_event(text), watch_events.WatchEvent)
+        assert isinstance(reader.decode_event(text), api_responses.WatchEvent)
         assert isinstance(
-            reader.decode_list(text), watch_events.ListPage | watch_events.UndecodableMessage
+            reader.decode_list(text), api_responses.ListPage | api_responses.UndecodableMessage
         )
 
 
@@ -206,7 +208,7 @@ def test_no_document_raises(value, kind):
     line = json.dumps({"type": kind, "object": value}).encode()
     page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [value, value]}).encode()
     for reader in READERS:
-        assert isinstance(reader.decode_event(line), watch_events.WatchEvent)
+        assert isinstance(reader.decode_event(line), api_responses.WatchEvent)
         decoded = reader.decode_list(page)
         assert len(decoded.values) + len(decoded.invalid_objects) == 2
 
@@ -214,12 +216,12 @@ def test_no_document_raises(value, kind):
 def test_deep_nesting_is_a_value():
     """The decoder gives up before the stack does."""
     line = b'{"type":"ADDED","object":{"metadata":' + b"[" * 100_000
-    assert isinstance(PODS.decode_event(line), watch_events.UndecodableMessage)
+    assert isinstance(PODS.decode_event(line), api_responses.UndecodableMessage)
 
 
 def test_an_object_that_raises_is_the_only_invalid_one():
     """An unreadable object of a list or event is reported by key and error; others are read."""
-    reader = watch_events.WatchReader(watch_plan.PODS)
+    reader = api_responses.WatchReader(watch_plan.PODS)
     real = reader._value
 
     def raising(raw):
@@ -235,5 +237,5 @@ def test_an_object_that_raises_is_the_only_invalid_one():
     (broken,) = page.invalid_objects
     assert (broken.name, broken.reason) == ("bad", "reading it raised OverflowError")
     event = reader.decode_event(builders.line("MODIFIED", builders.pod("bad"), "7"))
-    assert isinstance(event, watch_events.InvalidObject)
+    assert isinstance(event, api_responses.InvalidObject)
     assert event.version == "7"

@@ -1,7 +1,11 @@
-"""Parser of list pages and watch lines; malformed input becomes a value, never an exception."""
+"""Responses of the API server: errors, list pages and watch lines.
+
+Malformed input becomes a value, never an exception.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -9,6 +13,50 @@ import msgspec
 from extproc.discovery.kubernetes import decode, objects, watch_plan
 
 _Raw = TypeVar("_Raw")
+
+#: Answers 403 in a row (count) after which a right that was there before is missing.
+FINAL_DENIALS = 4
+
+#: Refusals that come after the right was checked.
+_AUTHORIZED = frozenset({404, 409})
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """A failed request: no response, or an unsuccessful status.
+
+    Attributes:
+        status: HTTP status; 0 when there was no answer at all.
+        credentials_expired: Whether fresh credentials may help.
+    """
+
+    status: int
+    message: str
+    retry_after_s: float = 0.0
+    credentials_expired: bool = False
+
+
+class Denials:
+    """Distinguishes a missing right from an API server that has not loaded its Roles yet.
+
+    The right to do what was allowed before is missing from the fourth 403 in a row on, any other
+    right from the first one.
+    """
+
+    def __init__(self) -> None:
+        self._allowed: set[str] = set()
+        self._refused: Counter[str] = Counter()
+
+    def is_missing(self, verb: str, answer: bytes | ApiError) -> bool:
+        """Records a response; returns True if the right to `verb` is missing."""
+        if not isinstance(answer, ApiError) or answer.status in _AUTHORIZED:
+            self._allowed.add(verb)
+            self._refused[verb] = 0
+            return False
+        if answer.status != 403:
+            self._refused[verb] = 0
+            return False
+        self._refused[verb] += 1
+        return verb not in self._allowed or self._refused[verb] >= FINAL_DENIALS
 
 
 class Applied(msgspec.Struct, frozen=True):

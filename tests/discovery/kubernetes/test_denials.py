@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.discovery.kubernetes.api_errors import ApiError, Denials
+from extproc.discovery.kubernetes.api_responses import ApiError, Denials
 
 NO, AWAY = ApiError(403, "no"), ApiError(0, "no answer")
 
