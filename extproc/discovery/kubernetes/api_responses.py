@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from extproc.discovery.kubernetes import decode, objects, watch_plan
+from extproc.discovery.kubernetes import objects, watch_plan
 
 _Raw = TypeVar("_Raw")
 
@@ -175,7 +175,7 @@ class WatchReader:
     """Parses pages and lines of one resource."""
 
     def __init__(self, resource: watch_plan.ResourceType) -> None:
-        form = decode.FORMS[resource]
+        form = objects.FORMS[resource]
         self._value = form.value
         self._object: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form.raw)
         generic: Any = _Line
@@ -185,7 +185,7 @@ class WatchReader:
         """Parses one line of a watch."""
         try:
             line = self._line.decode(text)
-        except decode.BROKEN:
+        except objects.BROKEN:
             return self._decode_other(text)
         raw = line.object
         version = raw.metadata.resource_version
@@ -206,7 +206,7 @@ class WatchReader:
         """Parses one page of a list."""
         try:
             page = _LIST.decode(text)
-        except decode.BROKEN as error:
+        except objects.BROKEN as error:
             return UndecodableMessage(_error_text(error))
         values: list[objects.Value] = []
         invalid_objects: list[InvalidObject] = []
@@ -223,7 +223,7 @@ class WatchReader:
     def _decode_object(self, text: msgspec.Raw) -> objects.Value | InvalidObject:
         try:
             raw = self._object.decode(text)
-        except decode.BROKEN as error:
+        except objects.BROKEN as error:
             key = _decode_key(text)
             return InvalidObject(key.namespace, key.name, key.version, _error_text(error))
         if not raw.metadata.name:
@@ -243,7 +243,7 @@ class WatchReader:
         """Parses a line without a valid object: an error, a bookmark or a broken object."""
         try:
             line = _ANY_LINE.decode(text)
-        except decode.BROKEN as error:
+        except objects.BROKEN as error:
             return UndecodableMessage(_error_text(error))
         key = _decode_key(line.object)
         match line.type:
@@ -268,14 +268,14 @@ def decode_status(text: bytes | msgspec.Raw) -> ApiStatus:
     """Parses an error message of the server; empty fields if it is none."""
     try:
         return _STATUS.decode(text)
-    except decode.BROKEN:
+    except objects.BROKEN:
         return ApiStatus(message=bytes(text)[:200].decode("utf-8", "replace"))
 
 
 def _decode_key(text: msgspec.Raw) -> _Key:
     try:
         return _KEYED.decode(text).metadata
-    except decode.BROKEN:
+    except objects.BROKEN:
         return _Key()
 
 

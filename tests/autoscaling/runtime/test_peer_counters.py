@@ -19,6 +19,7 @@ from extproc.autoscaling.runtime.demand_counters import (
     read_report,
 )
 from extproc.demo import stack
+from extproc.discovery.static_discovery import DnsResolver
 from extproc.errors import ConfigError
 
 
@@ -178,7 +179,7 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
     async def silent(*_, **__):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(demand_counters, "_RESOLVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(demand_counters, "_RESOLVER", DnsResolver(timeout_s=0.0))
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
     subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=300.0, own_counters=dict)
     async with asyncio.timeout(300):
