@@ -1,4 +1,4 @@
-"""Interface of scaling policies: demand in, desired replicas and a reason out, state between."""
+"""Scaling policies: demand in, desired replicas and a reason out, state between; and their runner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 import msgspec
+
+#: Time between two steps after which the time between counts as unwatched: as a share of what a
+#: policy must have watched, and in its intervals; the longer one counts.
+_GAP, _GAP_INTERVALS = 0.5, 3.0
 
 
 class ScalingReason(StrEnum):
@@ -102,7 +106,7 @@ class ScalingPolicy(Protocol):
     """Computes desired replicas from demand. Frozen: the caller keeps its state.
 
     Attributes:
-        kind: Its name in `policy_runner.POLICIES`.
+        kind: Its name in `policies.POLICIES`.
         memory: Class of its state; without arguments the state of a policy that saw nothing. A frozen
             value that msgspec encodes to and decodes from JSON; `shift_time(by_s)` returns it with all
             times moved, for another clock.
@@ -140,3 +144,97 @@ class ScalingPolicy(Protocol):
             The next state and the desired replicas, which need not be within the bounds:
             `PolicyRunner` enforces them.
         """
+
+
+class RunnerState(msgspec.Struct, frozen=True):
+    """State of a `PolicyRunner`, JSON that another process can restore.
+
+    Attributes:
+        at: Time of the state, on the clock of its writer.
+        since: Time since when the writer had watched without a gap; None for not at all.
+    """
+
+    kind: str
+    at: float
+    since: float | None
+    memory: Any
+
+
+class PolicyRunner:
+    """Steps the policy of a target and enforces the bounds. Mutable; owned by its control loop.
+
+    Whatever the policy: the answer is within the bounds; a request that waits where there is no
+    replica gets one at once; and there are never fewer replicas than the spec says while a picker's
+    counters could not be read, or before the policy has watched for `watch_s`.
+    """
+
+    def __init__(self, policy: ScalingPolicy, bounds: ReplicaBounds) -> None:
+        self.policy = policy
+        self.bounds = bounds
+        self._memory = policy.memory()
+        self._since: float | None = None
+        self._at: float | None = None
+
+    def step(self, demand: Demand) -> ScalingDecision:
+        """Decide: every `policy.interval_s`, and when a request is queued at zero replicas.
+
+        Args:
+            demand: Current demand; `now` must not decrease.
+        """
+        now = demand.now
+        gap_s = max(_GAP * self.policy.watch_s, _GAP_INTERVALS * self.policy.interval_s)
+        if self._since is None or self._at is None or now - self._at > gap_s:
+            self._since = now
+        self._at = now
+        self._memory, wanted = self.policy.step(self._memory, demand, self.bounds)
+        return self._clamp(wanted, demand, watched_s=now - self._since)
+
+    def state(self) -> RunnerState:
+        """Current state, for `restore` in another process."""
+        return RunnerState(
+            self.policy.kind,
+            0.0 if self._at is None else self._at,
+            self._since,
+            msgspec.to_builtins(self._memory),
+        )
+
+    def restore(self, saved: RunnerState, *, shift_s: float = 0.0) -> bool:
+        """Continue from the state of another process.
+
+        Args:
+            shift_s: Seconds to add to its times: the difference between the monotonic clocks of the
+                two processes, known from the time of day.
+
+        Returns:
+            Whether it could be read. If not, nothing changes.
+        """
+        if saved.kind != self.policy.kind:
+            return False
+        try:
+            memory = msgspec.convert(saved.memory, self.policy.memory)
+        except msgspec.ValidationError:
+            return False
+        self._memory = memory.shift_time(shift_s)
+        self._at = saved.at + shift_s
+        self._since = None if saved.since is None else saved.since + shift_s
+        return True
+
+    def _clamp(
+        self, wanted: ScalingDecision, demand: Demand, *, watched_s: float
+    ) -> ScalingDecision:
+        bounds, spec = self.bounds, demand.spec
+        replicas, unchanged = bounds.clamp(wanted.replicas), bounds.clamp(spec)
+        if not replicas and demand.held:
+            replicas = bounds.clamp(max(1, spec))
+            wanted = ScalingDecision(
+                replicas, ScalingReason.WAKE if not spec else ScalingReason.STEADY
+            )
+        if replicas < unchanged:
+            if not demand.complete:
+                return ScalingDecision(unchanged, ScalingReason.INCOMPLETE_DATA, wanted.explanation)
+            if watched_s < self.policy.watch_s:
+                return ScalingDecision(unchanged, ScalingReason.STABILIZING, wanted.explanation)
+        reason = wanted.reason
+        if replicas != spec and (replicas != wanted.replicas or unchanged != spec):
+            reason = ScalingReason.BOUNDS
+        return ScalingDecision(replicas, reason, wanted.explanation)

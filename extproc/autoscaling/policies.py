@@ -1,19 +1,26 @@
 """Scaling policies: adaptive, KubeAI, queue depth, each a pure step over frozen parameters.
 
 The adaptive one, our own, wants the smallest number of replicas that keeps waits short. The others are
-KubeAI's autoscaler, and the trigger of Wallaroo. A policy sees neither its caller nor other policies;
-`policy_runner` lists them.
+KubeAI's autoscaler, and the trigger of Wallaroo. A policy sees neither its caller nor other policies.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from extproc.autoscaling.interface import Demand, ReplicaBounds, ScalingDecision, ScalingReason
+from extproc.autoscaling.interface import (
+    Demand,
+    ReplicaBounds,
+    ScalingDecision,
+    ScalingPolicy,
+    ScalingReason,
+)
 from extproc.autoscaling.scaling_history import TimeWindow, shift_time
+from extproc.errors import ConfigError
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -370,3 +377,37 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         if high < self.down and spec > 1:
             return max(1, min(spec - self.step_size, enough)), ScalingReason.DOWN
         return spec, ScalingReason.STEADY
+
+
+POLICIES: Mapping[str, type[ScalingPolicy]] = {
+    policy.kind: policy for policy in (AdaptivePolicy, KubeAIPolicy, QueueDepthPolicy)
+}
+
+#: The policy where none is named.
+DEFAULT = "adaptive"
+
+
+def make_policy(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
+    """Build a policy from its name and parameters.
+
+    Raises:
+        ConfigError: There is no such policy or parameter, or a value is out of range.
+    """
+    if kind not in POLICIES:
+        raise ConfigError(
+            f"{where}.policy",
+            wanted=f"one of {', '.join(POLICIES)}",
+            got=repr(kind),
+            fix="name a listed policy",
+        )
+    cls = POLICIES[kind]
+    try:
+        return msgspec.convert(params, cls)
+    except msgspec.ValidationError as error:
+        fields = [field.name for field in msgspec.structs.fields(cls)]  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{where}.params",
+            wanted=f"parameters of {kind}: {', '.join(fields)}",
+            got=str(error),
+            fix="correct the parameter",
+        ) from None

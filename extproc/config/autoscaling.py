@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from extproc.autoscaling import demand_estimator, policy_runner
+from extproc.autoscaling import demand_estimator, policies
 from extproc.autoscaling.interface import ReplicaBounds, ScalingPolicy
 from extproc.config import validation
 from extproc.errors import ConfigError
@@ -129,7 +129,7 @@ class BoundedScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         meter: Measurement of demand; each field has the reason of its default.
     """
 
-    policy: str = policy_runner.DEFAULT
+    policy: str = policies.DEFAULT
     params: Mapping[str, Any] = {}
     min: validation.Count = 0
     max: validation.Positive = 1
@@ -167,7 +167,7 @@ class ScalingSection(BoundedScaling, frozen=True, forbid_unknown_fields=True, kw
         Raises:
             ConfigError: There is no such policy or parameter.
         """
-        return policy_runner.make_policy(self.policy, self.params, where=str(where))
+        return policies.make_policy(self.policy, self.params, where=str(where))
 
 
 class ScalingRule(BoundedScaling, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.autoscaling.interface import Demand, ReplicaBounds
-from extproc.autoscaling.policy_runner import PolicyRunner
+from extproc.autoscaling.interface import Demand, PolicyRunner, ReplicaBounds
 
 ZERO_TO_TEN = ReplicaBounds(min=0, max=10)
 

@@ -5,13 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from extproc.autoscaling import policy_runner
-from extproc.autoscaling.interface import Demand, ReplicaBounds
-from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
+from extproc.autoscaling import policies
+from extproc.autoscaling.interface import Demand, PolicyRunner, ReplicaBounds, RunnerState
 from extproc.errors import ConfigError
 from tests.support.seeded import examples
 
-KINDS = list(policy_runner.POLICIES)
+KINDS = list(policies.POLICIES)
 #: Quarters, so that shifted clocks say the same to the last digit.
 seconds = st.integers(1, 240).map(lambda quarters: quarters / 4)
 
@@ -69,7 +68,7 @@ def tried(count):
 @given(series=demands(), within=bounds())
 def test_policy_stays_within_bounds(kind, series, within):
     """Never fewer than `min` nor more than `max`."""
-    scaler = PolicyRunner(policy_runner.POLICIES[kind](), within)
+    scaler = PolicyRunner(policies.POLICIES[kind](), within)
     for demand in series:
         assert within.min <= scaler.step(demand).replicas <= within.max
 
@@ -79,7 +78,7 @@ def test_policy_stays_within_bounds(kind, series, within):
 @given(series=demands(), within=bounds())
 def test_no_scale_down_while_a_peer_is_unreadable(kind, series, within):
     """Counters that are missing are no reason to take a replica away."""
-    scaler = PolicyRunner(policy_runner.POLICIES[kind](), within)
+    scaler = PolicyRunner(policies.POLICIES[kind](), within)
     for demand in series:
         desired = scaler.step(demand)
         if not demand.complete:
@@ -91,7 +90,7 @@ def test_no_scale_down_while_a_peer_is_unreadable(kind, series, within):
 @given(series=demands(), within=bounds())
 def test_no_scale_down_before_a_complete_window(kind, series, within):
     """Never fewer replicas within a window of the first step."""
-    policy = policy_runner.POLICIES[kind]()
+    policy = policies.POLICIES[kind]()
     scaler = PolicyRunner(policy, within)
     for demand in series:
         desired = scaler.step(demand)
@@ -104,7 +103,7 @@ def test_no_scale_down_before_a_complete_window(kind, series, within):
 @given(series=demands(), within=bounds())
 def test_a_request_that_waits_at_zero_gets_a_replica(kind, series, within):
     """No request waits for a fleet of none."""
-    scaler = PolicyRunner(policy_runner.POLICIES[kind](), within)
+    scaler = PolicyRunner(policies.POLICIES[kind](), within)
     for demand in series:
         desired = scaler.step(demand)
         if demand.held:
@@ -116,10 +115,10 @@ def test_a_request_that_waits_at_zero_gets_a_replica(kind, series, within):
 @given(series=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
 def test_a_restart_keeps_the_replicas(kind, series, within, split, shift):
     """Another scaler goes on from JSON, on another clock, as the first one would have."""
-    first = PolicyRunner(policy_runner.POLICIES[kind](), within)
+    first = PolicyRunner(policies.POLICIES[kind](), within)
     for demand in series[:split]:
         first.step(demand)
-    second = PolicyRunner(policy_runner.POLICIES[kind](), within)
+    second = PolicyRunner(policies.POLICIES[kind](), within)
     written = msgspec.json.encode(first.state())
     if series[:split]:
         assert second.restore(msgspec.json.decode(written, type=RunnerState), shift_s=float(shift))
@@ -133,7 +132,7 @@ def test_a_restart_keeps_the_replicas(kind, series, within, split, shift):
 @given(series=demands(), within=bounds())
 def test_memory_does_not_grow_with_time(kind, series, within):
     """The state is bounded by the window, not by the run time."""
-    scaler = PolicyRunner(policy_runner.POLICIES[kind](), within)
+    scaler = PolicyRunner(policies.POLICIES[kind](), within)
     for n in range(300):
         demand = series[n % len(series)]
         scaler.step(msgspec.structs.replace(demand, now=2000.0 + 5 * n))
@@ -143,7 +142,7 @@ def test_memory_does_not_grow_with_time(kind, series, within):
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_of_another_policy_is_refused(kind):
     """State of another kind or shape leaves a scaler as it was."""
-    scaler = PolicyRunner(policy_runner.POLICIES[kind](), ReplicaBounds())
+    scaler = PolicyRunner(policies.POLICIES[kind](), ReplicaBounds())
     assert not scaler.restore(RunnerState("another", 0.0, None, {}))
     assert not scaler.restore(RunnerState(kind, 0.0, None, 7))
     assert scaler.state().since is None
@@ -152,7 +151,7 @@ def test_state_of_another_policy_is_refused(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_are_listed_under_their_own_names(kind):
     """The name in the catalogue is the kind of the class, and every parameter is explained."""
-    cls = policy_runner.POLICIES[kind]
+    cls = policies.POLICIES[kind]
     assert cls.kind == kind
     for field in cls.__struct_fields__:
         assert f"{field}: " in cls.__doc__
@@ -160,7 +159,7 @@ def test_kinds_are_listed_under_their_own_names(kind):
 
 def test_a_policy_is_made_from_its_parameters():
     """Names and values come from a configuration."""
-    assert policy_runner.make_policy("queue-depth", {"up": 2}, where="autoscaling").up == 2
+    assert policies.make_policy("queue-depth", {"up": 2}, where="autoscaling").up == 2
 
 
 @pytest.mark.parametrize(
@@ -174,4 +173,4 @@ def test_a_policy_is_made_from_its_parameters():
 def test_an_unknown_policy_is_refused(kind, params, message):
     """The error says what there is."""
     with pytest.raises(ConfigError, match=message):
-        policy_runner.make_policy(kind, params, where="autoscaling")
+        policies.make_policy(kind, params, where="autoscaling")

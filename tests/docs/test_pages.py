@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import docs_tables
-from extproc.autoscaling import policy_runner
+from extproc.autoscaling import policies
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,7 +29,7 @@ def test_the_example_scenario_is_the_file():
     assert f"```yaml\n{path.read_text()}```" in guide
 
 
-@pytest.mark.parametrize("kind", policy_runner.POLICIES)
+@pytest.mark.parametrize("kind", policies.POLICIES)
 def test_every_autoscaling_policy_has_a_row(kind):
     """The page of policies explains each kind."""
     assert f"| `{kind}` |" in (DOCS / "concepts/autoscaling-policies.md").read_text()

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState, PickerCounters
-from extproc.autoscaling.interface import Demand, ScalingDecision
-from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
+from extproc.autoscaling.interface import Demand, PolicyRunner, RunnerState, ScalingDecision
 from extproc.autoscaling.runtime import actuator, demand_counters, scale_subresource
 from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
 from extproc.autoscaling.scaling_history import ScalingHistory

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from extproc.autoscaling import demand_estimator, policy_runner
-from extproc.autoscaling.interface import Demand, ReplicaBounds
-from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
+from extproc.autoscaling import demand_estimator, policies
+from extproc.autoscaling.interface import Demand, PolicyRunner, ReplicaBounds, RunnerState
 from extproc.autoscaling.scaling_history import HistoryRow, ScalingHistory
 from extproc.config.settings import FlowControlSection
 from extproc.decision import Deferral, Rejection, all_busy, no_endpoints_yet
@@ -186,7 +185,7 @@ class AutoscaledFleet:
 
     def _fresh(self) -> None:
         config = self._config
-        policy = policy_runner.make_policy(config.policy, config.params, where="autoscaling")
+        policy = policies.make_policy(config.policy, config.params, where="autoscaling")
         self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._nodes)))
         self._meter = demand_estimator.DemandEstimator(config.meter)
 

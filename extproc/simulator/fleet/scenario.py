@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from extproc.autoscaling import demand_estimator, policy_runner
+from extproc.autoscaling import demand_estimator, policies
 from extproc.errors import ConfigError
 from extproc.simulator import profiles
 from extproc.simulator.fleet.client import Client
@@ -153,7 +153,7 @@ class ScenarioAutoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         window_s: Seconds charts average the queue depth over.
     """
 
-    policy: str = policy_runner.DEFAULT
+    policy: str = policies.DEFAULT
     params: dict[str, object] = {}
     meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
     min: NotNegative = 0
@@ -247,7 +247,7 @@ def check(scenario: Scenario, *, where: str) -> None:
         _check_client(client, scenario.workload, where=where)
     for scaled in (scenario.autoscaling, *(v.autoscaling for v in scenario.variants)):
         if scaled is not None:
-            policy_runner.make_policy(scaled.policy, scaled.params, where=f"{where}: autoscaling")
+            policies.make_policy(scaled.policy, scaled.params, where=f"{where}: autoscaling")
     names = [variant.name for variant in scenario.variants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

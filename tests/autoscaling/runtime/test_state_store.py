@@ -6,9 +6,8 @@ from extproc.autoscaling.demand_estimator import (
     PickerCounters,
     TargetObservation,
 )
-from extproc.autoscaling.interface import ReplicaBounds
+from extproc.autoscaling.interface import PolicyRunner, ReplicaBounds
 from extproc.autoscaling.policies import QueueDepthPolicy
-from extproc.autoscaling.policy_runner import PolicyRunner
 from extproc.autoscaling.runtime import state_store
 from extproc.autoscaling.runtime.control_loop import LoopState
 from extproc.discovery.kubernetes import api_responses

@@ -8,7 +8,7 @@ from extproc.discovery.kubernetes import api_responses, objects, watch_plan
 from tests.discovery.kubernetes import builders
 
 PODS = api_responses.WatchReader(watch_plan.PODS)
-READERS = [api_responses.WatchReader(form) for form in api_responses.decode.FORMS]
+READERS = [api_responses.WatchReader(form) for form in api_responses.objects.FORMS]
 
 KEYS = (
     *("metadata", "name", "namespace", "labels", "annotations", "spec", "status", "items"),

@@ -1,8 +1,7 @@
 """Bounds and windows that the runner adds to a policy."""
 
-from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
+from extproc.autoscaling.interface import PolicyRunner, ReplicaBounds, ScalingReason
 from extproc.autoscaling.policies import KubeAIPolicy, QueueDepthPolicy
-from extproc.autoscaling.policy_runner import PolicyRunner
 from tests.autoscaling.demands import TargetFixture, demand
 
 
