@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.autoscaling.runtime import scale_objects
+from extproc.autoscaling.runtime import scale_subresource
 from extproc.cli import check
 from extproc.config import loader, pool_annotations, pools
 from extproc.errors import ConfigError
@@ -156,7 +156,7 @@ def test_no_annotation_reaches_another_namespace(text):
         return
     if wanted is None or wanted.target is None:
         return
-    path = scale_objects.target_path(wanted.target)
+    path = scale_subresource.target_path(wanted.target)
     # However often a server unquotes it, it is the same path.
     assert unquote(path) == path
     assert re.fullmatch(

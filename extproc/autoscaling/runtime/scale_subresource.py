@@ -10,15 +10,14 @@ import asyncio
 import datetime as dt
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime import scale_objects
 from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
 from extproc.config.autoscaling import ScaleTarget, ScalingSection
-from extproc.discovery.kubernetes import api_responses
+from extproc.discovery.kubernetes import api_responses, objects, watch_plan
 from extproc.discovery.kubernetes.settings import KubernetesSettings
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
@@ -34,6 +33,119 @@ _TIMEOUT_S = 4.0
 
 #: Events that may wait to be written (count).
 _MAX_QUEUED_EVENTS = 16
+
+
+#: Media type of a PATCH: fields in it replace those of the object. Custom resources take it as well
+#: as built-in ones.
+MERGE = "application/merge-patch+json"
+
+#: Longest text of an Event (Kubernetes API, `message` of events.k8s.io).
+_MAX_NOTE_LENGTH = 1024
+
+
+class _ScaleSpec(msgspec.Struct, frozen=True):
+    replicas: int = 0
+
+
+class _Scale(msgspec.Struct, frozen=True):
+    spec: _ScaleSpec = _ScaleSpec()
+
+
+class _ScaleTargetRef(msgspec.Struct, frozen=True):
+    kind: str = "Deployment"
+    name: str = ""
+
+
+class _HorizontalAutoscalerSpec(msgspec.Struct, frozen=True):
+    scaleTargetRef: _ScaleTargetRef = _ScaleTargetRef()  # noqa: N815 - Kubernetes' spelling
+
+
+class _ObjectMetadata(msgspec.Struct, frozen=True):
+    name: str = ""
+    uid: str = ""
+
+
+class _HorizontalAutoscaler(msgspec.Struct, frozen=True):
+    metadata: _ObjectMetadata = _ObjectMetadata()
+    spec: _HorizontalAutoscalerSpec = _HorizontalAutoscalerSpec()
+
+
+class _HorizontalAutoscalers(msgspec.Struct, frozen=True):
+    items: tuple[_HorizontalAutoscaler, ...] | None
+
+
+def target_path(target: ScaleTarget) -> str:
+    """API path of the target."""
+    return watch_plan.api_path(
+        target.group, target.version, target.namespace, target.resource, target.name
+    )
+
+
+def format_target(target: ScaleTarget) -> str:
+    """Name of the target for messages."""
+    return f"{target.kind} {target.namespace}/{target.name}"
+
+
+def parse_replicas(answer: bytes) -> int | None:
+    """Replicas in the spec of a Scale; None for other bytes."""
+    try:
+        return msgspec.json.decode(answer, type=_Scale).spec.replicas
+    except objects.BROKEN:
+        return None
+
+
+def parse_competing_autoscalers(answer: bytes, target: ScaleTarget) -> tuple[str, ...] | None:
+    """Names of the autoscalers in a list that scale the target; None for other bytes."""
+    try:
+        listed = msgspec.json.decode(answer, type=_HorizontalAutoscalers).items or ()
+    except objects.BROKEN:
+        return None
+    return tuple(
+        rival.metadata.name
+        for rival in listed
+        if (rival.spec.scaleTargetRef.kind or "Deployment", rival.spec.scaleTargetRef.name)
+        == (target.kind, target.name)
+    )
+
+
+def build_event(
+    target: ScaleTarget,
+    *,
+    uid: str,
+    reason: str,
+    note: str,
+    warning: bool,
+    at: dt.datetime,
+    reporter: str,
+) -> dict[str, Any]:
+    """Build an Event about the target.
+
+    Args:
+        uid: UID of the target; empty where it is unknown.
+        reason: A single word in CamelCase.
+    """
+    when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    about = {
+        "apiVersion": f"{target.group}/{target.version}" if target.group else target.version,
+        "kind": target.kind,
+        "name": target.name,
+        "namespace": target.namespace,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{target.name}.", "namespace": target.namespace},
+        "involvedObject": about | ({"uid": uid} if uid else {}),
+        "reason": reason,
+        "message": note[:_MAX_NOTE_LENGTH],
+        "type": "Warning" if warning else "Normal",
+        "firstTimestamp": when,
+        "lastTimestamp": when,
+        "count": 1,
+        "source": {"component": "extproc", "host": reporter},
+        "reportingComponent": "extproc",
+        "reportingInstance": reporter,
+    }
 
 
 class ScaleClient:
@@ -62,12 +174,12 @@ class ScaleClient:
             await self._server.close()
 
     async def send(
-        self, method: str, path: str, body: scale_objects.Object | None = None
+        self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> bytes | api_responses.ApiError:
         """Send a request; once more with fresh credentials where they had expired."""
         if self._server is None:
             return api_responses.ApiError(0, "not connected")
-        kind = scale_objects.MERGE if method == "PATCH" else "application/json"
+        kind = MERGE if method == "PATCH" else "application/json"
         answer: bytes | api_responses.ApiError = api_responses.ApiError(0, "not asked")
         for _ in range(2):
             generation = self._server.generation
@@ -86,7 +198,7 @@ class ScaleClient:
         self, target: ScaleTarget, reason: str, note: str, *, warning: bool = False
     ) -> None:
         """Write an Event; only the first failure is logged, and no write is repeated."""
-        body = scale_objects.build_event(
+        body = build_event(
             target,
             uid="",
             reason=reason,
@@ -95,7 +207,7 @@ class ScaleClient:
             at=dt.datetime.now(dt.UTC),
             reporter=self.identity,
         )
-        path = scale_objects.namespaced_path("", "v1", target.namespace, "events")
+        path = watch_plan.api_path("", "v1", target.namespace, "events")
         answer = await self.send("POST", path, body)
         if isinstance(answer, api_responses.ApiError) and not self._warned:
             self._warned = True
@@ -122,7 +234,7 @@ class ScaleSubresourceActuator:
         self._scale_client = scale_client
         self._is_leader = is_leader
         self._supervisor = supervisor or Supervisor()
-        self._path = scale_objects.target_path(target)
+        self._path = target_path(target)
         self._autoscaler_lister = AutoscalerLister(target, scale_client)
         #: Reason why this process does not scale, until the leader wrote an Event about it.
         self._pause_reason = ""
@@ -159,13 +271,13 @@ class ScaleSubresourceActuator:
         is_denied = self._denials.is_missing("get", answer)
         if isinstance(answer, api_responses.ApiError):
             return ActuatorError(self._error_text("read", answer, "get" if is_denied else ""))
-        spec = scale_objects.parse_replicas(answer)
+        spec = parse_replicas(answer)
         return ActuatorError(f"the scale of {self._title} cannot be read") if spec is None else spec
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Actuator`."""
         answer = await self._scale_client.send(
-            "PATCH", f"{self._path}/scale", scale_objects.build_scale(desired.replicas)
+            "PATCH", f"{self._path}/scale", {"spec": {"replicas": desired.replicas}}
         )
         is_denied = self._denials.is_missing("patch", answer)
         if isinstance(answer, api_responses.ApiError):
@@ -216,7 +328,7 @@ class ScaleSubresourceActuator:
 
     @property
     def _title(self) -> str:
-        return scale_objects.format_target(self._target)
+        return format_target(self._target)
 
     def _error_text(self, action: str, error: api_responses.ApiError, verb: str) -> str:
         """Message of a refusal; with the missing right where `verb` names it."""
@@ -256,15 +368,6 @@ KINDS = (
 )
 
 
-class ScaleApi(Protocol):
-    """Client of the API server, such as `scale_subresource.ScaleClient`."""
-
-    async def send(
-        self, method: str, path: str, body: scale_objects.Object | None = None
-    ) -> bytes | api_responses.ApiError:
-        """Send a request."""
-
-
 class _Known:
     """Result of listing a kind: names of autoscalers, None before the first list."""
 
@@ -278,7 +381,7 @@ class _Known:
 class AutoscalerLister:
     """Lists other autoscalers of a target."""
 
-    def __init__(self, target: ScaleTarget, api: ScaleApi) -> None:
+    def __init__(self, target: ScaleTarget, api: ScaleClient) -> None:
         self._target = target
         self._api = api
         self._known = {kind: _Known() for kind in KINDS}
@@ -306,12 +409,10 @@ class AutoscalerLister:
 
     async def _list(self, kind: AutoscalerKind, known: _Known) -> bool:
         """List a kind; returns True if the result can stay for a while."""
-        path = scale_objects.namespaced_path(
-            kind.group, kind.version, self._target.namespace, kind.plural
-        )
+        path = watch_plan.api_path(kind.group, kind.version, self._target.namespace, kind.plural)
         answer = await self._api.send("GET", path)
         if not isinstance(answer, api_responses.ApiError):
-            names = scale_objects.parse_competing_autoscalers(answer, self._target)
+            names = parse_competing_autoscalers(answer, self._target)
             if names is not None:
                 known.names, known.refused, known.warned = names, 0, False
                 return True
@@ -329,7 +430,7 @@ class AutoscalerLister:
             known.warned = True
             _log.warning(
                 "autoscaling: %s is not scaled until %s in %s were listed: %s %s",
-                scale_objects.format_target(self._target),
+                format_target(self._target),
                 kind.plural,
                 self._target.namespace,
                 answer.status or "no answer",
@@ -345,9 +446,9 @@ class AutoscalerLister:
                 'there: apiGroups: ["%s"], resources: ["%s"], verbs: ["list"]',
                 kind.plural,
                 self._target.namespace,
-                f"{scale_objects.format_target(self._target)} still counts as scaled by {known.names[0]}"
+                f"{format_target(self._target)} still counts as scaled by {known.names[0]}"
                 if known.names
-                else f"an autoscaler of {scale_objects.format_target(self._target)} among them works against us",
+                else f"an autoscaler of {format_target(self._target)} among them works against us",
                 kind.group,
                 kind.plural,
             )

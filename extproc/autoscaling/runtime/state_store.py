@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 import msgspec
 
-from extproc.autoscaling.runtime import scale_objects
 from extproc.autoscaling.runtime.control_loop import LoopState
 from extproc.autoscaling.runtime.scale_subresource import ScaleClient
-from extproc.discovery.kubernetes import api_responses
+from extproc.discovery.kubernetes import api_responses, objects, watch_plan
 
 _log = logging.getLogger("extproc.server")
 
@@ -38,67 +38,82 @@ class StoredState(msgspec.Struct, frozen=True):
     pools: Mapping[str, msgspec.Raw]
 
 
-class StateStore(Protocol):
-    """Storage of the states of all loops."""
-
-    async def load(self) -> tuple[dict[str, LoopState], float] | None:
-        """Load states by pool, and the lead of our clock in seconds; None if reading fails."""
-
-    async def save(self, pools: Mapping[str, LoopState]) -> None:
-        """Write all states; a failed write is logged and left to the next save."""
-
-
-class FileStateStore:
-    """Stores states in a file of a single process.
+class StateStore(ABC):
+    """Storage of the states of all loops.
 
     Args:
+        title: Name of the place for messages.
         time: Seconds since 1970.
     """
 
     def __init__(
-        self, path: Path, *, clock: Callable[[], float], time: Callable[[], float]
+        self, title: str, *, clock: Callable[[], float], time: Callable[[], float]
     ) -> None:
-        self._path = path
+        self._title = title
         self._clock = clock
         self._time = time
         self._logged = ""
 
     async def load(self) -> tuple[dict[str, LoopState], float] | None:
-        """See `StateStore`."""
-        try:
-            text = self._path.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return {}, 0.0
-        except OSError as error:
-            self._log_failure("read", error)
+        """Load states by pool, and the lead of our clock in seconds; None if reading fails."""
+        text = await self._read()
+        if text is None:
             return None
+        self._logged = ""
         return decode_states(text, self._clock(), self._time())
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
-        """See `StateStore`: the file is replaced at once, so a kill leaves the last version."""
-        text = encode_states(pools, self._clock(), self._time())
-        beside = self._path.with_name(f"{self._path.name}.new")
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(self._path)
-        except OSError as error:
-            self._log_failure("written", error)
-        else:
+        """Write all states; a failed write is logged and left to the next save."""
+        if await self._write(encode_states(pools, self._clock(), self._time())):
             self._logged = ""
 
-    def _log_failure(self, action: str, error: OSError) -> None:
-        message = f"autoscaling: {self._path} cannot be {action}: {error.strerror}"
+    @abstractmethod
+    async def _read(self) -> str | None:
+        """Read the encoded states; empty where nothing was saved, None if that fails."""
+
+    @abstractmethod
+    async def _write(self, text: str) -> bool:
+        """Write the encoded states; returns whether that worked."""
+
+    def _log_failure(self, action: str, reason: str) -> None:
+        message = f"autoscaling: {self._title} cannot be {action}: {reason}"
         if message != self._logged:
             self._logged = message
             _log.warning("%s", message)
 
 
-class ConfigMapStateStore:
-    """Stores states in a ConfigMap.
+class FileStateStore(StateStore):
+    """Stores states in a file of a single process."""
 
-    Args:
-        time: Seconds since 1970.
-    """
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float], time: Callable[[], float]
+    ) -> None:
+        super().__init__(str(path), clock=clock, time=time)
+        self._path = path
+
+    async def _read(self) -> str | None:
+        try:
+            return self._path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            self._log_failure("read", str(error.strerror))
+            return None
+
+    async def _write(self, text: str) -> bool:
+        """Replace the file at once, so that a kill leaves the last version."""
+        beside = self._path.with_name(f"{self._path.name}.new")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            self._log_failure("written", str(error.strerror))
+            return False
+        return True
+
+
+class ConfigMapStateStore(StateStore):
+    """Stores states in a ConfigMap."""
 
     def __init__(
         self,
@@ -109,58 +124,45 @@ class ConfigMapStateStore:
         clock: Callable[[], float],
         time: Callable[[], float],
     ) -> None:
+        super().__init__(f"ConfigMap {namespace}/{name}", clock=clock, time=time)
         self._cluster = cluster
         self._namespace = namespace
         self._name = name
-        self._clock = clock
-        self._time = time
-        self._logged = ""
         self._denials = api_responses.Denials()
-        self._root = scale_objects.namespaced_path("", "v1", namespace, "configmaps")
-        self._path = scale_objects.namespaced_path("", "v1", namespace, "configmaps", name)
+        self._root = watch_plan.api_path("", "v1", namespace, "configmaps")
+        self._path = watch_plan.api_path("", "v1", namespace, "configmaps", name)
 
-    async def load(self) -> tuple[dict[str, LoopState], float] | None:
-        """See `StateStore`."""
+    async def _read(self) -> str | None:
         answer = await self._cluster.send("GET", self._path)
-        missing = self._denials.is_missing("get", answer)
+        is_denied = self._denials.is_missing("get", answer)
         if isinstance(answer, api_responses.ApiError):
             if answer.status == 404:
-                return {}, 0.0
-            self._log_failure("read", answer, "get" if missing else "")
+                return ""
+            self._log_error("read", answer, "get" if is_denied else "")
             return None
-        self._logged = ""
-        return decode_states(
-            scale_objects.parse_config_map(answer).get(_KEY, ""), self._clock(), self._time()
-        )
+        return parse_config_map(answer).get(_KEY, "")
 
-    async def save(self, pools: Mapping[str, LoopState]) -> None:
-        """See `StateStore`."""
-        text = encode_states(pools, self._clock(), self._time())
+    async def _write(self, text: str) -> bool:
         answer = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
         verb = "patch"
         if isinstance(answer, api_responses.ApiError) and answer.status == 404:
             verb = "create"
-            body = scale_objects.build_config_map(self._namespace, self._name, {_KEY: text})
+            body = _build_config_map(self._namespace, self._name, {_KEY: text})
             answer = await self._cluster.send("POST", self._root, body)
-        missing = self._denials.is_missing(verb, answer)
+        is_denied = self._denials.is_missing(verb, answer)
         if isinstance(answer, api_responses.ApiError):
-            self._log_failure("written", answer, verb if missing else "")
-        else:
-            self._logged = ""
+            self._log_error("written", answer, verb if is_denied else "")
+            return False
+        return True
 
-    def _log_failure(self, action: str, error: api_responses.ApiError, verb: str) -> None:
-        message = (
-            f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {action}: "
-            f"{error.status or 'no answer'} {error.message}"
-        )
+    def _log_error(self, action: str, error: api_responses.ApiError, verb: str) -> None:
+        reason = f"{error.status or 'no answer'} {error.message}"
         if verb:
-            message += (
+            reason += (
                 "; add to a Role of the service account there: "
                 f'apiGroups: [""], resources: ["configmaps"], verbs: ["{verb}"]'
             )
-        if message != self._logged:
-            self._logged = message
-            _log.warning("%s", message)
+        self._log_failure(action, reason)
 
 
 def encode_states(pools: Mapping[str, LoopState], now: float, time: float) -> str:
@@ -174,12 +176,35 @@ def decode_states(text: str, now: float, time: float) -> tuple[dict[str, LoopSta
     states: dict[str, LoopState] = {}
     try:
         stored = msgspec.json.decode(text or "{}", type=StoredState)
-    except scale_objects.DECODE_FAILURES:
+    except objects.BROKEN:
         return states, 0.0
     for name, raw in stored.pools.items():
         try:
             states[name] = msgspec.json.decode(raw, type=LoopState)
-        except scale_objects.DECODE_FAILURES:
+        except objects.BROKEN:
             continue
     # A clock that was set back must not put observations into the future.
     return states, now - stored.at - max(0.0, time - stored.time)
+
+
+class _ConfigMap(msgspec.Struct, frozen=True):
+    data: dict[str, str] | None = None
+
+
+def _build_config_map(namespace: str, name: str, data: dict[str, str]) -> dict[str, Any]:
+    """Build a ConfigMap with our labels."""
+    labels = {"app.kubernetes.io/part-of": "extproc"}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "data": data,
+    }
+
+
+def parse_config_map(answer: bytes) -> dict[str, str]:
+    """Data of a ConfigMap; empty for other bytes."""
+    try:
+        return msgspec.json.decode(answer, type=_ConfigMap).data or {}
+    except objects.BROKEN:
+        return {}

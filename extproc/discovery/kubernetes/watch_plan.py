@@ -57,6 +57,20 @@ POOLS_OF = {settings.POOL_GROUP: POOLS, settings.OLD_POOL_GROUP: OLD_POOLS}
 _T = TypeVar("_T")
 
 
+def api_path(group: str, version: str, namespace: str, *segments: str) -> str:
+    """Path of the API, every segment quoted: a name never ends the path or leaves its place.
+
+    Args:
+        group: API group; empty for the core one.
+        namespace: Namespace of the objects; empty for all.
+        segments: Further path segments, such as `events` and a name.
+    """
+    root = ("apis", group) if group else ("api",)
+    where = ("namespaces", namespace) if namespace else ()
+    path = (*root, version, *where, *segments)
+    return "".join(f"/{quote(segment, safe='')}" for segment in path)
+
+
 class WatchedCollection(msgspec.Struct, frozen=True):
     """One collection to list and watch.
 
@@ -75,9 +89,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
     def path(self) -> str:
         """API path of the collection."""
         resource = self.resource
-        root = f"/apis/{resource.group}" if resource.group else "/api"
-        where = f"/namespaces/{quote(self.namespace, safe='')}" if self.namespace else ""
-        return f"{root}/{resource.version}{where}/{resource.plural}"
+        return api_path(resource.group, resource.version, self.namespace, resource.plural)
 
     @property
     def title(self) -> str:

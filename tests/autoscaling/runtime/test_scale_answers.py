@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc import election
-from extproc.autoscaling.runtime import scale_objects, state_store
+from extproc.autoscaling.runtime import scale_subresource, state_store
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes import watch_plan
 
@@ -28,7 +28,7 @@ def test_target_path_keeps_every_field_in_its_segment(group, version, namespace,
         name=name, namespace=namespace, group=group, version=version, resource=resource
     )
     wanted = ["apis", group, version, "namespaces", namespace, resource, name]
-    assert split(scale_objects.target_path(target)) == (wanted, "")
+    assert split(scale_subresource.target_path(target)) == (wanted, "")
 
 
 @given(namespace=SEGMENTS, name=SEGMENTS)
@@ -61,10 +61,10 @@ def test_state_store_uses_a_single_config_map(namespace, name):
 def test_autoscalers_are_unknown_where_the_answer_is_no_list():
     """An empty list says that there are none."""
     target = ScaleTarget(name="vllm", namespace="n").filled
-    assert scale_objects.parse_competing_autoscalers(b'{"items": []}', target) == ()
-    assert scale_objects.parse_competing_autoscalers(b'{"items": null}', target) == ()
-    assert scale_objects.parse_competing_autoscalers(b'{"kind": "Status"}', target) is None
-    assert scale_objects.parse_competing_autoscalers(b"[", target) is None
+    assert scale_subresource.parse_competing_autoscalers(b'{"items": []}', target) == ()
+    assert scale_subresource.parse_competing_autoscalers(b'{"items": null}', target) == ()
+    assert scale_subresource.parse_competing_autoscalers(b'{"kind": "Status"}', target) is None
+    assert scale_subresource.parse_competing_autoscalers(b"[", target) is None
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_autoscalers_are_unknown_where_the_answer_is_no_list():
 def test_undecodable_answers_are_empty(answer):
     """Nesting without end and text that is no UTF-8 are no list, no Scale and no ConfigMap."""
     assert (
-        scale_objects.parse_competing_autoscalers(
+        scale_subresource.parse_competing_autoscalers(
             answer, ScaleTarget(name="vllm", namespace="n").filled
         )
         is None
     )
-    assert scale_objects.parse_replicas(answer.replace(b"items", b"spec")) is None
+    assert scale_subresource.parse_replicas(answer.replace(b"items", b"spec")) is None
     assert (
-        scale_objects.parse_config_map(b'{"data": {"a": "\xff"}}')
-        == scale_objects.parse_config_map(answer)
+        state_store.parse_config_map(b'{"data": {"a": "\xff"}}')
+        == state_store.parse_config_map(answer)
         == {}
     )
