@@ -44,7 +44,7 @@ class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Actuator(Protocol):
-    """Reads and changes the number of replicas requested of a scale target.
+    """Reads and changes the number of replicas requested of a scale target; a base class.
 
     Attributes:
         scales: Whether it changes replicas itself; False where others read the number and act.
@@ -58,7 +58,8 @@ class Actuator(Protocol):
 
     @property
     def can_scale(self) -> bool:
-        """True while this process may change the number of replicas."""
+        """True while this process may change the number of replicas: always, without a Lease."""
+        return True
 
     def start(self) -> None:
         """Prepare the pool before the first step of its loop."""
@@ -74,21 +75,17 @@ class Actuator(Protocol):
         """
 
     def restore(self, replicas: int) -> None:
-        """Take over the number another process requested, where no object records it.
-
-        Args:
-            replicas: Number that process requested last.
-        """
+        """Take over the number that another process requested last, where no object records it."""
 
     async def run(self) -> None:
         """Run the background work of the actuator until cancelled."""
 
 
-class AdvisoryActuator:
+class AdvisoryActuator(Actuator):
     """Publishes decisions for others to apply, and takes the last one as requested.
 
     Before the first decision the ready replicas count as requested, since the target cannot be
-    read.
+    read. Every replica of extproc publishes its decision.
     """
 
     scales = False
@@ -101,14 +98,6 @@ class AdvisoryActuator:
         """See `Actuator`."""
         del scaling, context
         return cls()
-
-    @property
-    def can_scale(self) -> bool:
-        """True: every replica may publish its decision; none without Kubernetes holds a Lease."""
-        return True
-
-    def start(self) -> None:
-        """See `Actuator`."""
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`."""
@@ -123,9 +112,6 @@ class AdvisoryActuator:
     def restore(self, replicas: int) -> None:
         """See `Actuator`."""
         self._requested = replicas
-
-    async def run(self) -> None:
-        """Return at once: there is no background work."""
 
 
 #: Longest part of the output of a failed program that is logged (bytes).

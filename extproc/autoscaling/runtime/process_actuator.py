@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
+from extproc.autoscaling.runtime.actuator import Actuator, ActuatorContext, ActuatorError
 from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint, join_host_port, parse_port
@@ -63,8 +63,8 @@ class EngineProcess:
         self.lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
 
 
-class ProcessActuator:
-    """Starts and ends engines, and is the discovery of their pool.
+class ProcessActuator(Actuator):
+    """Starts and ends engines, and is the discovery of their pool; engines end with their process.
 
     Args:
         supervisor: Counts exceptions; None creates a new supervisor.
@@ -102,11 +102,6 @@ class ProcessActuator:
             raise ValueError("expected a section with launch, got none")
         return cls(scaling.launch, context.pool, clock=context.clock, supervisor=context.supervisor)
 
-    @property
-    def can_scale(self) -> bool:
-        """True: there is no Lease without Kubernetes."""
-        return True
-
     def start(self) -> None:
         """Publish an empty pool: no engine runs yet."""
         self._publish()
@@ -122,9 +117,6 @@ class ProcessActuator:
         self._spec = desired.replicas
         self._changed.set()
         return None
-
-    def restore(self, replicas: int) -> None:
-        """See `Actuator`: engines of another process ended with it."""
 
     async def run(self) -> None:
         """Keep the requested number of engines running until cancelled."""

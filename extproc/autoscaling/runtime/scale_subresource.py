@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
+from extproc.autoscaling.runtime.actuator import Actuator, ActuatorContext, ActuatorError
 from extproc.config.autoscaling import ScaleTarget, ScalingSection
 from extproc.discovery.kubernetes import api_responses, objects, watch_plan
 from extproc.discovery.kubernetes.settings import KubernetesSettings
@@ -214,7 +214,7 @@ class ScaleClient:
             _log.warning("autoscaling: no Event can be written: %s", answer.message)
 
 
-class ScaleSubresourceActuator:
+class ScaleSubresourceActuator(Actuator):
     """Scales a target while this replica leads and no other autoscaler does.
 
     Args:
@@ -253,9 +253,6 @@ class ScaleSubresourceActuator:
         target = scaling.target.located(context.namespace)
         return cls(target, context.cluster, context.is_leader, context.supervisor)
 
-    def start(self) -> None:
-        """See `Actuator`."""
-
     @property
     def can_scale(self) -> bool:
         """True if this replica leads and every list showed no other autoscaler."""
@@ -286,9 +283,6 @@ class ScaleSubresourceActuator:
         note += f": {desired.explanation}" if desired.explanation else ""
         self._record("Scaled", note)
         return None
-
-    def restore(self, replicas: int) -> None:
-        """See `Actuator`: the object records the number."""
 
     async def run(self) -> None:
         """Watch for other autoscalers and write Events, until cancelled."""
