@@ -43,12 +43,6 @@ class DemandCounters:
         self._answer_tokens = 0.0
 
     @property
-    def held(self) -> int:
-        """Queued requests (count)."""
-        controller = self._runtime.flow_controller
-        return 0 if controller is None else controller.queue.count
-
-    @property
     def available(self) -> int:
         """Ready replicas (count)."""
         return available(self._runtime.parts.store.pool)
@@ -83,8 +77,7 @@ class DemandCounters:
         )
         # A request that stops waiting is counted elsewhere a moment later.
         self._arrived = max(self._arrived, float(counters.routed_total + refused + held))
-        tokens = counters.prompt_tokens - counters.matched_tokens
-        tokens += held_tokens
+        tokens = counters.prompt_tokens - counters.matched_tokens + held_tokens
         self._prompt_tokens = max(self._prompt_tokens, float(tokens))
         self._read_answers(pool)
         return PickerCounters(
@@ -205,8 +198,7 @@ class PeerCounterClient:
         self._on_waiting = on_waiting
         self._configured = [_split_address(address) for address in configured]
         self._own_counters = own_counters
-        self._poll_client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
-        self._push_client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
+        self._client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
         self._peers: dict[str, _PolledPeer] = {}
         self._own_addresses: set[str] = set()
         self._unresolved: frozenset[str] = frozenset()
@@ -243,22 +235,14 @@ class PeerCounterClient:
 
     async def push(self) -> None:
         """Send our counters to all peers, so that the leader can act at once."""
-        addresses = list(self._peers)
-        if not addresses:
-            return
-        body = msgspec.json.encode(PeerReport(self.identity, self._own_counters()))
-        authorization = self._authorization
-        await asyncio.gather(
-            *(
-                self._push_client.get(_post_request(address, body, authorization))
-                for address in addresses
-            ),
-        )
+        targets = [self._target(address, method="POST") for address in self._peers]
+        if targets:
+            body = msgspec.json.encode(PeerReport(self.identity, self._own_counters()))
+            await asyncio.gather(*[self._client.post(target, body) for target in targets])
 
     def close(self) -> None:
         """Close all connections."""
-        self._poll_client.close()
-        self._push_client.close()
+        self._client.close()
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """HTTP routes by which peers read and push counters."""
@@ -295,16 +279,20 @@ class PeerCounterClient:
         for name in unresolved - self._unresolved:
             _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
         for address in self._peers.keys() - peers.keys():
-            self._poll_client.forget(_get_request(address, ""))
-            self._push_client.forget(_get_request(address, ""))
+            self._client.forget(self._target(address))
         self._peers, self._unresolved = peers, frozenset(unresolved)
         self._update_hosts(resolved)
 
-    @property
-    def _authorization(self) -> str:
-        """The header with the token, as a line; empty without one."""
+    def _target(self, address: str, *, method: str = "GET") -> client.ScrapeTarget:
+        """Page of a peer, to read or to push to."""
+        host, port = _split_address(address)
         token = self._token()
-        return f"authorization: Bearer {token}\r\n" if token else ""
+        more = f"authorization: Bearer {token}\r\n" if token else ""
+        if method == "POST":
+            more += "content-type: application/json\r\n"
+        return client.target(
+            host, port, path=PATH, method=method, accept="application/json", more=more
+        )
 
     def _is_known_host(self, host: str) -> bool:
         return any(host in hosts for hosts in self._hosts)
@@ -318,7 +306,7 @@ class PeerCounterClient:
         self._hosts = [new or old for new, old in zip(hosts, self._hosts, strict=True)]
 
     async def _poll(self, address: str) -> None:
-        answer = await self._poll_client.get(_get_request(address, self._authorization))
+        answer = await self._client.get(self._target(address))
         peer = self._peers.get(address)
         if peer is None:
             return
@@ -336,20 +324,6 @@ class PeerCounterClient:
         peer.report = report
         if report is not None:
             peer.name = report.picker
-
-
-def _get_request(address: str, authorization: str) -> client.ScrapeTarget:
-    host, port = _split_address(address)
-    return client.target(host, port, path=PATH, accept="application/json", more=authorization)
-
-
-def _post_request(address: str, body: bytes, authorization: str) -> client.ScrapeTarget:
-    host, port = _split_address(address)
-    head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n{authorization}"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return client.ScrapeTarget(host, port, head.encode() + body)
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -204,10 +204,10 @@ async def test_connections_to_removed_peers_are_closed(monkeypatch):
         monkeypatch.setattr(demand_counters, "_addresses", resolved)
         subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
         await subject.read("p")
-        assert len(subject._poll_client._idle_connections) == 1
+        assert len(subject._client._idle_connections) == 1
         addresses.clear()
         await subject.read("p")
-        assert len(subject._poll_client._idle_connections) == 0
+        assert len(subject._client._idle_connections) == 0
         subject.close()
 
 
