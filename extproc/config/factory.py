@@ -23,7 +23,7 @@ from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
-from extproc.scrape import engines, model_list_poller, schedule, scraper
+from extproc.scrape import engines, model_list, schedule, scraper
 from extproc.supervision import Supervisor
 
 
@@ -310,7 +310,7 @@ def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
             scrapes_per_s=scrape.max_scrapes_per_s,
             backoff_cap_s=scrape.backoff_cap_s,
         ),
-        models=model_list_poller.ModelListSettings(
+        models=model_list.ModelListSettings(
             interval_s=scrape.models_interval_s if scrape.models else None
         ),
         ranks=scrape.data_parallel_ranks,

@@ -29,7 +29,7 @@ from extproc.diagnostics.pages import (
 )
 from extproc.endpoint import Endpoint, join_host_port
 from extproc.errors import ConfigError
-from extproc.scrape import client, models_page
+from extproc.scrape import client, model_list
 from extproc.scrape.client import FetchedPage, ScrapeClient
 from extproc.supervision import Supervisor
 
@@ -269,7 +269,7 @@ class Collector:
         scrape = self._settings.scrape
         tls = factory.build_scrape_tls(scrape)
         metrics = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=scrape.max_page_bytes, tls=tls)
-        others = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=models_page.MAX_BYTES, tls=tls)
+        others = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=model_list.MAX_BYTES, tls=tls)
         results: dict[int, engine_diagnosis.EngineExamination] = {}
         queue = iter(enumerate(listed))
 
@@ -318,7 +318,7 @@ class Collector:
         return msgspec.structs.replace(
             pages,
             health=await get("/health"),
-            models=await get(models_page.PATH),
+            models=await get(model_list.PATH),
             version=await get("/version"),
             server_info=server_info,
             kv_events=await get("/kv_event_sources") if is_vllm else NO_PAGE,

@@ -20,7 +20,7 @@ from extproc.config.settings import Settings
 from extproc.diagnostics.pages import EnginePages, read_json
 from extproc.endpoint import Load
 from extproc.request import is_long_name
-from extproc.scrape import engines, metrics_page, models_page
+from extproc.scrape import engines, metrics_page, model_list
 from extproc.scrape.client import FetchedPage
 
 #: Share of `scrape.timeout_s` above which a metrics page is slow.
@@ -112,7 +112,7 @@ def read_facts(pages: EnginePages) -> EngineFacts:
     sglang = read_json(pages.server_info)
     # SGLang has its flags at the top of the page, or below `server_args`.
     flags = sglang.get("server_args") if isinstance(sglang.get("server_args"), dict) else sglang
-    models = None if pages.models.failure else models_page.read(pages.models.body)
+    models = None if pages.models.failure else model_list.read(pages.models.body)
     return EngineFacts(
         pool=pages.pool,
         address=pages.endpoint.address,
@@ -191,12 +191,12 @@ def _answers(pages: EnginePages, settings: Settings) -> Iterator[Finding]:
     models = pages.models.failure
     if not settings.scrape.models:
         return
-    if models or models_page.read(pages.models.body) is None:
+    if models or model_list.read(pages.models.body) is None:
         is_locked = models in ("status 401", "status 403")
         yield finding.warning(
             "models_page",
             place,
-            f"{models_page.PATH} gives no list of models: {models or 'unreadable'}",
+            f"{model_list.PATH} gives no list of models: {models or 'unreadable'}",
             wanted="the models that the engine serves",
             fix="start the engine without --api-key and check keys at the gateway, or write "
             "scrape: {models: false}"

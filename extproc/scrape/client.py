@@ -330,35 +330,28 @@ class ScrapeClient:
         When the server closed a kept connection before a byte of the answer came, the request is
         sent once more at once on a fresh one.
         """
-        answer = await self._fetch(where)
-        return answer if isinstance(answer, FetchFailed) else _page(answer)
+        return _body_of(await self.get_page(where))
 
     async def post(self, where: ScrapeTarget, body: bytes) -> bytes | FetchFailed:
         """Sends a body, and returns that of the answer; fails and tries again as `get` does."""
         head = where.request.removesuffix(b"\r\n")
         request = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
-        answer = await self._fetch(msgspec.structs.replace(where, request=request))
-        return answer if isinstance(answer, FetchFailed) else _page(answer)
+        return _body_of(await self.get_page(msgspec.structs.replace(where, request=request)))
 
     async def get_page(self, where: ScrapeTarget) -> FetchedPage:
         """Fetches a page as `get` does, with the date of its response."""
-        answer = await self._fetch(where)
-        if isinstance(answer, FetchFailed):
-            return FetchedPage(failure=answer.reason)
-        return FetchedPage(answer.body, answer.failure, answer.date)
-
-    async def _fetch(self, where: ScrapeTarget) -> HttpResponseParser | FetchFailed:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._get(where)
+                answer = await self._get(where)
         except TimeoutError:
-            return FetchFailed("timeout")
+            return FetchedPage(failure="timeout")
         except ConnectionRefusedError:
-            return FetchFailed("refused")
+            return FetchedPage(failure="refused")
         except ssl.SSLError:
-            return FetchFailed("tls")
+            return FetchedPage(failure="tls")
         except OSError:
-            return FetchFailed("unreachable")
+            return FetchedPage(failure="unreachable")
+        return FetchedPage(answer.body, answer.failure, answer.date)
 
     def forget(self, where: ScrapeTarget) -> None:
         """Closes the connection to a removed target."""
@@ -406,12 +399,10 @@ class ScrapeClient:
             idle.pop(next(iter(idle))).drop()
 
     async def _connect(self, where: ScrapeTarget) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            _Connection, where.host, where.port, ssl=self._tls
-        )
+        create = asyncio.get_running_loop().create_connection
+        _, connection = await create(_Connection, where.host, where.port, ssl=self._tls)
         return connection
 
 
-def _page(answer: HttpResponseParser) -> bytes | FetchFailed:
-    return FetchFailed(answer.failure) if answer.failure else answer.body
+def _body_of(page: FetchedPage) -> bytes | FetchFailed:
+    return FetchFailed(page.failure) if page.failure else page.body

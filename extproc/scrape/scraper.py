@@ -17,7 +17,7 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.pool.store import PoolStore
-from extproc.scrape import client, engines, metrics_page, model_list_poller, schedule
+from extproc.scrape import client, engines, metrics_page, model_list, schedule
 from extproc.supervision import Supervisor
 
 #: Longest page that is read on the event loop (bytes): five times a vLLM page, and some 30 ms at
@@ -52,7 +52,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     cap_bytes: int = 4 * 1024 * 1024
     follow_s: float = 0.2
     schedule: schedule.ScrapeSchedule = schedule.ScrapeSchedule()
-    models: model_list_poller.ModelListSettings = model_list_poller.NEVER
+    models: model_list.ModelListSettings = model_list.NEVER
     extra: metrics_page.ExtraMetrics | None = None
     ranks: bool = True
 
@@ -99,16 +99,7 @@ class EndpointScraper:
         self._timer: asyncio.TimerHandle | None = None
         self.target = client.target(endpoint.ip, endpoint.metrics_port, path=scraper.settings.path)
         self._reader = metrics_page.MetricsPageReader()
-        self._model_list = model_list_poller.ModelListPoller(
-            endpoint,
-            store=scraper.store,
-            client=scraper.client,
-            clock=scraper.clock,
-            rng=scraper.rng,
-            settings=scraper.settings.models,
-            unlisted_models=scraper.unlisted_models,
-            least_wait_s=scraper.least_list_wait_s,
-        )
+        self._model_list = model_list.ModelListPoller(scraper, endpoint)
 
     async def run(self) -> None:
         """Scrapes until cancelled; the first scrape is spread over one fast interval."""

@@ -5,7 +5,7 @@ import pytest
 
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool import store
-from extproc.scrape import client, model_list_poller, models_page, schedule, scraper
+from extproc.scrape import client, model_list, schedule, scraper
 
 LIST = b'{"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]}'
 LISTED = ServedModels(frozenset({"m"}), frozenset({"lora"}))
@@ -28,7 +28,7 @@ class ListingEngine:
         self.store.set_endpoints([endpoint], 0.0)
         self.scraper = scraper.Scraper(
             scraper.ScraperSettings(
-                models=model_list_poller.ModelListSettings(interval_s=interval_s, jitter=0.0)
+                models=model_list.ModelListSettings(interval_s=interval_s, jitter=0.0)
             ),
             self.store,
             client=self,
@@ -42,7 +42,7 @@ class ListingEngine:
     async def get(self, where):
         path = where.request.split()[1].decode()
         self.requests.append((where.port, path))
-        return self.list if path == models_page.PATH else self.page
+        return self.list if path == model_list.PATH else self.page
 
     def forget(self, where):
         self.forgotten.append(where.port)
@@ -54,7 +54,7 @@ class ListingEngine:
     @property
     def lists(self):
         """Number of requests for the model list."""
-        return sum(path == models_page.PATH for _, path in self.requests)
+        return sum(path == model_list.PATH for _, path in self.requests)
 
     async def at(self, *moments):
         """A scrape at each of these seconds."""
@@ -244,9 +244,7 @@ def test_both_pages_share_a_connection(http):
             queued.set_endpoints([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
             fetch = client.ScrapeClient(timeout_s=300.0, cap_bytes=10_000)
             subject = scraper.Scraper(
-                scraper.ScraperSettings(
-                    models=model_list_poller.ModelListSettings(interval_s=30.0)
-                ),
+                scraper.ScraperSettings(models=model_list.ModelListSettings(interval_s=30.0)),
                 queued,
                 client=fetch,
                 clock=asyncio.get_running_loop().time,

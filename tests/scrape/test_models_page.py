@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from extproc.endpoint import ServedModels
 from extproc.request import MAX_NAME_BYTES
-from extproc.scrape import models_page
+from extproc.scrape import model_list
 
 
 def page(*cards):
@@ -20,7 +20,7 @@ def test_vllm_lists_base_and_adapters():
     Source: docs/spec/engines.md#models-page.
     """
     card = {"object": "model", "created": 1, "owned_by": "vllm", "permission": [{"id": "p"}]}
-    models = models_page.read(
+    models = model_list.read(
         page(
             {**card, "id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
             {**card, "id": "small", "root": "/models/tiny", "parent": None},
@@ -36,7 +36,7 @@ def test_vllm_lists_base_and_adapters():
 @pytest.mark.parametrize("parent", ["", "m", 3, [], {}])
 def test_an_invalid_parent_is_no_adapter(parent):
     """Engines put other things into `parent`, such as nothing, or the model itself."""
-    assert models_page.read(page({"id": "m", "parent": parent})) == ServedModels(frozenset({"m"}))
+    assert model_list.read(page({"id": "m", "parent": parent})) == ServedModels(frozenset({"m"}))
 
 
 @pytest.mark.parametrize(
@@ -57,31 +57,31 @@ def test_an_invalid_parent_is_no_adapter(parent):
 )
 def test_an_invalid_list_is_unknown(content):
     """A page that is not understood whole leaves the models unknown."""
-    assert models_page.read(content) is None
+    assert model_list.read(content) is None
 
 
 def test_an_empty_list_is_unknown():
     """An engine that lists no model is not kept from all traffic."""
-    assert models_page.read(page()) is None
+    assert model_list.read(page()) is None
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        page(*({"id": f"m{n}"} for n in range(models_page.MAX_NAMES + 1))),
+        page(*({"id": f"m{n}"} for n in range(model_list.MAX_NAMES + 1))),
         page({"id": "m" * (MAX_NAME_BYTES + 1)}),
-        page({"id": "m"}) + b" " * models_page.MAX_BYTES,
+        page({"id": "m"}) + b" " * model_list.MAX_BYTES,
     ],
 )
 def test_lists_are_bounded(content):
     """A list longer than is taken is not taken in part."""
-    assert models_page.read(content) is None
+    assert model_list.read(content) is None
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read(content):
     """No bytes make reading raise."""
-    models_page.read(content)
+    model_list.read(content)
 
 
 def test_a_parent_of_another_type_is_ignored():
@@ -89,9 +89,9 @@ def test_a_parent_of_another_type_is_ignored():
     objects = b"[" + b"{}," * 300_000 + b"{}]"
     content = b'{"data":[{"id":"m","parent":%b}]}' % objects
     tracemalloc.start()
-    read = models_page.read(content)
+    read = model_list.read(content)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (read.bases, read.adapters) == ({"m"}, frozenset())
     assert peak < len(content)
-    assert models_page.read(b'{"data":[{"id":"m","parent":"\\ud800"}]}') is None
+    assert model_list.read(b'{"data":[{"id":"m","parent":"\\ud800"}]}') is None

@@ -8,7 +8,7 @@ import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.pool import store
-from extproc.scrape import client, metrics_page, model_list_poller, schedule, scraper
+from extproc.scrape import client, metrics_page, model_list, schedule, scraper
 from extproc.supervision import Supervisor
 
 QUICK = scraper.ScraperSettings(
@@ -403,9 +403,7 @@ def test_many_endpoints_that_fail_at_once_stay_near_the_budget(reason):
     """500 idle endpoints fail at once: about two budgets of scrapes and one of lists follow."""
 
     async def scene():
-        settings = scraper.ScraperSettings(
-            models=model_list_poller.ModelListSettings(interval_s=30.0)
-        )
+        settings = scraper.ScraperSettings(models=model_list.ModelListSettings(interval_s=30.0))
         scene = ScraperScene(
             *(f"10.0.{at // 250}.{at % 250}:1" for at in range(500)), settings=settings
         )
