@@ -83,7 +83,6 @@ def plan_kubernetes(
             kubeconfig=cluster.kubeconfig,
             context=cluster.context,
             policies=cluster.policies,
-            override_ip=cluster.override_ip,
         ),
         names,
     )

@@ -414,9 +414,6 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             suffice to take requests that another pool serves.
         policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
             InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
-        override_ip: Let the annotation `model-pod-ip` of a pod replace its IP address, as KubeAI's
-            allowPodAddressOverride does. False: anyone who may annotate a pod could direct traffic
-            to any address.
         leader_election: Be ready only while this replica holds a Lease, as in the high-availability
             mode of the upstream EPP. False: every replica picks, and a gateway may use any of them.
         lease: Name and times of the Lease; each field has the reason of its default.
@@ -428,6 +425,5 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     namespace: str = ""
     match_rules: tuple[MatchRule, ...] = ()
     policies: bool = True
-    override_ip: bool = False
     leader_election: bool = False
     lease: ElectionSettings = ElectionSettings()

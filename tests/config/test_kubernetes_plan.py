@@ -29,7 +29,7 @@ def test_every_kubernetes_source_is_planned():
     """An InferencePool, a selector and a Service, in the namespace of the process if none is said."""
     watched = plan(
         """
-cluster: {kubeconfig: k, context: c, policies: false, override_ip: true}
+cluster: {kubeconfig: k, context: c, policies: false}
 pools:
 - {name: a, kubernetes: {inference_pool: x, namespace: y}}
 - {name: b, kubernetes: {selector: {l: v}, ports: [80]}}
@@ -47,7 +47,6 @@ pools:
         kubeconfig="k",
         context="c",
         policies=False,
-        override_ip=True,
     )
     assert watched.pools == {"y/x": "a", "here/b": "b", "here/s": "c"}
 

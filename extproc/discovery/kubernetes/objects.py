@@ -50,7 +50,6 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         ready: Condition Ready is True, it is not being deleted and has not ended.
         active_ports: Annotation `llm-d.ai/active-ports`; None without it.
         model_port: Annotation `model-pod-port` of KubeAI.
-        model_ip: Annotation `model-pod-ip` of KubeAI.
     """
 
     namespace: str
@@ -63,7 +62,6 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     node: str = ""
     active_ports: str | None = None
     model_port: str = ""
-    model_ip: str = ""
 
 
 class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +184,7 @@ class _AnnotatedMeta(Meta, gc=False, rename="camel"):
     annotations: dict[str, str] | None = None
 
 
-class _Object(msgspec.Struct, Generic[_SpecT]):
+class _CustomResource(msgspec.Struct, Generic[_SpecT]):
     """A custom resource."""
 
     metadata: _AnnotatedMeta
@@ -200,13 +198,11 @@ class _PodAnnotations(
         "active": "llm-d.ai/active-ports",
         "active_before": "inference.networking.k8s.io/active-ports",
         "model_port": "model-pod-port",
-        "model_ip": "model-pod-ip",
     },
 ):
     active: str | None = None
     active_before: str | None = None
     model_port: str = ""
-    model_ip: str = ""
 
 
 class _PodMeta(Meta, gc=False, rename="camel"):
@@ -347,21 +343,20 @@ def decode_pod(raw: _Pod) -> Pod:
         node=raw.spec.node_name,
         active_ports=notes.active_before if notes.active is None else notes.active,
         model_port=notes.model_port,
-        model_ip=normalize_address(notes.model_ip),
     )
 
 
 _NO_NOTES = _PodAnnotations()
 
 
-def _decode_pool(raw: _Object[_PoolSpec]) -> InferencePool:
+def _decode_pool(raw: _CustomResource[_PoolSpec]) -> InferencePool:
     spec = raw.spec
     ports = tuple(dict.fromkeys(port.number for port in spec.target_ports))
     selector = spec.selector.match_labels
     return _build_pool(raw.metadata, settings.POOL_GROUP, selector, ports, spec.app_protocol)
 
 
-def _decode_old_pool(raw: _Object[_OldPoolSpec]) -> InferencePool:
+def _decode_old_pool(raw: _CustomResource[_OldPoolSpec]) -> InferencePool:
     spec = raw.spec
     ports = (spec.target_port_number,)
     return _build_pool(raw.metadata, settings.OLD_POOL_GROUP, spec.selector, ports)
@@ -392,7 +387,7 @@ def _decode_ref(raw: _Ref) -> PoolRef | None:
     return PoolRef(raw.group, raw.name) if raw.kind == "InferencePool" else None
 
 
-def _decode_objective(raw: _Object[_ObjectiveSpec]) -> ObjectiveObject:
+def _decode_objective(raw: _CustomResource[_ObjectiveSpec]) -> ObjectiveObject:
     return ObjectiveObject(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
@@ -401,7 +396,7 @@ def _decode_objective(raw: _Object[_ObjectiveSpec]) -> ObjectiveObject:
     )
 
 
-def _decode_rewrite(raw: _Object[_RewriteSpec]) -> RewriteObject:
+def _decode_rewrite(raw: _CustomResource[_RewriteSpec]) -> RewriteObject:
     return RewriteObject(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
@@ -482,10 +477,10 @@ class DecodedForm(msgspec.Struct, frozen=True):
 FORMS: Mapping[watch_plan.ResourceType, DecodedForm] = {
     watch_plan.PODS: DecodedForm(_Pod, decode_pod),
     watch_plan.SLICES: DecodedForm(_Slice, _decode_slice),
-    watch_plan.POOLS: DecodedForm(_Object[_PoolSpec], _decode_pool),
-    watch_plan.OLD_POOLS: DecodedForm(_Object[_OldPoolSpec], _decode_old_pool),
-    watch_plan.OBJECTIVES: DecodedForm(_Object[_ObjectiveSpec], _decode_objective),
-    watch_plan.OLD_OBJECTIVES: DecodedForm(_Object[_ObjectiveSpec], _decode_objective),
-    watch_plan.REWRITES: DecodedForm(_Object[_RewriteSpec], _decode_rewrite),
-    watch_plan.OLD_REWRITES: DecodedForm(_Object[_RewriteSpec], _decode_rewrite),
+    watch_plan.POOLS: DecodedForm(_CustomResource[_PoolSpec], _decode_pool),
+    watch_plan.OLD_POOLS: DecodedForm(_CustomResource[_OldPoolSpec], _decode_old_pool),
+    watch_plan.OBJECTIVES: DecodedForm(_CustomResource[_ObjectiveSpec], _decode_objective),
+    watch_plan.OLD_OBJECTIVES: DecodedForm(_CustomResource[_ObjectiveSpec], _decode_objective),
+    watch_plan.REWRITES: DecodedForm(_CustomResource[_RewriteSpec], _decode_rewrite),
+    watch_plan.OLD_REWRITES: DecodedForm(_CustomResource[_RewriteSpec], _decode_rewrite),
 }

@@ -21,19 +21,15 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
-def pod_endpoints(
-    pod: objects.Pod, ports: Sequence[int], *, override_ip: bool = False
-) -> tuple[Endpoint, ...]:
+def pod_endpoints(pod: objects.Pod, ports: Sequence[int]) -> tuple[Endpoint, ...]:
     """Returns the endpoints of a pool's pod; none while it is not ready.
 
     Args:
         ports: Target ports in their order: with several, each is a rank of its own, called
             `<pod>-rank-<index>` (docs/spec/protocol.md#endpoints-of-a-pod). None: the pod names its
             port.
-        override_ip: Whether `model-pod-ip` may replace the IP.
     """
-    ip = pod.model_ip if override_ip and pod.model_ip else pod.ip
-    if not pod.ready or not ip:
+    if not pod.ready or not pod.ip:
         return ()
     if not ports:
         port = parse_port(pod.model_port)
@@ -45,7 +41,7 @@ def pod_endpoints(
     models = _models(pod)
     return tuple(
         Endpoint(
-            join_host_port(ip, port),
+            join_host_port(pod.ip, port),
             name=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
             labels=labels,
             models=models,
@@ -210,11 +206,10 @@ class PodView:
         spec: None as long as the object that defines the pool is not there.
     """
 
-    def __init__(self, namespace: str, spec: PoolSpec | None, *, override_ip: bool) -> None:
+    def __init__(self, namespace: str, spec: PoolSpec | None) -> None:
         self.namespace = namespace
         self.spec = spec
         self.policy = inference_policy.EMPTY_POLICY
-        self._override_ip = override_ip
         self._members: dict[str, tuple[objects.Pod, tuple[Endpoint, ...]]] = {}
 
     def set_policy(self, policy: inference_policy.InferencePolicy) -> None:
@@ -243,7 +238,7 @@ class PodView:
         if pod is None or spec is None or not selects(spec.selector, pod.labels):
             self._members.pop(name, None)
             return before is not None and bool(before[1])
-        endpoints = pod_endpoints(pod, spec.ports, override_ip=self._override_ip)
+        endpoints = pod_endpoints(pod, spec.ports)
         if before is not None and before[1] == endpoints:
             # The endpoints known are kept, so that most comparisons of pools end at identity.
             self._members[name] = (pod, before[1])

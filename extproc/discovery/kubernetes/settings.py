@@ -98,9 +98,6 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
         policies: Whether InferenceObjectives and InferenceModelRewrites are watched, in the
             namespaces of InferencePools. They take rights of their own; without them every
             request has priority 0.
-        override_ip: Whether the annotation `model-pod-ip` of a KubeAI pod may replace its IP, as
-            KubeAI's --allow-pod-address-override: for development only, because any
-            user who may annotate a pod could then draw traffic to any address.
         start_s: How long `start` waits for the first complete lists. It then gives up waiting,
             not trying: a replica whose API server is down is not ready, and becomes so later.
         request_s: Time limit for one list page, from the request to its last byte (seconds). A page
@@ -122,7 +119,6 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     kubeconfig: str = ""
     context: str = ""
     policies: bool = True
-    override_ip: bool = False
     start_s: float = 15.0
     request_s: float = 60.0
     connect_s: float = 5.0

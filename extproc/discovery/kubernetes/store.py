@@ -205,15 +205,12 @@ class ObjectStore:
 
     def _add_source(self, source: settings.KubernetesSource) -> None:
         """Adds the pools that exist independently of any object."""
-        override = self._settings.override_ip
         match source:
             case settings.InferencePoolRef():
-                self._views[source.key] = pool_views.PodView(
-                    source.namespace, None, override_ip=override
-                )
+                self._views[source.key] = pool_views.PodView(source.namespace, None)
             case settings.PodSelector():
                 spec = pool_views.PoolSpec(selector=source.labels, ports=source.ports)
-                view = pool_views.PodView(source.namespace, spec, override_ip=override)
+                view = pool_views.PodView(source.namespace, spec)
                 self._views[source.key] = view
                 self._index_view(source.key, view)
             case settings.ServiceRef():
@@ -256,7 +253,7 @@ class ObjectStore:
         )
         view = self._views.get(key)
         if view is None:
-            view = pool_views.PodView(pool.namespace, None, override_ip=self._settings.override_ip)
+            view = pool_views.PodView(pool.namespace, None)
             self._views[key] = view
         if not isinstance(view, pool_views.PodView):
             return

@@ -101,11 +101,10 @@ def test_a_pod_without_a_port_is_no_endpoint_where_pods_name_theirs():
         assert pool_views.pod_endpoints(pod(annotations={"model-pod-port": text}), ()) == ()
 
 
-def test_the_ip_is_overridden_only_where_that_is_allowed():
+def test_no_annotation_replaces_the_ip():
     """The right to annotate a pod would otherwise be the right to redirect traffic."""
     subject = pod(annotations={"model-pod-ip": "127.0.0.1", "model-pod-port": "7000"})
     assert addresses(pool_views.pod_endpoints(subject, ())) == ["10.0.0.1:7000"]
-    assert addresses(pool_views.pod_endpoints(subject, (), override_ip=True)) == ["127.0.0.1:7000"]
 
 
 def test_endpoints_come_in_the_order_of_pod_names():
