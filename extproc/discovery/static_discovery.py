@@ -265,6 +265,9 @@ class StaticDiscovery:
     Args:
         flag_entries: Entries from flags; they come before those of the file.
         supervisor: Hears of steps that went well; None for one of its own.
+
+    Attributes:
+        dropped_addresses: Listed addresses beyond the limit of a pool, which are no endpoints (count).
     """
 
     def __init__(
@@ -297,12 +300,7 @@ class StaticDiscovery:
         self._published: tuple[Endpoint, ...] | None = None
         self._answers: DnsAnswers = {}
         self._failing_names: frozenset[str] = frozenset()
-        self._dropped_addresses = 0
-
-    @property
-    def dropped_addresses(self) -> int:
-        """Number of listed addresses beyond the limit of a pool, which are no endpoints."""
-        return self._dropped_addresses
+        self.dropped_addresses = 0
 
     async def start(self) -> None:
         """Loads all sources and sets the endpoints.
@@ -387,7 +385,7 @@ class StaticDiscovery:
 
     def _report_dropped(self, num_dropped: int) -> None:
         """Reports once when addresses begin to exceed the limit, and once when they stop."""
-        before, self._dropped_addresses = self._dropped_addresses, num_dropped
+        before, self.dropped_addresses = self.dropped_addresses, num_dropped
         if num_dropped and not before:
             limit_text = f"expected at most {endpoint_list.MAX_ENDPOINTS} addresses; split the pool"
             self._report("truncated", f"{num_dropped} addresses are left out; {limit_text}")

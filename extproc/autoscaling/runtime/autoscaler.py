@@ -88,7 +88,6 @@ class Autoscaler:
             token=token,
             on_waiting=self._wake,
         )
-        self.loops: dict[str, ControlLoop] = {}
         self._scaled: dict[str, ScaledPool] = {}
         #: Annotations of discovered pools at the last look; None to look again.
         self._logged: dict[str, tuple[PoolRuntime, Mapping[str, str] | None]] = {}
@@ -108,12 +107,18 @@ class Autoscaler:
         for plan in pools.pool_plans(settings):
             wanted = plan.settings.pool.autoscaling
             if wanted is not None:
-                self._add_pool(ScaledPool(registry.by_name[plan.name], wanted, self._context))
+                runtime = registry.by_name[plan.name]
+                self._scaled[plan.name] = ScaledPool(runtime, wanted, self._context)
         # A file is this replica's own.
         self._writes: Callable[[], bool] = _always if shared.state_file else is_leader
         self._state_store = _build_state_store(
             shared, self._cluster, settings.cluster.lease.namespace or here, clock
         )
+
+    @property
+    def loops(self) -> Mapping[str, ControlLoop]:
+        """Control loops by name of the pool."""
+        return {name: pool.loop for name, pool in self._scaled.items()}
 
     def metrics(self) -> Mapping[str, ScalingMetrics]:
         """Metrics by name of the pool."""
@@ -199,10 +204,6 @@ class Autoscaler:
                 "autoscaling: going on with what was kept of %d pools", len(self._saved_states)
             )
 
-    def _add_pool(self, pool: ScaledPool) -> None:
-        self._scaled[pool.runtime.name] = pool
-        self.loops[pool.runtime.name] = pool.loop
-
     def _update_pool(self, name: str, runtime: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool."""
         try:
@@ -231,7 +232,7 @@ class Autoscaler:
             )
             return
         self._faults.pop(name, None)
-        self._add_pool(pool)
+        self._scaled[name] = pool
         pool.attach()
         if state is not None:
             pool.loop.restore(state, shift_s=0.0)
@@ -255,7 +256,6 @@ class Autoscaler:
         pool = self._scaled.pop(name, None)
         if pool is None:
             return None
-        del self.loops[name]
         pool.detach()
         self._on_removed(pool.loop)
         return pool.loop.state()
@@ -333,8 +333,8 @@ class Autoscaler:
 
     def _wake(self, pools: Iterable[str]) -> None:
         for name in pools:
-            if name in self.loops:
-                self.loops[name].wake()
+            if name in self._scaled:
+                self._scaled[name].loop.wake()
 
 
 def _always() -> bool:

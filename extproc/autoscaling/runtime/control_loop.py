@@ -84,18 +84,6 @@ class LoopMetrics:
         )
         self.demand, self.desired = demand, desired
 
-    def changed(self, reason: str) -> None:
-        """Count a change of the requested replicas."""
-        self.changes[str(reason)] += 1
-
-    def failed(self) -> None:
-        """Count a failed read or change of the target."""
-        self.failures += 1
-
-    def woken(self, wake_s: float) -> None:
-        """Record the seconds from a request that waited at zero to a requested replica."""
-        self.wake_s = wake_s
-
     def snapshot(self) -> ScalingMetrics:
         """Return the current metrics."""
         demand, row = self.demand, self._history.latest
@@ -237,14 +225,11 @@ class ControlLoop:
             return _RETRY_S if own.held else self.scaler.policy.interval_s
         self._decide(own, peer_counters, spec)
         failed = await self._act(spec)
-        if immediate:
+        has_waiting = own.held and self._is_waiting
+        # Again, where the replica that may act was notified and did not: another may lead by now.
+        if immediate or has_waiting:
             await self._peers.push()
-        elif own.held and self._is_waiting:
-            # The replica that may act was notified and did not: another may lead by now.
-            await self._peers.push()
-        return (
-            _RETRY_S if failed or (own.held and self._is_waiting) else self.scaler.policy.interval_s
-        )
+        return _RETRY_S if failed or has_waiting else self.scaler.policy.interval_s
 
     def _decide(
         self, own: PickerCounters, peer_counters: Mapping[str, PickerCounters | None], spec: int
@@ -268,9 +253,9 @@ class ControlLoop:
             failed = await self.actuator.scale(desired, spec)
             if failed is None:
                 self._is_waiting, self._requested = not desired.replicas, desired.replicas
-                self.metrics.changed(desired.reason)
+                self.metrics.changes[str(desired.reason)] += 1
                 if self._waits_since is not None:
-                    self.metrics.woken(self._clock() - self._waits_since)
+                    self.metrics.wake_s = self._clock() - self._waits_since
                     self._waits_since = None
                 self._log_change(desired, spec)
         if failed is not None:
@@ -292,7 +277,7 @@ class ControlLoop:
         _log.info("%s: %s, %s%s", self._title, change, desired.reason, because)
 
     def _report_error(self, error: actuator.ActuatorError) -> None:
-        self.metrics.failed()
+        self.metrics.failures += 1
         if error.message != self._reported_error:
             self._reported_error = error.message
             _log.warning("%s: %s", self._title, error.message)

@@ -281,23 +281,24 @@ View = PodView | SliceView
 
 
 def build_policy(
-    pool: objects.PoolRef,
-    objectives: Iterable[objects.ObjectiveObject],
-    rewrites: Iterable[objects.RewriteObject],
+    pool: objects.PoolRef, policy_objects: Iterable[objects.Value]
 ) -> inference_policy.InferencePolicy:
     """Builds the policy of one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
-        rewrites: Rewrites of its namespace, in any order; the name decides between equal ages, so
-            that replicas agree.
+        policy_objects: Objectives and rewrites of its namespace, in any order; the name decides between
+            rewrites of equal age, so that replicas agree.
     """
-    aged = sorted(
-        (rewrite for rewrite in rewrites if rewrite.pool == pool),
-        key=lambda rewrite: (rewrite.created, rewrite.name),
-    )
-    named = sorted(
-        (objective.name, objective.priority) for objective in objectives if objective.pool == pool
-    )
+    priorities: dict[str, int] = {}
+    rewrites: list[objects.RewriteObject] = []
+    for policy_object in policy_objects:
+        match policy_object:
+            case objects.ObjectiveObject() if policy_object.pool == pool:
+                priorities[policy_object.name] = policy_object.priority
+            case objects.RewriteObject() if policy_object.pool == pool:
+                rewrites.append(policy_object)
+    rewrites.sort(key=lambda rewrite: (rewrite.created, rewrite.name))
     return inference_policy.InferencePolicy(
-        priorities=dict(named), rules=tuple(rule for rewrite in aged for rule in rewrite.rules)
+        priorities=dict(sorted(priorities.items())),
+        rules=tuple(rule for rewrite in rewrites for rule in rewrite.rules),
     )

@@ -341,26 +341,15 @@ class ObjectStore:
     def _build_policy(self, view: pool_views.PodView) -> inference_policy.InferencePolicy:
         if view.spec is None or view.spec.ref is None:
             return inference_policy.EMPTY_POLICY
+        namespace = view.namespace
         policy_objects = [
             policy_object
             for kind in watch_plan.POLICY_RESOURCES
             for policy_object in self._policy_objects[
-                self._current_resource(kind, view.namespace), view.namespace
+                self._current_resource(kind, namespace), namespace
             ].values()
         ]
-        return pool_views.build_policy(
-            view.spec.ref,
-            [
-                policy_object
-                for policy_object in policy_objects
-                if isinstance(policy_object, objects.ObjectiveObject)
-            ],
-            [
-                policy_object
-                for policy_object in policy_objects
-                if isinstance(policy_object, objects.RewriteObject)
-            ],
-        )
+        return pool_views.build_policy(view.spec.ref, policy_objects)
 
     def _current_resource(
         self, kind: tuple[watch_plan.ResourceType, watch_plan.ResourceType], namespace: str
@@ -378,27 +367,15 @@ class ObjectStore:
         if key in self._complete_pools:
             return True
         if isinstance(view, pool_views.SliceView):
-            needed = [
-                collection
-                for collection in self.collections
-                if collection.resource == watch_plan.SLICES
-                and collection.namespace == view.namespace
-            ]
+            needed = {watch_plan.SLICES}
         elif view.spec is not None and view.spec.ref is None:
-            needed = [
-                collection
-                for collection in self.collections
-                if collection.covers(watch_plan.PODS, view.namespace)
-            ]
+            needed = {watch_plan.PODS}
         else:
-            needed = [
-                collection
-                for collection in self.collections
-                if collection.resource != watch_plan.SLICES
-                and collection.namespace in {"", view.namespace}
-            ]
-        if not all(self.is_synced(collection) for collection in needed):
-            return False
+            needed = {collection.resource for collection in self.collections} - {watch_plan.SLICES}
+        for collection in self.collections:
+            in_namespace = collection.namespace in {"", view.namespace}
+            if collection.resource in needed and in_namespace and not self.is_synced(collection):
+                return False
         self._complete_pools.add(key)
         return True
 

@@ -163,7 +163,11 @@ def plan_watches(
         }
         for ref in pools:
             if ref.group == group and ref.namespace not in names:
-                names[ref.namespace] = {pool.name for pool in pools if _is_redundant(pool, ref)}
+                names[ref.namespace] = {
+                    pool.name
+                    for pool in pools
+                    if (pool.group, pool.namespace) == (group, ref.namespace)
+                }
         collections += [
             WatchedCollection(resource, namespace, fields=_name_selector(only))
             for namespace, only in _drop_covered(names).items()
@@ -203,10 +207,6 @@ def plan_watches(
 def _drop_covered(namespaces: Mapping[str, _T]) -> Mapping[str, _T]:
     """Drops the namespaces if the cluster-wide collection is watched."""
     return {"": namespaces[""]} if "" in namespaces else namespaces
-
-
-def _is_redundant(ref: settings.InferencePoolRef, other: settings.InferencePoolRef) -> bool:
-    return (ref.group, ref.namespace) == (other.group, other.namespace)
 
 
 def _name_selector(names: set[str]) -> str:

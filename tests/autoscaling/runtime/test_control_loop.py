@@ -313,7 +313,7 @@ def test_metrics_show_demand_decision_and_changes():
             "c": None,
         }
         metrics.record(demand, ScalingDecision(3, ScalingReason.UP), counters)
-    metrics.changed(ScalingReason.UP)
+    metrics.changes["up"] += 1
     shown = metrics.snapshot()
     assert shown.gauges["queue_depth"] == 6.0
     assert shown.gauges["queue_depth_mean"] == pytest.approx((3.0 + 6.0) / 2)
