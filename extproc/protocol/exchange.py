@@ -8,8 +8,8 @@ be queued, and `DeferredResponses` has the replies that are withheld until then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -165,6 +165,11 @@ def _select_rank(
     if rank is None:
         return (), tuple(removed)
     return ((DATA_PARALLEL_RANK, str(rank.index)),), tuple(removed - {DATA_PARALLEL_RANK})
+
+
+_Handler: TypeAlias = (
+    "Callable[[Exchange, ProcessingRequest, BodyModes], Iterable[ProcessingResponse]]"
+)
 
 
 class Exchange(msgspec.Struct):
@@ -468,21 +473,19 @@ class Exchange(msgspec.Struct):
         return chunks(_RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)
 
     #: What takes an event, by place in the table of transitions.
-    handlers: ClassVar[
-        transitions.HandlerTable[
-            Callable[[Exchange, ProcessingRequest, BodyModes], Iterable[ProcessingResponse]]
-        ]
-    ] = transitions.build_handler_table(
-        {
-            Action.OPEN: _open_request,
-            Action.GATHER: _buffer_body,
-            Action.CLOSE: _close_by_trailers,
-            Action.HEADERS: _answer_response_headers,
-            Action.BODY: _pass_response_body,
-            Action.TRAILERS: _trailers,
-            Action.LATE: _late_body,
-            Action.IGNORE: _ignore,
-        }
+    handlers: ClassVar[Sequence[Sequence[Sequence[_Handler | None]]]] = (
+        transitions.build_handler_table(
+            {
+                Action.OPEN: _open_request,
+                Action.GATHER: _buffer_body,
+                Action.CLOSE: _close_by_trailers,
+                Action.HEADERS: _answer_response_headers,
+                Action.BODY: _pass_response_body,
+                Action.TRAILERS: _trailers,
+                Action.LATE: _late_body,
+                Action.IGNORE: _ignore,
+            }
+        )
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 from extproc.errors import ProtocolError
 from extproc.protocol.messages import MessageKind
@@ -92,33 +92,21 @@ _RESPONSE: Mapping[tuple[ResponseState, MessageKind], Action] = {
 }
 
 
-HandlerT = TypeVar("HandlerT")
-HandlerTable = Sequence[Sequence[Sequence[HandlerT | None]]]
-
-
-def _action(
-    request_state: RequestState, response_state: ResponseState, kind: MessageKind
-) -> Action | None:
-    action = _REQUEST.get((request_state, kind))
-    return _RESPONSE.get((response_state, kind)) if action is None else action
-
-
-def build_handler_table(handlers: Mapping[Action, HandlerT]) -> HandlerTable[HandlerT]:
+def build_handler_table(handlers: Mapping[Action | None, Any]) -> Sequence[Sequence[Sequence[Any]]]:
     """Build the table by index, which is faster than a lookup by pair.
 
     Returns:
         `places[request_state][response_state][kind]`; None where the message does not fit.
     """
-    actions = [
-        [
-            [_action(request_state, response_state, kind) for kind in MessageKind]
-            for response_state in ResponseState
-        ]
-        for request_state in RequestState
-    ]
     return tuple(
-        tuple(tuple(None if action is None else handlers[action] for action in row) for row in rows)
-        for rows in actions
+        tuple(
+            tuple(
+                handlers.get(_REQUEST.get((request, kind), _RESPONSE.get((response, kind))))
+                for kind in MessageKind
+            )
+            for response in ResponseState
+        )
+        for request in RequestState
     )
 
 

@@ -143,13 +143,14 @@ def _write_short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
 def _metadata(destination: str) -> bytes:
     """The `dynamic_metadata` field alone; protobuf fields concatenate."""
     response = ext_proc_pb2.ProcessingResponse()
-    _set_destination(response, destination)
+    _balancer_fields(response)[DESTINATION].string_value = destination
     return response.SerializeToString()
 
 
-def _set_destination(response: ext_proc_pb2.ProcessingResponse, destination: str) -> None:
-    balancer = response.dynamic_metadata.fields[protobuf_decoder.BALANCER_NAMESPACE].struct_value
-    balancer.fields[DESTINATION].string_value = destination
+def _balancer_fields(response: ext_proc_pb2.ProcessingResponse) -> Any:
+    """Fields of the dynamic metadata for Envoy's load balancer."""
+    namespaces = response.dynamic_metadata.fields
+    return namespaces[protobuf_decoder.BALANCER_NAMESPACE].struct_value.fields
 
 
 def _add_headers(mutation: ext_proc_pb2.HeaderMutation, headers: Headers) -> None:
@@ -170,12 +171,10 @@ def _write_route(reply: RouteResponse) -> bytes:
     common.clear_route_cache = True
     _add_headers(common.header_mutation, ((DESTINATION, reply.destination), *reply.set_headers))
     common.header_mutation.remove_headers.extend(reply.remove_headers)
-    _set_destination(response, reply.destination)
+    balancer = _balancer_fields(response)
+    balancer[DESTINATION].string_value = reply.destination
     if reply.scores:
-        balancer = response.dynamic_metadata.fields[
-            protobuf_decoder.BALANCER_NAMESPACE
-        ].struct_value
-        scores = balancer.fields[SCORES].struct_value.fields
+        scores = balancer[SCORES].struct_value.fields
         for address, score in reply.scores:
             scores[address].number_value = score
     if reply.body is None:
@@ -238,8 +237,7 @@ def _write_body_mutation(reply: BodyMutation) -> bytes:
 
 def _write_request_cost(reply: WithRequestCost) -> bytes:
     response = ext_proc_pb2.ProcessingResponse()
-    balancer = response.dynamic_metadata.fields[protobuf_decoder.BALANCER_NAMESPACE].struct_value
-    balancer.fields[COST].number_value = reply.cost
+    _balancer_fields(response)[COST].number_value = reply.cost
     return encode(reply.reply) + response.SerializeToString()
 
 

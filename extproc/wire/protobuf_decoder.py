@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
@@ -117,6 +118,8 @@ _KINDS: Mapping[str | None, MessageKind] = {
     "response_body": MessageKind.RESPONSE_BODY,
     "response_trailers": MessageKind.RESPONSE_TRAILERS,
 }
+_BODIES = frozenset({MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY})
+_WITH_CONTENT = _BODIES | {MessageKind.REQUEST_HEADERS, MessageKind.RESPONSE_HEADERS}
 _GARBAGE = ProcessingRequest(MessageKind.GARBAGE)
 
 
@@ -126,27 +129,15 @@ def decode(data: bytes) -> ProcessingRequest:
         message = ext_proc_pb2.ProcessingRequest.FromString(data)
     except DecodeError:
         return _GARBAGE
-    kind = _KINDS.get(message.WhichOneof("request"), MessageKind.UNKNOWN)
+    name = message.WhichOneof("request")
+    kind = _KINDS.get(name, MessageKind.UNKNOWN)
     modes, hints = parse_attributes(message)
-    match kind:
-        case MessageKind.REQUEST_BODY:
-            part = message.request_body
-            return ProcessingRequest(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
-        case MessageKind.RESPONSE_BODY:
-            part = message.response_body
-            return ProcessingRequest(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
-        case MessageKind.REQUEST_HEADERS:
-            head = message.request_headers
-            return ProcessingRequest(
-                kind, _headers(head.headers), b"", head.end_of_stream, modes, hints
-            )
-        case MessageKind.RESPONSE_HEADERS:
-            head = message.response_headers
-            return ProcessingRequest(
-                kind, _headers(head.headers), b"", head.end_of_stream, modes, hints
-            )
-        case _:
-            return ProcessingRequest(kind, modes=modes, hints=hints)
+    if name is None or kind not in _WITH_CONTENT:
+        return ProcessingRequest(kind, modes=modes, hints=hints)
+    part: Any = getattr(message, name)
+    if kind in _BODIES:
+        return ProcessingRequest(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
+    return ProcessingRequest(kind, _headers(part.headers), b"", part.end_of_stream, modes, hints)
 
 
 def _headers(headers: ext_proc_pb2.HeaderMap) -> dict[str, str]:
