@@ -176,11 +176,7 @@ class PolicyRunner:
         self._at: float | None = None
 
     def step(self, demand: Demand) -> ScalingDecision:
-        """Decide: every `policy.interval_s`, and when a request is queued at zero replicas.
-
-        Args:
-            demand: Current demand; `now` must not decrease.
-        """
+        """Decide: every `policy.interval_s`, and when a request is queued at zero replicas."""
         now = demand.now
         gap_s = max(_GAP * self.policy.watch_s, _GAP_INTERVALS * self.policy.interval_s)
         if self._since is None or self._at is None or now - self._at > gap_s:

@@ -388,11 +388,7 @@ DEFAULT = "adaptive"
 
 
 def make_policy(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
-    """Build a policy from its name and parameters.
-
-    Raises:
-        ConfigError: There is no such policy or parameter, or a value is out of range.
-    """
+    """Build a policy; raises `ConfigError` for an unknown name or a wrong parameter."""
     if kind not in POLICIES:
         raise ConfigError(
             f"{where}.policy",

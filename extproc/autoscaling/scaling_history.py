@@ -55,11 +55,7 @@ class TimeWindow(msgspec.Struct, frozen=True):
     samples: tuple[tuple[float, float], ...] = ()
 
     def add(self, now: float, value: float, *, span_s: float) -> TimeWindow:
-        """Return the window with a further sample.
-
-        Args:
-            now: Time of the sample; not before the last sample.
-        """
+        """Return the window with a further sample, not before the last one."""
         samples = self.samples
         first = 0
         while first + 1 < len(samples) and samples[first + 1][0] <= now - span_s:

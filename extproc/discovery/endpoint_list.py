@@ -58,11 +58,7 @@ class EndpointListEntry(msgspec.Struct, frozen=True, dict=True):
 
 
 def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, ...]:
-    """Parses a loaded YAML or JSON document.
-
-    Raises:
-        ConfigError: With the path of the value that is wrong.
-    """
+    """Parses a loaded document; raises `ConfigError` with the path of a wrong value."""
     if not isinstance(document, Mapping):
         raise _wrong(
             where, "a mapping with a list `endpoints`", document, "write endpoints: [10.0.0.1:8000]"

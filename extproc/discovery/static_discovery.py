@@ -181,11 +181,7 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp:
 def load_file(
     path: pathlib.Path, *, limit_bytes: int
 ) -> tuple[endpoint_list.EndpointListEntry, ...]:
-    """Loads a YAML or JSON file.
-
-    Raises:
-        ConfigError: If it cannot be read, is too long, is no YAML or no list of endpoints.
-    """
+    """Loads a YAML or JSON file; raises `ConfigError` for any other, or a longer one."""
     where = str(path)
     try:
         with path.open("rb") as file:

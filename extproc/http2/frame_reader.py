@@ -74,11 +74,7 @@ class FrameReader(ABC):
         """Handle an error that ends one stream."""
 
     def _read(self, data: bytes) -> None:
-        """Handle the frames that bytes complete, within the bound on work.
-
-        Raises:
-            Http2Error: The connection ends.
-        """
+        """Handle the frames that bytes complete, within the bound on work; raises to end all."""
         at = 0
         if self._buffer:
             data, at = self._complete_frame(data)

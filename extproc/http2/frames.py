@@ -138,11 +138,7 @@ _RULES: Final[Sequence[_FrameRule]] = (
 
 
 def check_head(kind: int, stream_id: int, size: int) -> None:
-    """Check the stream identifier and the length of a frame of a known type.
-
-    Raises:
-        Http2Error: The frame breaks the rules of its type.
-    """
+    """Raise `Http2Error` where stream identifier or length break the rules of a frame type."""
     rule = _RULES[kind]
     if rule.on_stream is not None and rule.on_stream != bool(stream_id):
         raise Http2Error(ErrorCode.PROTOCOL_ERROR, f"frame of type {kind} on stream {stream_id}")
@@ -155,11 +151,7 @@ def check_head(kind: int, stream_id: int, size: int) -> None:
 
 
 def without_padding(payload: bytes, flags: int) -> bytes:
-    """Return the payload of a DATA or HEADERS frame without padding.
-
-    Raises:
-        Http2Error: The padding is longer than the payload.
-    """
+    """Return the payload of a DATA or HEADERS frame without padding, which must fit in it."""
     if not flags & PADDED:
         return payload
     if not payload:
@@ -171,11 +163,7 @@ def without_padding(payload: bytes, flags: int) -> bytes:
 
 
 def check_dependency(stream_id: int, payload: bytes) -> None:
-    """Check that a stream does not depend on itself.
-
-    Raises:
-        Http2Error: It does.
-    """
+    """Raise `Http2Error` if a stream depends on itself."""
     if read_number(payload) & MAX_STREAM_ID == stream_id:
         raise Http2Error(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
@@ -187,11 +175,7 @@ def read_number(payload: bytes) -> int:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Return settings as pairs of identifier and value.
-
-    Raises:
-        Http2Error: The payload is cut short, or a value is out of its range.
-    """
+    """Return pairs of identifier and value; raises for a cut payload or a value out of range."""
     if len(payload) % _SETTING.size:
         raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"settings of {len(payload)} bytes")
     settings = list(_SETTING.iter_unpack(payload))

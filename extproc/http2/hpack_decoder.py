@@ -261,11 +261,7 @@ _HUFFMAN_STATES: Final[dict[tuple[int, int], _HuffmanState]] = {(0, 0): _HUFFMAN
 
 
 def decode_huffman(data: bytes) -> bytes:
-    """Decode a string (section 5.2), a byte at a time.
-
-    Raises:
-        HpackError: It does not end with a symbol and padding.
-    """
+    """Decode a string (section 5.2), a byte at a time; it must end with a symbol and padding."""
     state, pieces = _HUFFMAN_START, []
     for byte in data:
         state, piece = state[byte]

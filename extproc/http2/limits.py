@@ -113,11 +113,7 @@ class FloodGuard:
         self._refills: dict[str, tuple[float, int]] = {}
 
     def spend(self, kind: str, now: float, count: int = 1) -> None:
-        """Take one token, or more.
-
-        Raises:
-            Http2Error: The bucket is empty; the connection ends.
-        """
+        """Take tokens; an empty bucket raises the `Http2Error` that ends the connection."""
         level = self._levels[kind]
         if level < count:
             level = self._refill(kind, now)

@@ -121,11 +121,7 @@ class MessageAssembler:
         return messages
 
     def hold(self, size: int) -> None:
-        """Count bytes of complete messages that wait for their stream.
-
-        Raises:
-            MessageError: The budget is used up.
-        """
+        """Count bytes of complete messages that wait for their stream; raises beyond the budget."""
         self._held_bytes += size
         self._budget.held_bytes += size
         if self._budget.held_bytes > self._budget.limit_bytes:

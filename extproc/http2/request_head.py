@@ -104,11 +104,7 @@ class PartialHeaderBlock:
         self._size = len(fragment)
 
     def add(self, fragment: bytes, limits: Http2Limits) -> None:
-        """Add the payload of a CONTINUATION frame.
-
-        Raises:
-            Http2Error: The block is too long, or cut in too many.
-        """
+        """Add the payload of a CONTINUATION frame; raises for a long block, or too many pieces."""
         self._fragments.append(fragment)
         self._size += len(fragment)
         if (
@@ -125,11 +121,7 @@ class PartialHeaderBlock:
 
 
 def strip_head_fields(payload: bytes, flags: int, stream_id: int) -> bytes:
-    """Return the fragment of a header block in a HEADERS frame, without padding and priority.
-
-    Raises:
-        Http2Error: The frame is too short for them, or its stream depends on itself.
-    """
+    """Return the header block of a HEADERS frame, without padding and priority, which it checks."""
     fragment = frames.without_padding(payload, flags)
     if flags & frames.HAS_PRIORITY:
         if len(fragment) < _PRIORITY_BYTES:
@@ -158,11 +150,7 @@ class HeaderDecoder:
         self._is_stateless = not self._limits.header_table_bytes
 
     def read_request(self, block: bytes) -> RequestHead:
-        """Decode the header block of a request.
-
-        Raises:
-            Http2Error: The block cannot be decoded, or its list is too large to go on.
-        """
+        """Decode the header block of a request; raises `Http2Error` where it cannot go on."""
         if not self._is_stateless:
             return self._read(block)
         head = self._remembered.get(block)
@@ -176,11 +164,7 @@ class HeaderDecoder:
         return head
 
     def read_trailers(self, block: bytes) -> str:
-        """Decode the trailers of a request; returns the rule that they break, or nothing.
-
-        Raises:
-            Http2Error: As `read_request`.
-        """
+        """Decode trailers as `read_request`; returns the rule that they break, or nothing."""
         fields = self._decode(block)
         return _find_malformed(fields) or (
             "pseudo field in trailers" if any(name[:1] == b":" for name, _ in fields) else ""

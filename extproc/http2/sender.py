@@ -209,11 +209,7 @@ class ResponseSender:
             source.close()
 
     def open_stream_window(self, stream: Http2Stream, more_bytes: int) -> bool:
-        """Add to the window of a stream; returns True if its response ended with that.
-
-        Raises:
-            Http2Error: The window is larger than allowed.
-        """
+        """Add to the window of a stream, within its limit; True if its response ended with that."""
         stream.send_window_bytes += more_bytes
         if stream.send_window_bytes > frames.MAX_WINDOW_BYTES:
             raise Http2Error(
@@ -222,11 +218,7 @@ class ResponseSender:
         return stream.unsent is not None and self._send_unsent(stream)
 
     def open_connection_window(self, more_bytes: int) -> list[Http2Stream]:
-        """Add to the window of the connection; returns streams whose response ended with that.
-
-        Raises:
-            Http2Error: The window is larger than allowed.
-        """
+        """Add to the window of all, within its limit; returns streams that ended with that."""
         self._window_bytes += more_bytes
         if self._window_bytes > frames.MAX_WINDOW_BYTES:
             raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window of the connection too large")
@@ -235,11 +227,7 @@ class ResponseSender:
     def resize_windows(
         self, streams: Iterable[Http2Stream], initial_bytes: int
     ) -> list[Http2Stream]:
-        """Apply SETTINGS_INITIAL_WINDOW_SIZE; returns streams whose response ended with that.
-
-        Raises:
-            Http2Error: A window is larger than allowed.
-        """
+        """Apply SETTINGS_INITIAL_WINDOW_SIZE, within limits; returns streams that ended so."""
         change = initial_bytes - self.initial_window_bytes
         self.initial_window_bytes = initial_bytes
         for stream in streams:

@@ -76,11 +76,7 @@ class Http2Stream:
         self.has_moved = True
 
     def count_content(self, size: int, *, is_end: bool) -> None:
-        """Compare what arrived with `content-length` (RFC 9113, section 8.1.1).
-
-        Raises:
-            Http2Error: It is more, or less at the end.
-        """
+        """Raise where what arrived differs from `content-length` (RFC 9113, section 8.1.1)."""
         left = self.content_left_bytes
         if left is None:
             return
@@ -147,11 +143,7 @@ class StreamTable:
             reset.popitem(last=False)
 
     def check(self, kind: int, stream_id: int) -> None:
-        """Check a frame on a stream that is not open both ways.
-
-        Raises:
-            Http2Error: The frame is not allowed in this state.
-        """
+        """Raise for a frame that is not allowed on a stream that is not open both ways."""
         state = self._state(stream_id)
         kinds, code = _FORBIDDEN[state]
         if kind in kinds:

@@ -448,11 +448,7 @@ def _chunk_end(json: bytes, at: int, end: int) -> int:
 
 
 def _open_escape(json: bytes, at: int, stop: int) -> int:
-    """Start of the escape that continues at `stop`; 0 for none.
-
-    Args:
-        at: Where a part of it begins, with no escape open.
-    """
+    """Start of the escape that continues at `stop`; 0 for none. None is open at `at`."""
     last = json.rfind(b"\\", max(at, stop - _ESCAPE_BYTES + 1), stop)
     if last < 0:
         return 0

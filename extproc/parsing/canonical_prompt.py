@@ -60,11 +60,7 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
 
 
 def scan(json: bytes) -> Packed | None:
-    """Pack a JSON array of token ids, a chunk at a time; None for any other JSON.
-
-    Args:
-        json: An array, from its opening to its closing bracket.
-    """
+    """Pack a JSON array of token ids, with its brackets, in chunks; None for any other JSON."""
     packed = io.BytesIO()
     at, end = 1, len(json) - 1
     while at < end:

@@ -140,13 +140,7 @@ def _size(kind: MediaKind, payload: str) -> Size:
 
 
 def _read(text: str, start: int, offset: int, count: int) -> bytes:
-    """Bytes at an offset in base64, fewer at its end; none where it is no base64.
-
-    Args:
-        start: Where it begins.
-        offset: Of the first byte.
-        count: Of bytes.
-    """
+    """Bytes at an offset in the base64 from `start` on, fewer at its end; none without base64."""
     begin = start + offset // 3 * 4
     try:
         decoded = binascii.a2b_base64(text[begin : begin + (count // 3 + 2) * 4])
@@ -157,11 +151,7 @@ def _read(text: str, start: int, offset: int, count: int) -> bytes:
 
 
 def _image_size(head: bytes, text: str, start: int) -> Size:
-    """Width and height in pixels as the header has them; zeros for an unknown format.
-
-    Args:
-        start: Where that begins.
-    """
+    """Width and height in pixels as the header has them; zeros for an unknown format."""
     if len(head) < _HEAD_BYTES:
         return _UNKNOWN
     if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR":
@@ -231,11 +221,7 @@ USUAL_VIDEO: Final = VideoSize()
 
 
 def video_size(headers: Mapping[str, str]) -> VideoSize:
-    """Size of the videos of a request by the headers of llm-d; what is malformed is not believed.
-
-    Args:
-        headers: Names in lower case.
-    """
+    """Size of videos by the headers of llm-d, in lower case; malformed ones are not believed."""
     frame, frames = USUAL_VIDEO
     sides = _RESOLUTION.fullmatch(headers.get(VIDEO_RESOLUTION, ""))
     if sides is not None and int(sides[1]) and int(sides[2]):

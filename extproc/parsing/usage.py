@@ -85,11 +85,7 @@ def read_ids(tail: bytes) -> Sequence[str]:
 
 
 def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float | None:
-    """Cost of a request: the sum of weight times tokens over the kinds, and at least 0.
-
-    Returns:
-        None where nothing that has a weight is reported.
-    """
+    """Sum of weight times tokens, and at least 0; None where nothing with a weight is reported."""
     if counts.keys().isdisjoint(weights):
         return None
     return max(0.0, sum(weight * counts.get(kind, 0) for kind, weight in weights.items()))

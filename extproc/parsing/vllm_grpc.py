@@ -69,11 +69,7 @@ def message_of(body: RequestBody) -> memoryview | None:
 
 
 def fields_of(message: memoryview) -> list[Field] | None:
-    """The fields of a message in wire order.
-
-    Returns:
-        None when it is malformed, uses groups or has more than `MAX_FIELDS`.
-    """
+    """Fields in wire order; None for a malformed message, groups, or more than `MAX_FIELDS`."""
     fields: list[Field] = []
     at, end = 0, len(message)
     while at < end:

@@ -95,11 +95,7 @@ class BodyBuffer(msgspec.Struct):
         return self._chunks[0]
 
     def apply_edit(self, edit: BodyEdit) -> RequestBody:
-        """Replace a part of the complete body, and account for the difference in size.
-
-        Returns:
-            The body as it is now.
-        """
+        """Replace a part of the complete body, which is returned, and account for its new size."""
         body = self.joined()
         if isinstance(body, bytearray):
             edited: RequestBody = body

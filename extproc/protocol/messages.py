@@ -309,11 +309,7 @@ _GRPC: Mapping[int, int] = {
 
 
 def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse:
-    """Build the immediate response of a rejection.
-
-    Args:
-        grpc: Whether the client speaks gRPC.
-    """
+    """Build the immediate response of a rejection, also for clients that speak gRPC."""
     headers: Headers = (("content-type", "application/json"),)
     if rejection.reason:
         headers = (*headers, (REASON_HEADER, rejection.reason))

@@ -232,11 +232,7 @@ def target(
 
 
 def post_target(url: str) -> ScrapeTarget:
-    """Builds the target of a POST of JSON, whose body is given to `ScrapeClient.post`.
-
-    Raises:
-        ValueError: It is no URL of a host, or holds a user.
-    """
+    """Builds the target of a POST of JSON; raises ValueError without a host, or with a user."""
     parts = urlsplit(url)
     host = parts.hostname
     if not host or "@" in parts.netloc:

@@ -125,12 +125,7 @@ class BatchReplay:
         return int.from_bytes(frames[-2]), frames[-1]
 
     def sort(self, seq: int, expected: int) -> ReplayedBatch:
-        """Returns what a batch is for.
-
-        Args:
-            seq: Its number.
-            expected: Number of the batch that comes next.
-        """
+        """Returns what a batch is for, by its number and that of the batch that comes next."""
         was_verifying, self.is_verifying = self.is_verifying, False
         if was_verifying and seq < expected:
             return "compare"

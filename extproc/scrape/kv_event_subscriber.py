@@ -221,11 +221,7 @@ class KvEventSubscriber:
         return list(self._listeners.values())
 
     async def run(self) -> None:
-        """Follow the endpoint set until cancelled.
-
-        Raises:
-            OSError: A port to listen on is taken.
-        """
+        """Follow the endpoint set until cancelled; raises OSError for a port that is taken."""
         try:
             while True:
                 self.step()

@@ -210,11 +210,7 @@ class EngineSubscription:
             self._owner.exact.index.set_lower_weight(self.engine, 0, weight)
 
     def note_capacity(self, num_blocks: int | None) -> None:
-        """Take the engine for exact once known blocks fill its cache.
-
-        Args:
-            num_blocks: Blocks of its cache (count); None while unknown.
-        """
+        """Take the engine for exact once known blocks fill its cache, whose size may be unknown."""
         engine = self.engine
         if (
             num_blocks

@@ -127,11 +127,7 @@ class ModelListPoller:
         self._listed = False
 
     async def step(self) -> str:
-        """Polls if a poll is due.
-
-        Returns:
-            `ok`, or the failure reason; empty if no poll was due.
-        """
+        """Polls if a poll is due: `ok`, the failure reason, or empty if none was due."""
         began = self._scraper.clock()
         interval_s = self._settings.interval_s
         if interval_s is None or not (

@@ -200,10 +200,6 @@ def least_list_wait_s(settings: ScrapeSchedule, endpoints: int) -> float:
 def align_to_tick(
     now: float, wait: float, *, settings: ScrapeSchedule, resting: bool = False
 ) -> float:
-    """Extends a wait so that it ends on the next multiple of `tick_s`; at rest, of ten times that.
-
-    Args:
-        wait: Seconds from now, 0 or more.
-    """
+    """Extends a wait to the next multiple of `tick_s`; at rest, to one of ten times that."""
     tick_s = settings.tick_s * (_REST_TICKS if resting else 1)
     return wait + -(now + wait) % tick_s

@@ -80,11 +80,7 @@ class ZmtpParser:
         self.output += _command(b"PING", b"\0\0")
 
     def receive(self) -> list[bytes] | None:
-        """Frames of the next message; None where none is complete.
-
-        Raises:
-            ZmtpError: The peer does not keep to the protocol, or to the bounds.
-        """
+        """Frames of the next message, None where none is complete; raises `ZmtpError`."""
         if not self._is_greeted and not self._read_greeting():
             return None
         for _ in range(_MAX_COMMANDS):

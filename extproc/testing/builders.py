@@ -92,11 +92,7 @@ def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
 
 
 def loaded_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list[Candidate]:
-    """Build candidates with varied loads, of which every fifth was never scraped.
-
-    Args:
-        scraped: False if none was ever scraped.
-    """
+    """Build candidates with varied loads, of which every fifth, or all, was never scraped."""
     rng = Random(seed)
     loaded = []
     for i in range(size):
@@ -118,11 +114,7 @@ def loaded_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list
 
 
 def identical_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list[Candidate]:
-    """Build candidates that differ in scraped values only; every fifth was never scraped.
-
-    Args:
-        scraped: False if none was ever scraped.
-    """
+    """Build candidates that differ in scraped values only; every fifth, or all, have none."""
     rng = Random(seed)
     identical = [
         candidate(f"10.0.{i // 250}.{i % 250}", **(with_load(rng) if i % 5 else {}))

@@ -289,11 +289,7 @@ def _check_neutral(plugin: Scorer) -> None:
 
 
 def _check_numbers(values: object, size: int, what: str, about: str) -> list[float]:
-    """Return values that are a list of `size` finite numbers.
-
-    Raises:
-        AssertionError: They are not.
-    """
+    """Return values that are a list of `size` finite numbers; others break the contract."""
     if not isinstance(values, list):
         raise AssertionError(f"{about}: expected a list of {what}, got {type(values).__name__}")  # noqa: TRY004 - the one error of a check
     demand(len(values) == size, about, f"{size} {what}", len(values))

@@ -53,11 +53,7 @@ def encode_active(*, result: bool) -> bytes:
 
 
 def encode_metric_spec(name: str, target: float) -> bytes:
-    """Encode the metric and its target value per replica.
-
-    Args:
-        target: Target value of the metric per replica, above 0.
-    """
+    """Encode the metric and its target value per replica, above 0."""
     spec = keda_pb2.MetricSpec(
         metric_name=name, target_size=max(1, math.ceil(target)), target_size_float=target
     )

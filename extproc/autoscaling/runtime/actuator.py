@@ -68,11 +68,7 @@ class Actuator(Protocol):
         """Read the number of requested replicas."""
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
-        """Request another number of replicas.
-
-        Args:
-            spec: Replicas requested until now.
-        """
+        """Request another number of replicas than `spec`, which was requested until now."""
 
     def restore(self, replicas: int) -> None:
         """Take over the number that another process requested last, where no object records it."""

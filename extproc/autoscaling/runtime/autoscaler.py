@@ -128,11 +128,7 @@ class Autoscaler:
         return shown
 
     async def start(self) -> None:
-        """Restore saved state and attach all loops.
-
-        Raises:
-            ConfigError: The API server's address or credentials are missing or broken.
-        """
+        """Restore saved state and attach all loops; raises as `ScaleClient.open`."""
         for pool in self._scaled.values():
             pool.attach()
         if self._cluster is not None:

@@ -70,11 +70,7 @@ class LoopMetrics:
     def record(
         self, demand: Demand, desired: ScalingDecision, pickers: Mapping[str, PickerCounters | None]
     ) -> None:
-        """Record a step.
-
-        Args:
-            pickers: Counters by picker; None where they cannot be read.
-        """
+        """Record a step, with the counters by picker; None where they cannot be read."""
         self._history.record(
             demand.now,
             requests=demand.requests,
@@ -182,11 +178,7 @@ class ControlLoop:
         return LoopState(self.scaler.state(), self._estimator.state, self._requested)
 
     def restore(self, state: LoopState, *, shift_s: float) -> bool:
-        """Continue from the state of another process; `shift_s` as in `PolicyRunner.restore`.
-
-        Returns:
-            False if the state belongs to another policy; then nothing changes.
-        """
+        """Continue as `PolicyRunner.restore`; False, and no change, for another policy."""
         if not self.scaler.restore(state.scaler, shift_s=shift_s):
             return False
         self._estimator.restore(state.learned, shift_s=shift_s)

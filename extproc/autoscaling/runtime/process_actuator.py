@@ -93,11 +93,7 @@ class ProcessActuator(Actuator):
 
     @classmethod
     def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
-        """See `Actuator`.
-
-        Raises:
-            ValueError: The section has no `launch`.
-        """
+        """See `Actuator`; raises ValueError where the section has no `launch`."""
         if scaling.launch is None:
             raise ValueError("expected a section with launch, got none")
         return cls(scaling.launch, context.pool, clock=context.clock, supervisor=context.supervisor)

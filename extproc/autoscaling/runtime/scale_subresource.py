@@ -158,11 +158,7 @@ class ScaleClient:
         self._warned = False
 
     async def open(self) -> None:
-        """Load configuration and credentials.
-
-        Raises:
-            ConfigError: They are missing or broken.
-        """
+        """Load configuration and credentials; raises `ConfigError` if these are broken."""
         from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
 
         self._server = api_client.KubernetesApiClient(self._settings)
@@ -243,11 +239,7 @@ class ScaleSubresourceActuator(Actuator):
 
     @classmethod
     def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
-        """See `Actuator`.
-
-        Raises:
-            ValueError: The section has no `target`, or there is no API server.
-        """
+        """See `Actuator`; raises ValueError without a `target` or an API server."""
         if scaling.target is None or context.cluster is None:
             raise ValueError("expected a section with target and an API server, got none")
         target = scaling.target.located(context.namespace)

@@ -95,11 +95,7 @@ class KubernetesApiClient:
         self.name = "the API server"
 
     async def open(self) -> None:
-        """Loads the configuration.
-
-        Raises:
-            ConfigError: If it is missing or broken.
-        """
+        """Loads the configuration; raises `ConfigError` if it is missing or broken."""
         client = await _load_configuration(self._settings)
         old, self._session = self._session, _Session(client)
         self._generation += 1
@@ -134,11 +130,7 @@ class KubernetesApiClient:
     async def page(
         self, collection: WatchedCollection, more: str
     ) -> bytes | api_responses.ApiError:
-        """Fetches a page of a list.
-
-        Args:
-            more: Token of the page; empty for the first.
-        """
+        """Fetches a page of a list by its token; empty for the first one."""
         query = {"limit": str(self._settings.page)} | ({"continue": more} if more else {})
         settings = self._settings
         timeout = aiohttp.ClientTimeout(total=settings.request_s, sock_connect=settings.connect_s)

@@ -24,11 +24,7 @@ OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
 async def connect(settings: settings.KubernetesSettings) -> api_client.KubernetesApiClient:
-    """Connects to the API server through the official client.
-
-    Raises:
-        ConfigError: If its address or the credentials are missing or broken.
-    """
+    """Connects to the API server; raises `ConfigError` without its address or credentials."""
     from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy and optional
 
     client = api_client.KubernetesApiClient(settings)
@@ -88,11 +84,7 @@ class KubernetesDiscovery:
         return self._watches.statuses
 
     async def start(self) -> None:
-        """Lists all collections and reports the pools, up to a time limit.
-
-        Raises:
-            ConfigError: If the API server's address or the credentials are missing or broken.
-        """
+        """Lists all collections and reports the pools, up to a time limit; raises as `connect`."""
         self._api_client = server = await connect(self._settings)
         self._reflectors = tuple(
             reflector.Reflector(

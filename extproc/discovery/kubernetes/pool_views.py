@@ -108,11 +108,7 @@ def _claim(pod: objects.Pod) -> tuple[str, str, str]:
 
 
 def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple[Endpoint, ...]:
-    """Returns the endpoints of a Service by name, without duplicate pods.
-
-    Args:
-        port: Name or number; see `settings.ServiceRef`.
-    """
+    """Returns the endpoints of a Service by name, without duplicate pods; `port` as configured."""
     by_owner: dict[tuple[str, int], Endpoint] = {}
     # A Service of two families has every pod twice; IPv4 comes first in text order.
     for endpoint_slice in sorted(
@@ -217,22 +213,14 @@ class PodView:
         self.policy = policy
 
     def set_spec(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
-        """Replaces the spec and selects pods again.
-
-        Args:
-            spec: New spec; None if no object defines the pool.
-        """
+        """Replaces the spec, None where no object defines the pool, and selects pods again."""
         self.spec = spec
         self._members = {}
         for pod in pods:
             self.update_pod(pod.name, pod)
 
     def update_pod(self, name: str, pod: objects.Pod | None) -> bool:
-        """Applies a changed or deleted pod.
-
-        Returns:
-            Whether that changes the pool.
-        """
+        """Applies a changed or deleted pod; returns whether that changes the pool."""
         spec = self.spec
         before = self._members.get(name)
         if pod is None or spec is None or not selects(spec.selector, pod.labels):

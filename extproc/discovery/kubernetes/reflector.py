@@ -88,11 +88,7 @@ class Reflector:
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
-        """Runs one list or one watch to its end.
-
-        Returns:
-            Seconds to wait before the next step.
-        """
+        """Runs one list or one watch to its end; returns seconds to wait before the next step."""
         return await (self._watch() if self._version else self._list())
 
     async def _list(self) -> float:

@@ -124,11 +124,7 @@ class ObjectStore:
     def apply(
         self, collection: WatchedCollection, key: tuple[str, str], value: objects.Value | None
     ) -> None:
-        """Applies one event: an object was added, modified or deleted.
-
-        Args:
-            value: The object; None when it is gone.
-        """
+        """Applies one event: an object was added, modified or, where `value` is None, deleted."""
         if collection.namespace not in {"", key[0]}:
             return
         stored = self._objects[collection]
