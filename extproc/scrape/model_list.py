@@ -11,13 +11,14 @@ The scrape loop of the endpoint drives the poller, so that the two share one con
 from __future__ import annotations
 
 import math
+import random
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.request import is_long_name
-from extproc.scrape import client, schedule
+from extproc.scrape import client
 
 if TYPE_CHECKING:
     from extproc.scrape.scraper import Scraper
@@ -100,6 +101,18 @@ class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float = 0.1
     unlisted_retry_s: float = 5.0
 
+    def wait_s(self, *, failures: int, least_s: float, rng: random.Random) -> float:
+        """Returns seconds until the next list of an endpoint, after so many failures in a row.
+
+        Args:
+            least_s: Wait that the budget of lists allows, see `schedule.least_list_wait_s`.
+        """
+        wait_s = math.inf if self.interval_s is None else self.interval_s
+        if failures:
+            # 2^30 is beyond any interval; the bound keeps the power a float.
+            wait_s = min(wait_s, self.retry_s * 2.0 ** min(failures - 1, 30))
+        return max(wait_s, least_s) * rng.uniform(1.0 - self.jitter, 1.0 + self.jitter)
+
 
 #: For who wants no lists.
 NEVER = ModelListSettings(interval_s=None)
@@ -147,12 +160,9 @@ class ModelListPoller:
         else:
             self._failures = 0
             self._scraper.store.observe_models(self._endpoint, models)
-        self._due = began + schedule.model_list_wait_s(
-            interval_s,
-            retry_s=self._settings.retry_s,
-            least_s=self._scraper.least_list_wait_s(),
-            jitter=self._settings.jitter,
+        self._due = began + self._settings.wait_s(
             failures=self._failures,
+            least_s=self._scraper.least_list_wait_s(),
             rng=self._scraper.rng,
         )
         return outcome

@@ -165,33 +165,6 @@ def _intervals_s(
     return fast_s, slow_s
 
 
-def model_list_wait_s(
-    interval_s: float,
-    *,
-    retry_s: float,
-    least_s: float = 0.0,
-    jitter: float,
-    failures: int,
-    rng: random.Random,
-) -> float:
-    """Returns seconds until the next poll of the model list of an endpoint.
-
-    interval_s; after n failures in a row retry_s * 2^(n-1), if that is shorter; `least_s` at least.
-
-    Args:
-        interval_s: Seconds between two lists.
-        retry_s: Wait after the first failure.
-        least_s: Wait that the budget of lists allows, see `least_list_wait_s`.
-        jitter: Share by which the wait is spread to either side.
-        failures: Lists in a row that could not be had.
-    """
-    wait = interval_s
-    if failures:
-        # 2^30 is beyond any interval; the bound keeps the power a float.
-        wait = min(interval_s, retry_s * 2.0 ** min(failures - 1, 30))
-    return max(wait, least_s) * rng.uniform(1.0 - jitter, 1.0 + jitter)
-
-
 def least_list_wait_s(settings: ScrapeSchedule, endpoints: int) -> float:
     """Returns the seconds between two lists of one of so many endpoints that keep to the budget."""
     return endpoints / (settings.scrapes_per_s * LISTS_RATIO)

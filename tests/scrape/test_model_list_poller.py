@@ -5,7 +5,7 @@ import pytest
 
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool import store
-from extproc.scrape import client, model_list, schedule, scraper
+from extproc.scrape import client, model_list, scraper
 
 LIST = b'{"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]}'
 LISTED = ServedModels(frozenset({"m"}), frozenset({"lora"}))
@@ -225,13 +225,12 @@ def test_a_model_list_of_a_removed_endpoint_is_dropped():
 def test_poll_intervals_have_jitter():
     """Ten engines that start together are not asked together for ever."""
     rng = random.Random(1)
-    waits = [
-        schedule.model_list_wait_s(30.0, retry_s=2.0, jitter=0.1, failures=0, rng=rng)
-        for _ in range(100)
-    ]
+    settings = model_list.ModelListSettings(interval_s=30.0)
+    waits = [settings.wait_s(failures=0, least_s=0.0, rng=rng) for _ in range(100)]
     assert 27.0 <= min(waits) < 28.0
     assert 32.0 < max(waits) <= 33.0
-    assert schedule.model_list_wait_s(30.0, retry_s=2.0, jitter=0.0, failures=5000, rng=rng) == 30.0
+    settings = model_list.ModelListSettings(interval_s=30.0, jitter=0.0)
+    assert settings.wait_s(failures=5000, least_s=0.0, rng=rng) == 30.0
 
 
 def test_both_pages_share_a_connection(http):
