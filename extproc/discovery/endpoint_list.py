@@ -72,20 +72,15 @@ def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, .
     if len(listed) > MAX_ENDPOINTS:
         wanted = f"at most {MAX_ENDPOINTS} endpoints"
         raise _wrong(f"{where}: endpoints", wanted, len(listed), "split the pool")
-    return _distinct(
-        [(f"{where}: endpoints[{at}]", item) for at, item in enumerate(listed)],
-    )
-
-
-def _distinct(items: Sequence[tuple[str, object]]) -> tuple[EndpointListEntry, ...]:
     first_places: dict[tuple[str, int], str] = {}
     entries: list[EndpointListEntry] = []
-    for where, item in items:
-        entry = _entry(item, where)
-        first = first_places.setdefault((entry.host, entry.port), where)
+    for at, item in enumerate(listed):
+        place = f"{where}: endpoints[{at}]"
+        entry = _entry(item, place)
+        first = first_places.setdefault((entry.host, entry.port), place)
         if len(first_places) == len(entries):
             raise ConfigError(
-                where,
+                place,
                 wanted="every endpoint once",
                 got=f"{entry.host} port {entry.port} again, first at {first}",
                 fix="remove one of them",
