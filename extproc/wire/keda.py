@@ -24,8 +24,6 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
         metric: Name of the metric; empty if none is requested.
     """
 
-    name: str
-    namespace: str
     metadata: Mapping[str, str]
     metric: str = ""
 
@@ -33,9 +31,10 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
 def decode_scaled_object(data: bytes) -> ScaledObjectRef | None:
     """Decode the request of IsActive, StreamIsActive and GetMetricSpec."""
     try:
-        return _scaled_object_ref(keda_pb2.ScaledObjectRef.FromString(data))
+        reference = keda_pb2.ScaledObjectRef.FromString(data)
     except DecodeError:
         return None
+    return ScaledObjectRef(dict(reference.scaler_metadata))
 
 
 def decode_metrics_request(data: bytes) -> ScaledObjectRef | None:
@@ -44,7 +43,7 @@ def decode_metrics_request(data: bytes) -> ScaledObjectRef | None:
         request = keda_pb2.GetMetricsRequest.FromString(data)
     except DecodeError:
         return None
-    return _scaled_object_ref(request.scaled_object_ref, metric=request.metric_name)
+    return ScaledObjectRef(dict(request.scaled_object_ref.scaler_metadata), request.metric_name)
 
 
 def encode_active(*, result: bool) -> bytes:
@@ -66,7 +65,3 @@ def encode_metric_value(name: str, value: float) -> bytes:
         metric_name=name, metric_value=math.ceil(value), metric_value_float=value
     )
     return keda_pb2.GetMetricsResponse(metric_values=[metric]).SerializeToString()
-
-
-def _scaled_object_ref(ref: keda_pb2.ScaledObjectRef, *, metric: str = "") -> ScaledObjectRef:
-    return ScaledObjectRef(ref.name, ref.namespace, dict(ref.scaler_metadata), metric)

@@ -10,7 +10,7 @@ def test_bytes_that_are_no_message_are_none():
         assert keda.decode_scaled_object(strange) is None
     for strange in (b"\xff", b"\x0a\x05x", b"\x0a\x02\x0a\x05"):
         assert keda.decode_metrics_request(strange) is None
-    assert keda.decode_scaled_object(b"") == keda.ScaledObjectRef("", "", {})
+    assert keda.decode_scaled_object(b"") == keda.ScaledObjectRef({})
 
 
 def test_older_readers_get_integers():
