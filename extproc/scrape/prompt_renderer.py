@@ -27,6 +27,7 @@ from extproc.parsing.model_edit import locate_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
 from extproc.scrape import client, local_tokenizer
+from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.scrape.local_tokenizer import LocalTokenizer
 from extproc.supervision import Supervisor
 
@@ -102,22 +103,6 @@ class _Engine(msgspec.Struct):
     paused_until: float = 0.0
 
 
-class RenderSettings(msgspec.Struct, frozen=True):
-    """Settings of rendering besides that of engines, and how long requests wait for it.
-
-    Attributes:
-        url: Base URL of a server that only renders prompts, and is asked first; empty for none.
-        model: Model that prompts have there; empty as in the request.
-        budget_s: Seconds that a request may wait for the tokens of its prompt; 0 for no wait.
-        tokenizer_path: Folder of a tokenizer of our own; empty for none.
-    """
-
-    url: str = ""
-    model: str = ""
-    budget_s: float = 0.0
-    tokenizer_path: str = ""
-
-
 class PromptRenderer:
     """Maps the prompts of routed requests to tokens.
 
@@ -139,14 +124,14 @@ class PromptRenderer:
         clock: Callable[[], float],
         supervisor: Supervisor,
         instance: str = "",
-        settings: RenderSettings = RenderSettings(),  # noqa: B008 - frozen
+        settings: KvEventsSection,
     ) -> None:
         self._settings = settings
         self._tokenize: Callable[[str, bytes], Awaitable[array[int] | None]] | None = None
         self._exact = exact
         self._adapters = adapters
         self._scheme = scheme
-        is_secure = settings.url.startswith("https:")
+        is_secure = settings.render_url.startswith("https:")
         self._engine_client, self._server_client = (
             client.ScrapeClient(timeout_s=_TIMEOUT_S, cap_bytes=_MAX_ANSWER_BYTES, tls=context)
             for context in (tls, (tls or ssl.create_default_context()) if is_secure else None)
@@ -184,7 +169,7 @@ class PromptRenderer:
 
         Nothing is while no engine has stored a block, or more requests wait than have a place.
         """
-        budget_s, size = self._settings.budget_s, len(raw.body)
+        budget_s, size = self._settings.render_budget_ms / 1e3, len(raw.body)
         if not budget_s or not self._exact.index.block_tokens:
             return None
         if self.num_waiting_bytes + size > _MAX_QUEUED_BYTES:
@@ -219,7 +204,7 @@ class PromptRenderer:
         if known is not None:
             return known
         address, settings = decision.endpoints[0].host_port, self._settings
-        is_paused = not settings.url or self._is_paused(settings.url)
+        is_paused = not settings.render_url or self._is_paused(settings.render_url)
         if is_paused and not settings.tokenizer_path and self._is_paused(address):
             return None
         if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
@@ -316,7 +301,7 @@ class PromptRenderer:
                 return "failed"
             if tokens is not None:
                 return self._map(prompt, tokens)
-        url = self._settings.url
+        url = self._settings.render_url
         if url and not self._is_paused(url):
             result = await self._render_at_server(prompt)
             if result is not None:
@@ -352,14 +337,14 @@ class PromptRenderer:
     async def _render_at_server(self, prompt: _UnmappedPrompt) -> PromptResult | None:
         """Map a prompt by the server for rendering; None where it cannot, and rests."""
         body, settings = prompt.body, self._settings
-        if settings.model:
+        if settings.render_model:
             edit = locate_model(
-                HttpRequest({"content-type": "application/json"}, body), settings.model
+                HttpRequest({"content-type": "application/json"}, body), settings.render_model
             )
             body = body if edit is None else edit.apply(body)
-        target = client.post_target(f"{settings.url}{_PATHS[prompt.api][0]}")
+        target = client.post_target(f"{settings.render_url}{_PATHS[prompt.api][0]}")
         answer = await self._server_client.post(target, body)
-        return self._conclude(prompt, answer, settings.url)
+        return self._conclude(prompt, answer, settings.render_url)
 
     def _conclude(
         self, prompt: _UnmappedPrompt, answer: bytes | client.FetchFailed, address: str

@@ -21,7 +21,7 @@ from extproc.scheduling import plugin_guard
 from extproc.scrape import client, schedule, scraper
 from extproc.scrape.kv_event_subscriber import KvEventSubscriber, SubscriberCallbacks
 from extproc.scrape.kv_event_subscription import SubscriptionChange
-from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings
+from extproc.scrape.prompt_renderer import PromptRenderer
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import ExceptionLog, Supervisor, run_forever
 from extproc.telemetry.counters import ProcessCounters
@@ -109,12 +109,7 @@ class KvEventLoops:
             clock=clock,
             supervisor=supervisor,
             instance=f"pool {pool}",
-            settings=RenderSettings(
-                events.render_url,
-                events.render_model,
-                events.render_budget_ms / 1e3,
-                events.tokenizer_path,
-            ),
+            settings=events,
         )
         parts.director.set_prompt_listener(self._renderer)
 

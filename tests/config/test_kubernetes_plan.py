@@ -41,7 +41,7 @@ pools:
     assert watched.settings == KubernetesSettings(
         sources=[
             InferencePoolRef("y", "x"),
-            PodSelector("here", {"l": "v"}, (80,), "b"),
+            PodSelector("here", "b", {"l": "v"}, (80,)),
             ServiceRef("here", "s", "http"),
         ],
         kubeconfig="k",

@@ -151,7 +151,7 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
     await api.undefine(crds)
     try:
         await api.create(kube.pod("a", namespace, A, labels=LABELS))
-        source = settings.PodSelector(namespace, LABELS, (8000, 8001), "vllm")
+        source = settings.PodSelector(namespace, "vllm", LABELS, (8000, 8001))
         async with kube_follow.following(kubeconfig, source) as result:
             await result.has(f"{namespace}/vllm", f"{A}:8000", f"{A}:8001")
             assert result.kinds == ["synced"]
@@ -321,7 +321,7 @@ async def test_pods_of_a_kubeai_model(api, place):
     item = kube.pod("a", namespace, A, labels=labels, annotations=port)
     await api.create(item)
     await api.create(kube.pod("b", namespace, B, labels={"model": "llama"}))
-    source = settings.PodSelector(namespace, {"model": "llama"}, (), "llama")
+    source = settings.PodSelector(namespace, "llama", {"model": "llama"}, ())
     async with kube_follow.following(kubeconfig, source) as result:
         await result.has(key, f"{A}:8003")
         models = result.pools[key].endpoints[0].models

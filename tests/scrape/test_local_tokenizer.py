@@ -14,7 +14,6 @@ from extproc.errors import ConfigError
 from extproc.request import HttpRequest
 from extproc.scrape.kv_event_subscriber import KvEventsSection, require
 from extproc.scrape.local_tokenizer import LocalTokenizer, is_available
-from extproc.scrape.prompt_renderer import RenderSettings
 from tests.scrape.conftest import answer
 from tests.scrape.test_prompt_renderer import RENDERED, decision, mapped, reply, running
 
@@ -227,7 +226,7 @@ def test_prompts_are_mapped_by_a_tokenizer_without_an_engine(write):
     """In a thread; what it leaves out is asked of the engine, and what it refuses is not."""
 
     async def test():
-        settings = RenderSettings(tokenizer_path=write())
+        settings = KvEventsSection(tokenizer_path=write())
         async with running(reply(RENDERED), settings=settings) as (server, prefixes, renderer):
             body = chat(user("a " * 100))
             assert await mapped(server, renderer, body=body) == ["mapped"]
@@ -245,7 +244,7 @@ def test_an_engine_that_renders_nothing_does_not_stop_the_tokenizer(write):
     """Its rest concerns what it is asked."""
 
     async def test():
-        settings = RenderSettings(tokenizer_path=write(), budget_s=600.0)
+        settings = KvEventsSection(tokenizer_path=write(), render_budget_ms=600_000.0)
         absent = answer(b"{}", status="404 Not Found")
         async with running(absent, settings=settings) as (server, prefixes, renderer):
             image = chat(user([{"type": "image_url"}]))

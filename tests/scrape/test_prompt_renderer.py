@@ -16,14 +16,15 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import BlockStored
 from extproc.request import HttpRequest, InferenceRequest, MediaSpan
-from extproc.scrape.prompt_renderer import PromptRenderer, RenderSettings, _UnmappedPrompt
+from extproc.scrape.kv_event_subscriber import KvEventsSection
+from extproc.scrape.prompt_renderer import PromptRenderer, _UnmappedPrompt
 from extproc.supervision import Supervisor
 from tests.scrape.conftest import ScriptedServer, answer, serving
 
 CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob("*.json"))
 CHAIN = [11, 12]
 TOKENS = list(range(48))
-ALONE = RenderSettings()
+ALONE = KvEventsSection()
 RENDERED = {"token_ids": TOKENS, "features": None}
 IMAGE = (MediaSpan("image", 0, 64, 16, is_sized=True),)
 
@@ -349,7 +350,9 @@ def test_a_server_for_rendering_is_asked_before_the_engine():
 
     async def test():
         async with serving(ScriptedServer(reply(RENDERED))) as renders:
-            settings = RenderSettings(f"http://127.0.0.1:{renders.port}", "base")
+            settings = KvEventsSection(
+                render_url=f"http://127.0.0.1:{renders.port}", render_model="base"
+            )
             async with running(settings=settings) as (server, prefixes, renderer):
                 body = b'{"model": "ad", "a": 1}'
                 assert await mapped(server, renderer, body=body) == ["mapped"]
@@ -375,7 +378,7 @@ def test_the_engine_is_asked_where_the_server_fails(failure):
 
     async def test():
         async with serving(ScriptedServer(failure)) as renders:
-            settings = RenderSettings(f"http://127.0.0.1:{renders.port}")
+            settings = KvEventsSection(render_url=f"http://127.0.0.1:{renders.port}")
             script = (reply(RENDERED), reply(RENDERED))
             async with running(*script, settings=settings) as (server, _, renderer):
                 assert await mapped(server, renderer) == ["mapped"]
@@ -426,7 +429,7 @@ def test_an_engine_that_hangs_has_its_share_of_the_renderer():
 
 
 #: Settings of a renderer for which requests wait.
-PATIENT = RenderSettings(budget_s=600.0)
+PATIENT = KvEventsSection(render_budget_ms=600_000.0)
 
 
 def test_a_request_waits_until_its_prompt_is_mapped():
@@ -468,7 +471,7 @@ def test_a_wait_ends_with_its_budget():
     """The prompt is mapped behind it, as sent to where its request was routed meanwhile."""
 
     async def test():
-        settings = RenderSettings(budget_s=0.01)
+        settings = KvEventsSection(render_budget_ms=10.0)
         async with running(None, settings=settings) as (server, _, renderer):
             raw = HttpRequest({}, b'{"a": 1}')
             async with asyncio.timeout(300):

@@ -167,28 +167,25 @@ class Reflector:
     def _apply_line(self, line: bytes) -> float | None:
         """Applies one line; returns seconds to wait if it ends the watch."""
         put = self._object_store.apply
-        match self._reader.decode_event(line):
-            case api_responses.Applied(value, version):
+        event = self._reader.decode_event(line)
+        match event:
+            case api_responses.Applied(value):
                 key = (value.namespace, value.name)
                 put(self.collection, key, value)
                 self._invalid_objects.discard(key)
-                self._version = version or self._version
-            case api_responses.Deleted(namespace, name, version):
+            case api_responses.Deleted(namespace, name):
                 put(self.collection, (namespace, name), None)
                 self._invalid_objects.discard((namespace, name))
-                self._version = version or self._version
-            case api_responses.InvalidObject() as broken:
-                put(self.collection, (broken.namespace, broken.name), None)
-                self._report_invalid(broken)
-                self._version = broken.version or self._version
-            case api_responses.Bookmark(version):
-                self._version = version or self._version
+            case api_responses.InvalidObject(namespace, name):
+                put(self.collection, (namespace, name), None)
+                self._report_invalid(event)
             case api_responses.WatchError(410, _):
                 return self._on_expired_version()
             case api_responses.WatchError(code, message):
                 return self._count_failure(f"watch ended with {code} {message}")
             case api_responses.UndecodableMessage(reason):
                 return self._restart(reason)
+        self._version = event.version or self._version
         return None
 
     async def _on_error(self, answer: api_responses.ApiError, generation: int) -> float:

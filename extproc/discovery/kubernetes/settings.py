@@ -14,16 +14,11 @@ OLD_POOL_GROUP = "inference.networking.x-k8s.io"
 MAX_PORTS = 8
 
 
-class InferencePoolRef(msgspec.Struct, frozen=True):
-    """One InferencePool by name; it becomes the pool `namespace/name`, existing or not.
-
-    Attributes:
-        group: `POOL_GROUP` or `OLD_POOL_GROUP`.
-    """
+class NamedSource(msgspec.Struct, frozen=True):
+    """Source of a single pool."""
 
     namespace: str
     name: str
-    group: str = POOL_GROUP
 
     @property
     def key(self) -> str:
@@ -31,7 +26,17 @@ class InferencePoolRef(msgspec.Struct, frozen=True):
         return f"{self.namespace}/{self.name}"
 
 
-class PodSelector(msgspec.Struct, frozen=True):
+class InferencePoolRef(NamedSource, frozen=True):
+    """One InferencePool by name; it becomes the pool `namespace/name`, existing or not.
+
+    Attributes:
+        group: `POOL_GROUP` or `OLD_POOL_GROUP`.
+    """
+
+    group: str = POOL_GROUP
+
+
+class PodSelector(NamedSource, frozen=True):
     """Pods by their labels, without any CRD; they become the pool `namespace/name`.
 
     Attributes:
@@ -41,15 +46,8 @@ class PodSelector(msgspec.Struct, frozen=True):
             it is no endpoint.
     """
 
-    namespace: str
     labels: Mapping[str, str]
     ports: tuple[int, ...]
-    name: str
-
-    @property
-    def key(self) -> str:
-        """Pool name in `KubernetesDiscovery`."""
-        return f"{self.namespace}/{self.name}"
 
 
 class AllPools(msgspec.Struct, frozen=True):
@@ -64,7 +62,7 @@ class AllPools(msgspec.Struct, frozen=True):
     group: str = POOL_GROUP
 
 
-class ServiceRef(msgspec.Struct, frozen=True):
+class ServiceRef(NamedSource, frozen=True):
     """EndpointSlices of a Service; they become the pool `namespace/name`.
 
     Labels of pods are unknown then, but for `namespace`, the host and the zone.
@@ -74,14 +72,7 @@ class ServiceRef(msgspec.Struct, frozen=True):
             slices do not carry the other). Empty: the only port there is.
     """
 
-    namespace: str
-    name: str
     port: str = ""
-
-    @property
-    def key(self) -> str:
-        """Pool name in `KubernetesDiscovery`."""
-        return f"{self.namespace}/{self.name}"
 
 
 KubernetesSource = InferencePoolRef | PodSelector | AllPools | ServiceRef

@@ -180,7 +180,7 @@ def test_pods_by_label_need_no_crd(tmp_path):
     """The selector is applied by the server; a pod that loses the label is gone."""
 
     async def scene():
-        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,)),)
         objects = [builders.pod("a"), builders.pod("b", app="other", ip="10.0.0.2")]
         async with following(tmp_path, *objects, sources=sources) as scene:
             assert scene.names("default/sel") == ["a"]

@@ -14,7 +14,7 @@ SOURCES = (
     settings.InferencePoolRef("one", "p"),
     settings.AllPools(),
     settings.AllPools(group=builders.OLD_GROUP),
-    settings.PodSelector("two", {"app": "y"}, (9000,), "sel"),
+    settings.PodSelector("two", "sel", {"app": "y"}, (9000,)),
     settings.ServiceRef("one", "engines", "http"),
 )
 

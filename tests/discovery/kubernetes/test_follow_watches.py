@@ -106,7 +106,7 @@ def test_long_lists_are_read_in_pages(tmp_path):
 
             server.answers.append(pages)
 
-        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,)),)
         async with following(tmp_path, *pods, sources=sources, prepare=prepare, page=10) as scene:
             assert scene.names("default/sel") == [f"p{at:02}" for at in range(25)]
             assert "relisted" in scene.kinds()
@@ -153,7 +153,7 @@ def test_a_watch_without_a_first_byte_times_out(tmp_path):
         async def hang(_):
             await silent.wait()
 
-        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,)),)
         async with following(tmp_path, builders.pod("a"), sources=sources, request_s=0.5) as scene:
             await scene.server.until_watched(1)
             scene.server.answers.append(hang)
@@ -170,7 +170,7 @@ def test_repeated_watch_failures_are_followed_by_a_list(tmp_path):
     """A store that was restored from a copy may not know our version, and not say 410."""
 
     async def scene():
-        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,)),)
         async with following(tmp_path, builders.pod("a"), sources=sources) as scene:
             await scene.server.until_watched(1)
 

@@ -6,7 +6,7 @@ from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
 REF = settings.InferencePoolRef("default", "pool")
-SEL = settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel")
+SEL = settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,))
 
 
 class StoreWorld:
@@ -345,10 +345,10 @@ def test_no_more_is_watched_than_needed(sources, paths):
         [REF, settings.ServiceRef("default", "pool")],
         [settings.InferencePoolRef("default", "pool", "group")],
         [settings.AllPools(group="group")],
-        [settings.PodSelector("default", {}, (8000,), "sel")],
-        [settings.PodSelector("default", {"a": "b"}, (0,), "sel")],
-        [settings.PodSelector("default", {"a": "b"}, (1, 1), "sel")],
-        [settings.PodSelector("default", {"a": "b"}, tuple(range(1, 10)), "sel")],
+        [settings.PodSelector("default", "sel", {}, (8000,))],
+        [settings.PodSelector("default", "sel", {"a": "b"}, (0,))],
+        [settings.PodSelector("default", "sel", {"a": "b"}, (1, 1))],
+        [settings.PodSelector("default", "sel", {"a": "b"}, tuple(range(1, 10)))],
     ],
 )
 def test_contradictory_sources_are_refused(sources):
