@@ -321,7 +321,7 @@ class Http2Connection(FrameReader):
             stream_id,
             send_window_bytes=self._sender.initial_window_bytes,
             assembler=MessageAssembler(limits.max_message_bytes, self._budget),
-            content_bytes=head.content_bytes,
+            content_left_bytes=head.content_bytes,
         )
         rejection = head.rejection
         if rejection is not None:

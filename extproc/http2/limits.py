@@ -49,17 +49,14 @@ class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_total_unsent_bytes: int = 256 * _MIB
 
 
-class ReceiveBudget:
+class ReceiveBudget(msgspec.Struct, gc=False):
     """Limit on the bytes of messages that are not complete, or wait for their stream.
 
     Shared by connections, so that a peer cannot raise it by opening more.
     """
 
-    __slots__ = ("held_bytes", "limit_bytes")
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0
+    limit_bytes: int
+    held_bytes: int = 0
 
 
 class _Allowance(msgspec.Struct, frozen=True):

@@ -6,6 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
+import msgspec
+
 from extproc.http2 import frames, messages
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard
@@ -33,7 +35,7 @@ class AnswerHolder(Protocol):
         """End a call whose answer is dropped."""
 
 
-class SendBudget:
+class SendBudget(msgspec.Struct):
     """Limit on answers that wait for the windows of peers, shared by connections.
 
     A peer that takes what it asked for is not ended for others: the answer that waits for the
@@ -43,12 +45,9 @@ class SendBudget:
         waiting: Streams whose answer waits, in the order in which that began, and their connections.
     """
 
-    __slots__ = ("held_bytes", "limit_bytes", "waiting")
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0
-        self.waiting: dict[Http2Stream, AnswerHolder] = {}
+    limit_bytes: int
+    held_bytes: int = 0
+    waiting: dict[Http2Stream, AnswerHolder] = {}
 
     def enforce(self) -> None:
         """Drop answers until the limit holds."""
@@ -72,22 +71,6 @@ class ResponseSender:
         unsent_bytes: Data of all streams that waits for a window or for the transport.
         initial_window_bytes: Window of a new stream.
     """
-
-    __slots__ = (
-        "_blocked",
-        "_budget",
-        "_guard",
-        "_holder",
-        "_is_first_block",
-        "_num_fragments",
-        "_ready",
-        "_room_bytes",
-        "_window_bytes",
-        "initial_window_bytes",
-        "max_frame_bytes",
-        "output",
-        "unsent_bytes",
-    )
 
     def __init__(self, guard: FloodGuard, budget: SendBudget, holder: AnswerHolder | None) -> None:
         self.output: list[bytes | memoryview] = []

@@ -17,13 +17,12 @@ from extproc.http2.messages import GrpcMessage, MessageAssembler, MessagePieces
 _MIN_RESET: Final = 4096
 
 
-class Http2Stream:
+class Http2Stream(msgspec.Struct, eq=False):
     """Open stream.
 
-    Args:
-        content_bytes: Bytes that its request announced; None if it did not.
-
     Attributes:
+        content_left_bytes: Bytes that its request announced and that did not come; None if it announced
+            none.
         is_remote_closed: True once the peer sent END_STREAM.
         is_paused: True while its messages wait, so that it gets no more window.
         received_bytes: Received since its window was opened the last time.
@@ -36,44 +35,20 @@ class Http2Stream:
         has_moved: True if data was sent since the last check for stalled streams.
     """
 
-    __slots__ = (
-        "assembler",
-        "content_left_bytes",
-        "has_moved",
-        "has_responded",
-        "is_paused",
-        "is_remote_closed",
-        "received_bytes",
-        "send_window_bytes",
-        "source",
-        "stream_id",
-        "trailers",
-        "unsent",
-        "unsent_at",
-        "unsent_bytes",
-    )
-
-    def __init__(
-        self,
-        stream_id: int,
-        *,
-        send_window_bytes: int,
-        assembler: MessageAssembler,
-        content_bytes: int | None,
-    ) -> None:
-        self.stream_id = stream_id
-        self.is_remote_closed = False
-        self.is_paused = False
-        self.received_bytes = 0
-        self.assembler = assembler
-        self.content_left_bytes = content_bytes
-        self.send_window_bytes = send_window_bytes
-        self.has_responded = False
-        self.unsent: deque[bytes | memoryview] | None = None
-        self.unsent_at = self.unsent_bytes = 0
-        self.source: Iterator[MessagePieces] | None = None
-        self.trailers = b""
-        self.has_moved = True
+    stream_id: int
+    send_window_bytes: int
+    assembler: MessageAssembler
+    content_left_bytes: int | None
+    is_remote_closed: bool = False
+    is_paused: bool = False
+    received_bytes: int = 0
+    has_responded: bool = False
+    unsent: deque[bytes | memoryview] | None = None
+    unsent_at: int = 0
+    unsent_bytes: int = 0
+    source: Iterator[MessagePieces] | None = None
+    trailers: bytes = b""
+    has_moved: bool = True
 
     def count_content(self, size: int, *, is_end: bool) -> None:
         """Raise where what arrived differs from `content-length` (RFC 9113, section 8.1.1)."""

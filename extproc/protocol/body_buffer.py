@@ -26,22 +26,17 @@ JOIN_BYTES: Final = 1024 * 1024
 FREED_APART_BYTES: Final = 8 * 1024 * 1024
 
 
-class BufferBudget:
+class BufferBudget(msgspec.Struct):
     """Limit on the bytes that all exchanges buffer together.
 
-    Args:
+    Attributes:
         limit_bytes: Shared limit; bodies up to `ALWAYS_TAKEN_BYTES` may go beyond it.
         free: Frees large bodies once nothing else refers to them; None leaves it to the interpreter.
     """
 
-    __slots__ = ("free", "held_bytes", "limit_bytes")
-
-    def __init__(
-        self, limit_bytes: int, *, free: Callable[[bytearray], None] | None = None
-    ) -> None:
-        self.limit_bytes = limit_bytes
-        self.free = free
-        self.held_bytes = 0
+    limit_bytes: int
+    free: Callable[[bytearray], None] | None = None
+    held_bytes: int = 0
 
 
 class BodyBuffer(msgspec.Struct):

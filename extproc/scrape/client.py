@@ -39,20 +39,6 @@ class HttpResponseParser:
         started: A byte of the answer has come.
     """
 
-    __slots__ = (
-        "_body",
-        "_headers",
-        "_in_body",
-        "_left",
-        "_max_bytes",
-        "_parser",
-        "_received_bytes",
-        "done",
-        "failure",
-        "reusable",
-        "started",
-    )
-
     def __init__(self, *, cap_bytes: int) -> None:
         self.done = False
         self.failure = ""

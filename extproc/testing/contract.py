@@ -51,14 +51,14 @@ def check_filter(make: Callable[[], Filter]) -> None:
     The result must not depend on the order of the candidates or on the seed, and must be the same
     for an equal context. A filter that reads scraped signals only must return all candidates while
     none was scraped.
-
-    Args:
-        make: The filter class, or a function that returns a new filter.
-
-    Raises:
-        AssertionError: The filter breaks a rule.
     """
     plugin = probes.build_checked(make)
+
+    def call(
+        plugin: Filter, context: SchedulingContext, candidates: list[Candidate]
+    ) -> list[Candidate]:
+        return list(plugin.filter(context, candidates))
+
     for candidates, about, is_scraped in _situations(plugin):
         position_of = {id(candidate): position for position, candidate in enumerate(candidates)}
 
@@ -81,9 +81,9 @@ def check_filter(make: Callable[[], Filter]) -> None:
             )
 
         result = probes.stable_answer(
-            make, _filter, candidates, about=about, check_answer=check_answer
+            make, call, candidates, about=about, check_answer=check_answer
         )
-        reversed_result = builders.names(_filter(make(), probe_context(), candidates[::-1])[::-1])
+        reversed_result = builders.names(call(make(), probe_context(), candidates[::-1])[::-1])
         _demand_order_independence(
             builders.names(result) == reversed_result,
             builders.names(result),
@@ -105,12 +105,6 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
     The scores must not depend on the order of the candidates or on the seed, and must be the same
     for an equal context. Of candidates that differ in scraped values only, those with unknown values
     must score neither best nor worst.
-
-    Args:
-        make: The scorer class, or a function that returns a new scorer.
-
-    Raises:
-        AssertionError: The scorer breaks a rule.
     """
     plugin = probes.build_checked(make)
     for candidates, about, _ in _situations(plugin):
@@ -121,7 +115,7 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
             demand(not out_of_range, about, "numbers from 0 to 1", out_of_range)
 
         scores = probes.stable_answer(
-            make, _score, candidates, about=about, check_answer=check_answer
+            make, type(plugin).score, candidates, about=about, check_answer=check_answer
         )
         reversed_result = make().score(probe_context(), candidates[::-1])[::-1]
         _demand_order_independence(
@@ -136,12 +130,6 @@ def check_cost(make: Callable[[], CostModel]) -> None:
 
     Each term must have one number per candidate. The costs must not depend on the order of the
     candidates or on the seed, and must be the same for an equal context.
-
-    Args:
-        make: The class of the cost model, or a function that returns a new one.
-
-    Raises:
-        AssertionError: The cost model breaks a rule.
     """
     plugin = probes.build_checked(make)
     for candidates, about, _ in _situations(plugin):
@@ -154,7 +142,7 @@ def check_cost(make: Callable[[], CostModel]) -> None:
                 _check_numbers(list(numbers), size, name, about)
 
         costs = probes.stable_answer(
-            make, _cost, candidates, about=about, check_answer=check_answer
+            make, type(plugin).cost, candidates, about=about, check_answer=check_answer
         ).costs
         reversed_result = make().cost(probe_context(), candidates[::-1]).costs[::-1]
         _demand_order_independence(
@@ -167,12 +155,6 @@ def check_picker(make: Callable[[], Picker]) -> None:
 
     The positions must be the same for an equal context and seed. Over many requests the share of
     each endpoint must not depend on the order of the candidates.
-
-    Args:
-        make: The picker class, or a function that returns a new picker.
-
-    Raises:
-        AssertionError: The picker breaks a rule.
     """
     plugin = probes.build_checked(make)
     for candidates, about, _ in _situations(plugin):
@@ -209,20 +191,6 @@ def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
                 probes.describe_situation(plugin, candidates, is_scraped=is_scraped),
                 is_scraped,
             )
-
-
-def _filter(
-    plugin: Filter, context: SchedulingContext, candidates: list[Candidate]
-) -> list[Candidate]:
-    return list(plugin.filter(context, candidates))
-
-
-def _score(plugin: Scorer, context: SchedulingContext, candidates: list[Candidate]) -> list[float]:
-    return plugin.score(context, candidates)
-
-
-def _cost(plugin: CostModel, context: SchedulingContext, candidates: list[Candidate]) -> CostResult:
-    return plugin.cost(context, candidates)
 
 
 def _check_picks(

@@ -30,16 +30,7 @@ _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def demand(holds: object, about: str, expected: str, actual: object = "others") -> None:
-    """Raise unless a rule of the contract holds.
-
-    Args:
-        holds: True (or a truthy value) if the rule holds.
-        about: The plugin and the situation.
-        actual: The value that broke it.
-
-    Raises:
-        AssertionError: The rule does not hold.
-    """
+    """Raise AssertionError about a plugin in a situation, unless a rule of the contract holds."""
     if not holds:
         raise AssertionError(f"{about}: expected {expected}, got {short(actual)}")
 
@@ -81,11 +72,7 @@ def probe_context(seed: int = 1) -> SchedulingContext:
 
 
 def build_checked(make: Callable[[], Role]) -> Role:
-    """Build a plugin and check its declaration: kind, needs, frozen and strict parameters.
-
-    Raises:
-        AssertionError: The declaration breaks a rule.
-    """
+    """Build a plugin and check its declaration: kind, needs, frozen and strict parameters."""
     try:
         plugin = make()
     except Exception as error:
