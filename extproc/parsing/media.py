@@ -18,10 +18,10 @@ from __future__ import annotations
 import binascii
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import xxhash
@@ -296,10 +296,8 @@ _USUAL_IMAGE: Final = (1024, 768)
 _USUAL_S: Final = 30
 
 
-class _ImageRule(Protocol):
-    """Tokens of an image of a width and a height in pixels, 1 to 65,535 each."""
-
-    def __call__(self, width: int, height: int, /) -> int: ...
+#: Tokens of an image of a width and a height in pixels, 1 to 65,535 each.
+_ImageRule = Callable[[int, int], int]
 
 
 class _Grid(msgspec.Struct, frozen=True):
@@ -334,11 +332,8 @@ class _Rows(msgspec.Struct, frozen=True):
         return math.ceil(max(1, round(height / scale)) / self.side) * (columns + 1)
 
 
-class _Fixed(msgspec.Struct, frozen=True):
-    tokens: int
-
-    def __call__(self, _width: int, _height: int) -> int:
-        return self.tokens
+def _fixed(tokens: int) -> _ImageRule:
+    return lambda _width, _height: tokens
 
 
 def _shapes(most: int) -> Sequence[tuple[int, int]]:
@@ -403,50 +398,44 @@ class _Family(msgspec.Struct, frozen=True):
     """Rules of a family of models.
 
     Attributes:
-        name: Matches names of models, in lower case.
+        name: Pattern of names of models, in lower case.
         joined_frames: Frames of a video that are joined in time (count).
     """
 
-    name: re.Pattern[str]
+    name: str
     image: _ImageRule
     joined_frames: int = 1
     audio_tokens_per_s: float = 12.5
 
 
-def _family(
-    name: str, image: _ImageRule, joined_frames: int = 1, audio_tokens_per_s: float = 12.5
-) -> _Family:
-    return _Family(re.compile(name), image, joined_frames, audio_tokens_per_s)
-
-
 #: The first that matches counts.
 _FAMILIES: Final = (
-    _family(r"qwen-?3([-_]?(vl|omni)|\.[5-9])", _Grid(32, 64, 16_384), 2, 25.0),
-    _family(r"qwen-?2(\.5)?[-_]?(vl|omni|audio)|mimo-vl|ui-tars", _Grid(28, 4, 16_384), 2, 25.0),
-    _family(r"glm-?4\.?[0-9]?v", _Grid(28, 8, 7_500), 2),
-    _family(r"kimi-?vl", _Grid(28, 1, 1_024)),
-    _family(r"pixtral-?12b", _Rows(16, 1024)),
-    _family(
+    _Family(r"qwen-?3([-_]?(vl|omni)|\.[5-9])", _Grid(32, 64, 16_384), 2, 25.0),
+    _Family(r"qwen-?2(\.5)?[-_]?(vl|omni|audio)|mimo-vl|ui-tars", _Grid(28, 4, 16_384), 2, 25.0),
+    _Family(r"glm-?4\.?[0-9]?v", _Grid(28, 8, 7_500), 2),
+    _Family(r"kimi-?vl", _Grid(28, 1, 1_024)),
+    _Family(r"pixtral-?12b", _Rows(16, 1024)),
+    _Family(
         r"pixtral|mistral-small|mistral-medium|mistral-large-3|magistral|ministral-3",
         _Rows(28, 1540),
     ),
-    _family(r"llava-?(v?1\.6|next)|llava-v1\.6", _llava_next),
-    _family(r"llava-?(v?1\.5)", _Fixed(576)),
-    _family(r"gemma-?3n", _Fixed(260), 1, 6.25),
-    _family(r"gemma-?3|medgemma", _Fixed(260)),
-    _family(r"llama-?4", _llama4),
-    _family(r"intern-?vl|intern-?s1", _internvl),
-    _family(r"minicpm-?[vo]", _minicpm),
+    _Family(r"llava-?(v?1\.6|next)|llava-v1\.6", _llava_next),
+    _Family(r"llava-?(v?1\.5)", _fixed(576)),
+    _Family(r"gemma-?3n", _fixed(260), 1, 6.25),
+    _Family(r"gemma-?3|medgemma", _fixed(260)),
+    _Family(r"llama-?4", _llama4),
+    _Family(r"intern-?vl|intern-?s1", _internvl),
+    _Family(r"minicpm-?[vo]", _minicpm),
 )
 #: Width times height by 1,024, as llm-d's `token-producer` counts any image.
-_OTHER: Final = _family("", _Grid(32, 1, 4_096))
+_OTHER: Final = _Family("", _Grid(32, 1, 4_096))
 
 
 # Names are those of clients: only so many are remembered.
 @lru_cache(maxsize=512)
 def _find_family(model: str) -> _Family:
     lowered = model.lower()
-    return next((family for family in _FAMILIES if family.name.search(lowered)), _OTHER)
+    return next((family for family in _FAMILIES if re.search(family.name, lowered)), _OTHER)
 
 
 @lru_cache(maxsize=4096)

@@ -111,12 +111,8 @@ class MetricsPageReader:
         Returns:
             The load; for an unknown engine with an empty `engine` and every value None.
         """
-        # Names are looked for behind line feeds; a page that begins with help need not be copied for it.
-        text = page if page.startswith(_HELP) else b"\n" + page
-        engine = _recognize_engine(text, engine_type)
-        if engine is None:
-            return _unknown_engine_load(b"\n" + page, now, extra)
-        return _read_load(self._open(text, engine), engine, now, extra)
+        opened = self._open(page, now, engine_type, extra)
+        return _read_load(*opened, now, extra) if isinstance(opened, tuple) else opened
 
     def read_ranks(
         self, page: bytes, now: float, *, engine_type: str = "", extra: ExtraMetrics | None = None
@@ -129,11 +125,10 @@ class MetricsPageReader:
         Returns:
             As `read`, where the page is of one engine or names its ranks in a way we do not know.
         """
-        text = page if page.startswith(_HELP) else b"\n" + page
-        engine = _recognize_engine(text, engine_type)
-        if engine is None:
-            return _unknown_engine_load(b"\n" + page, now, extra)
-        families = self._open(text, engine)
+        opened = self._open(page, now, engine_type, extra)
+        if not isinstance(opened, tuple):
+            return opened
+        families, engine = opened
         numbers = _rank_numbers(families, engine)
         if len(numbers) < 2:
             return _read_load(families, engine, now, extra)
@@ -141,27 +136,26 @@ class MetricsPageReader:
             {engines.STARTED, engine.adapters}
             | {selector.name for selector in (*engine.kv_blocks, *engine.block_tokens)}
         )
-        return RankedLoad(
-            numbers,
-            tuple(
-                [
-                    _read_load(
-                        RankFamilies(
-                            families, (engine.rank_label, str(number).encode()), shared=shared
-                        ),
-                        engine,
-                        now,
-                        extra,
-                    )
-                    for number in numbers
-                ]
-            ),
-        )
+        loads = []
+        for number in numbers:
+            rank = engine.rank_label, str(number).encode()
+            own_families = RankFamilies(families, rank, shared=shared)
+            loads.append(_read_load(own_families, engine, now, extra))
+        return RankedLoad(numbers, tuple(loads))
 
-    def _open(self, text: bytes, engine: engines.EngineSpec) -> MetricFamilies:
-        return self._families.cut(text) or MetricFamilies(
+    def _open(
+        self, page: bytes, now: float, engine_type: str, extra: ExtraMetrics | None
+    ) -> tuple[MetricFamilies, engines.EngineSpec] | Load | UnreadablePage:
+        """Families of a page and its engine; what it says where the engine is unknown."""
+        # Names are looked for behind line feeds; a page that begins with help need not be copied for it.
+        text = page if page.startswith(_HELP) else b"\n" + page
+        engine = _recognize_engine(text, engine_type)
+        if engine is None:
+            return _unknown_engine_load(b"\n" + page, now, extra)
+        families = self._families.cut(text) or MetricFamilies(
             text, joined=is_joined(text, engine.waiting[0].name)
         )
+        return families, engine
 
 
 def _rank_numbers(families: MetricFamilies, engine: engines.EngineSpec) -> tuple[int, ...]:
