@@ -24,7 +24,7 @@ from extproc.pool.store import PoolStore
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.scrape import client
-from extproc.scrape.kv_event_listener import KvEventListener, plain_ip
+from extproc.scrape.kv_event_connection import KvEventListener, plain_ip
 from extproc.scrape.kv_event_subscription import (
     BatchResult,
     EngineSubscription,

@@ -6,8 +6,8 @@ import contextlib
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.scrape import kv_event_connection, kv_event_listener
-from extproc.scrape.kv_event_listener import plain_ip
+from extproc.scrape import kv_event_connection
+from extproc.scrape.kv_event_connection import plain_ip
 from tests.scrape.kv_event_engines import HOST, PublishingEngine, Subscriber, depth, run_async, text
 from tests.scrape.test_kv_event_connection import BROKEN, GREETING, READY
 
@@ -203,7 +203,7 @@ def test_connections_of_an_address_are_bounded():
 
 def test_a_place_is_free_only_a_while_after_its_connection(monkeypatch):
     """A peer that connects again and again is refused, instead of occupying the event loop."""
-    monkeypatch.setattr(kv_event_listener, "_RELEASE_S", 1e6)
+    monkeypatch.setattr(kv_event_connection, "_RELEASE_S", 1e6)
 
     async def test():
         async with listening() as subscriber:
