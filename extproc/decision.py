@@ -408,24 +408,36 @@ def bad_request(message: str) -> Rejection:
     return Rejection(400, message)
 
 
-def no_endpoints() -> Rejection:
-    """No endpoint may or can serve: 503 (EPP protocol 004, no endpoint communicated)."""
-    return _NO_ENDPOINTS
-
-
-def no_endpoints_yet() -> Deferral:
-    """No endpoint can serve, and the next one that discovery finds may."""
-    return _NO_ENDPOINTS_YET
-
-
-_NO_ENDPOINTS = Rejection(
+#: No endpoint may or can serve: 503 (EPP protocol 004, no endpoint communicated).
+NO_ENDPOINTS: Final = Rejection(
     503,
     "failed to find endpoint candidates for serving the request",
     reason="rejected-no-endpoints",
     retry_after_s=1,
     cause="no-endpoints",
 )
-_NO_ENDPOINTS_YET = Deferral(math.inf, _NO_ENDPOINTS)
+
+#: No endpoint can serve, and the next one that discovery finds may.
+NO_ENDPOINTS_YET: Final = Deferral(math.inf, NO_ENDPOINTS)
+
+#: Endpoints exist, and plugins removed every one of them: 429.
+SATURATED: Final = Rejection(
+    429,
+    "no endpoints available for the given request",
+    reason="rejected-saturated",
+    retry_after_s=1,
+    cause="filtered-out",
+)
+
+#: Every endpoint is full, and the request is one that may be dropped: 429.
+#: Source: docs/reference/protocol-conformance.md#point-72.
+SHEDDABLE_DROPPED: Final = Rejection(
+    429,
+    "system saturated, sheddable request dropped",
+    reason="rejected-saturated",
+    retry_after_s=1,
+    cause="shed",
+)
 
 
 def model_not_found(name: str, known: Iterable[str]) -> Rejection:
@@ -441,17 +453,6 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
         f"the model `{name}` does not exist; there are: {shown}",
         code=MODEL_NOT_FOUND,
         cause="unknown-model",
-    )
-
-
-def saturated() -> Rejection:
-    """Endpoints exist, and plugins removed every one of them: 429."""
-    return Rejection(
-        429,
-        "no endpoints available for the given request",
-        reason="rejected-saturated",
-        retry_after_s=1,
-        cause="filtered-out",
     )
 
 
@@ -471,18 +472,4 @@ def _busy(retry_after_s: int) -> Rejection:
         reason="rejected-saturated",
         retry_after_s=retry_after_s,
         cause="busy",
-    )
-
-
-def sheddable_dropped() -> Rejection:
-    """Every endpoint is full, and the request is one that may be dropped: 429.
-
-    Source: docs/reference/protocol-conformance.md#point-72.
-    """
-    return Rejection(
-        429,
-        "system saturated, sheddable request dropped",
-        reason="rejected-saturated",
-        retry_after_s=1,
-        cause="shed",
     )

@@ -14,12 +14,12 @@ from typing import Final
 import msgspec
 
 from extproc.decision import (
+    NO_ENDPOINTS,
+    NO_ENDPOINTS_YET,
     Decision,
     Deferral,
     Rejection,
     model_not_found,
-    no_endpoints,
-    no_endpoints_yet,
 )
 from extproc.endpoint import Endpoint
 from extproc.pool import endpoint_health, snapshot
@@ -103,7 +103,7 @@ def find_eligible(
         members = pool.allowed(subset)
         if not members:
             # An endpoint that comes helps only requests without a subset hint.
-            return no_endpoints_yet() if may_defer and subset is None else no_endpoints()
+            return NO_ENDPOINTS_YET if may_defer and subset is None else NO_ENDPOINTS
         if reject_unlisted:
             return model_not_found(request.target, pool.serving.names)
         unlisted = True

@@ -11,12 +11,12 @@ from urllib.parse import unquote
 import msgspec
 
 from extproc.decision import (
+    NO_ENDPOINTS,
     Decision,
     DirectResponse,
     Outcome,
     Rejection,
     model_not_found,
-    no_endpoints,
 )
 from extproc.parsing import envelope, surfaces
 from extproc.protocol import messages
@@ -157,7 +157,7 @@ class PoolSelector:
         ranked = [(fit(route, model), route) for route in candidates]
         best = max((rank for rank, _ in ranked), default=ModelFit.NO)
         if best is ModelFit.EMPTY:
-            return RoutingResult(no_endpoints())
+            return RoutingResult(NO_ENDPOINTS)
         if best is ModelFit.NO:
             known = frozenset().union(*(model_names(route.director) for route in candidates))
             return RoutingResult(

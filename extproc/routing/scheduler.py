@@ -17,7 +17,7 @@ from typing import TypeAlias
 import mmh3
 import msgspec
 
-from extproc.decision import Decision, Deferral, Outcome, Rejection, sheddable_dropped
+from extproc.decision import SHEDDABLE_DROPPED, Decision, Deferral, Outcome, Rejection
 from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.pool import candidate_builder, inference_policy, snapshot
@@ -303,7 +303,7 @@ class Scheduler:
         )
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and admission.is_saturated(profile, candidates):
-            return sheddable_dropped()
+            return SHEDDABLE_DROPPED
         context = SchedulingContext(
             request,
             now,

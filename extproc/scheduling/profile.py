@@ -141,13 +141,13 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
                 more.
         """
         if not candidates:
-            return decision.no_endpoints()
+            return decision.NO_ENDPOINTS
         errors: list[str] = []
         remaining_candidates, filtered = candidates, _NONE_FILTERED
         if self.filters:
             remaining_candidates, filtered = self._filter(context, candidates, errors)
             if not remaining_candidates:
-                return decision.saturated()
+                return decision.SATURATED
         scored: Sequence[ScorerResult] = ()
         totals: Sequence[float] = [0.0] * len(remaining_candidates)
         if self.scorers:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from extproc.decision import Decision, Rejection, all_busy, no_endpoints_yet
+from extproc.decision import NO_ENDPOINTS_YET, Decision, Rejection, all_busy
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.flow_queue import QueuedItem
@@ -14,7 +14,7 @@ from tests.flow_control.timer_fixture import TimerFixture
 
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 BUSY = all_busy(0.5)
-EMPTY = no_endpoints_yet()
+EMPTY = NO_ENDPOINTS_YET
 
 
 class FlowControllerFixture:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from extproc.decision import CostResult, Decision, Deferral, Rejection, saturated
+from extproc.decision import SATURATED, CostResult, Decision, Deferral, Rejection
 from extproc.endpoint import Candidate, Endpoint, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.routing import admission
@@ -82,6 +82,6 @@ def test_without_capacity_the_preferred_endpoint_is_named():
 
 def test_a_rejection_of_the_profile_is_returned():
     """A request that the profile rejects does not wait."""
-    refused = admission.admit(lambda _: saturated(), [BUSY, FREE], 0.1, priority=0, may_defer=True)
+    refused = admission.admit(lambda _: SATURATED, [BUSY, FREE], 0.1, priority=0, may_defer=True)
     assert isinstance(refused, Rejection)
     assert not math.isnan(refused.retry_after_s)

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from extproc.decision import Decision, no_endpoints, saturated
+from extproc.decision import NO_ENDPOINTS, SATURATED, Decision
 from extproc.errors import ConfigError
 from extproc.request import InferenceRequest
 from extproc.scheduling import registry
@@ -90,7 +90,7 @@ def test_fallbacks_are_named_in_order():
 
 def test_no_candidates_is_503():
     """Without candidates there is nothing to filter."""
-    assert profile().run(builders.context(), []) == no_endpoints()
+    assert profile().run(builders.context(), []) == NO_ENDPOINTS
 
 
 def test_no_survivors_is_429():
@@ -98,7 +98,7 @@ def test_no_survivors_is_429():
 
     Source: docs/reference/protocol-conformance.md#point-73.
     """
-    assert run(filters=[MaxWaiting(max_waiting_requests=1), Says(RuntimeError())]) == saturated()
+    assert run(filters=[MaxWaiting(max_waiting_requests=1), Says(RuntimeError())]) == SATURATED
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import PeerSyncSection
-from extproc.decision import no_endpoints
+from extproc.decision import NO_ENDPOINTS
 from extproc.request import HttpRequest, RequestLabels
 from extproc.server import console
 from extproc.server.reload import ReloadResult
@@ -251,7 +251,7 @@ def test_decisions_are_selected(query, expected):
             route(process, "a-1")
             route(process, "b-2").on_finished(endpoint=None, status="200", duration_s=1.0)
             route(process, "c-3").on_finished(endpoint=None, status="503", duration_s=1.0)
-            refusal = RejectionRecord("d-4", time.monotonic(), "", "", no_endpoints())
+            refusal = RejectionRecord("d-4", time.monotonic(), "", "", NO_ENDPOINTS)
             process.decisions.add_rejection(refusal)
             answer = await http1.ask(port, f"/debug/decisions?{query}")
             assert {decision["id"] for decision in answer.json()["decisions"]} == expected

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.decision import no_endpoints
+from extproc.decision import NO_ENDPOINTS
 from extproc.endpoint import Load
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.telemetry import explanation
@@ -67,7 +67,7 @@ def test_refusals_return_the_request_id_where_wanted():
     """A client that is refused has an id to ask for as well."""
     for wanted in (True, False):
         settings = ExchangeSettings(1 << 20, request_id=wanted)
-        talk = ext_proc_script.Talk(lambda _: no_endpoints(), settings=settings)
+        talk = ext_proc_script.Talk(lambda _: NO_ENDPOINTS, settings=settings)
         (response,) = talk.hear(ext_proc_script.request_headers(HEADERS, ends=True))
         assert response.status == 503
         assert response.headers.get("x-request-id", "") == ("id-7" if wanted else "")

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from extproc.config.settings import FlowControlSection
-from extproc.decision import Decision, Rejection, no_endpoints
+from extproc.decision import NO_ENDPOINTS, Decision, Rejection
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import Admission, QueuedRequest, RateReservation
@@ -45,7 +45,7 @@ async def test_a_subset_hint_without_endpoints_is_not_queued():
     body = b'{"model": "m", "prompt": "x"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
     prepared = fixture.pool_fixture.director.prepare(raw)
-    assert fixture.pool_fixture.director.decide(prepared, fixture.now) == no_endpoints()
+    assert fixture.pool_fixture.director.decide(prepared, fixture.now) == NO_ENDPOINTS
 
 
 async def test_queued_requests_are_spread_over_new_endpoints():

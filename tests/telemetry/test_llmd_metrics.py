@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from extproc.config import loader, pools
-from extproc.decision import Decision, no_endpoints
+from extproc.decision import NO_ENDPOINTS, Decision
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
@@ -50,7 +50,7 @@ def exported(**more):
         request.on_usage({"prompt": 10, "cached": 4, "completion": 3})
         request.on_finished(endpoint=FIRST, status=status, duration_s=1.0)
     refused = recorder.observe_request("pool")
-    refused.on_rejected(no_endpoints(), request_id="", labels=labels, now=0.0)
+    refused.on_rejected(NO_ENDPOINTS, request_id="", labels=labels, now=0.0)
     loads = {
         FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
         SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from extproc.decision import all_busy, bad_request, no_endpoints
+from extproc.decision import NO_ENDPOINTS, all_busy, bad_request
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.store import PoolStore
@@ -193,10 +193,10 @@ def test_rejection_log_writes_the_first_and_a_count_each_minute(caplog):
     log = pool_log.RejectionLog(lambda: counters.pools)
     pool = counters.for_pool("demo")
     log.step(0.0)
-    pool.record_rejection(no_endpoints())
+    pool.record_rejection(NO_ENDPOINTS)
     log.step(1.0)
     for _ in range(5):
-        pool.record_rejection(no_endpoints())
+        pool.record_rejection(NO_ENDPOINTS)
     pool.record_rejection(bad_request("prompt of a client"))
     pool.record_rejection(all_busy(1.0).rejection)
     log.step(2.0)
@@ -221,6 +221,6 @@ def test_rejection_log_follows_pools_that_come_again(caplog):
     for at in (0.0, 1.0, 2.0):
         counters.pools.clear()
         log.step(at)
-        counters.for_pool("demo").record_rejection(no_endpoints())
+        counters.for_pool("demo").record_rejection(NO_ENDPOINTS)
         log.step(at)
     assert [record.fields["count"] for record in caplog.records] == [1, 1, 1]

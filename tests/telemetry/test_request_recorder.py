@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.decision import Decision, Rejection, no_endpoints
+from extproc.decision import NO_ENDPOINTS, Decision, Rejection
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.request import HttpRequest, InferenceRequest, RequestLabels
 from extproc.telemetry import explanation, exposition, pool_metrics
@@ -111,7 +111,7 @@ def test_histograms_of_requests_have_the_pool_as_label():
         respond(request, duration_s)
         request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=duration_s)
     refused_request = scene.route("slow")
-    refused_request.on_rejected(no_endpoints(), request_id="", labels=None, now=1.0)
+    refused_request.on_rejected(NO_ENDPOINTS, request_id="", labels=None, now=1.0)
     shown = page(scene.counters)
     for name, labels in (
         ("extproc_time_to_response_headers_seconds", ""),
@@ -192,7 +192,7 @@ def decided(candidates=1):
 
 
 def refused(name, at):
-    return RejectionRecord(name, at, "demo", "m", no_endpoints())
+    return RejectionRecord(name, at, "demo", "m", NO_ENDPOINTS)
 
 
 def test_the_oldest_decisions_are_dropped_first():
@@ -250,7 +250,7 @@ def test_recorder_records_refused_requests_that_have_an_id():
     for request_id in ("id", ""):
         request = scene.recorder.observe_request("default")
         request.on_pool_selected("other")
-        request.on_rejected(no_endpoints(), request_id=request_id, labels=LABELS, now=1.0)
+        request.on_rejected(NO_ENDPOINTS, request_id=request_id, labels=LABELS, now=1.0)
     (record,) = scene.decisions.latest(9)
     assert (record.id, record.pool, record.model, record.at) == ("id", "other", "m", 1.0)
 

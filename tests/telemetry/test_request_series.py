@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from extproc.decision import CostResult, Decision, no_endpoints
+from extproc.decision import NO_ENDPOINTS, CostResult, Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
@@ -58,7 +58,7 @@ class TrafficFixture:
     def refuse(self, labels=None):
         """A refused request."""
         request = self.recorder.observe_request("p")
-        request.on_rejected(no_endpoints(), request_id="", labels=labels, now=0.0)
+        request.on_rejected(NO_ENDPOINTS, request_id="", labels=labels, now=0.0)
 
     def page(self, name):
         """The samples of a metric, by their labels besides the pool."""
@@ -105,7 +105,7 @@ def test_a_request_that_fails_after_its_choice_counts_once():
     """A bug of ours is answered with 500, and then the stream ends."""
     traffic = TrafficFixture()
     request = traffic.open()
-    request.on_rejected(no_endpoints(), request_id="", labels=None, now=0.0)
+    request.on_rejected(NO_ENDPOINTS, request_id="", labels=None, now=0.0)
     request.on_finished(endpoint=ADDRESS, status="", duration_s=1.0)
     assert traffic.page("extproc_requests_total") == {'model="m",status="503"': 1}
 

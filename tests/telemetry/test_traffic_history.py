@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from extproc.decision import Rejection, no_endpoints
+from extproc.decision import NO_ENDPOINTS, Rejection
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.store import PoolStore
 from extproc.request import RequestLabels
@@ -70,7 +70,7 @@ def test_a_point_has_rates_and_percentiles_since_the_one_before(scene):
     scene.sample()
     scene.answer(FIRST, 0.1, count=90)
     scene.answer(SECOND, 0.7, status="500", count=10)
-    scene.pool.record_rejection(no_endpoints())
+    scene.pool.record_rejection(NO_ENDPOINTS)
     scene.sample()
     (point,) = scene.history.points
     assert (point.routed, point.failed, point.refused) == (20.0, 2.0, 0.2)

@@ -12,7 +12,7 @@ from extproc.autoscaling import demand_estimator, policies
 from extproc.autoscaling.interface import Demand, PolicyRunner, ReplicaBounds, RunnerState
 from extproc.autoscaling.scaling_history import HistoryRow, ScalingHistory
 from extproc.config.settings import FlowControlSection
-from extproc.decision import Deferral, Rejection, all_busy, no_endpoints_yet
+from extproc.decision import NO_ENDPOINTS_YET, Deferral, Rejection, all_busy
 from extproc.endpoint import StepTimeModel
 from extproc.flow_control import controller
 from extproc.simulator.fleet import flow_control
@@ -161,7 +161,7 @@ class AutoscaledFleet:
             if kind is _ReplicaState.UP
         ]
         if not up:
-            return no_endpoints_yet()
+            return NO_ENDPOINTS_YET
         if most is None or min(up) < most:
             return _Room()
         return all_busy(math.inf)

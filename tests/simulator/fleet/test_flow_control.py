@@ -95,7 +95,7 @@ def test_the_deadline_ends_a_wait():
     """429 where endpoints are busy, 503 and another time limit where there is none."""
     fixture = FleetFlowControlFixture(timeout_s=2.0, empty_timeout_s=5.0)
     fixture.hold("a")
-    fixture.hold("b", decision.no_endpoints_yet())
+    fixture.hold("b", decision.NO_ENDPOINTS_YET)
     advance(fixture.timeline, 3.0)
     assert fixture.refused == [("a", 429)]
     advance(fixture.timeline, 3.0)
