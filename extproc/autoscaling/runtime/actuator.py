@@ -28,14 +28,13 @@ class ActuatorError(msgspec.Struct, frozen=True):
 
 
 class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Dependencies of an actuator.
+    """Dependencies of all actuators.
 
     Attributes:
         cluster: Client of the API server; None where no pool needs one.
         namespace: Namespace of this process, for targets that name none.
     """
 
-    pool: PoolRuntime
     cluster: ScaleClient | None
     namespace: str
     is_leader: Callable[[], bool]
@@ -53,7 +52,9 @@ class Actuator(Protocol):
     scales: bool
 
     @classmethod
-    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+    def from_settings(
+        cls, scaling: ScalingSection, pool: PoolRuntime, context: ActuatorContext
+    ) -> Self:
         """Build the actuator of a pool."""
 
     @property
@@ -90,9 +91,11 @@ class AdvisoryActuator(Actuator):
         self._requested: int | None = None
 
     @classmethod
-    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+    def from_settings(
+        cls, scaling: ScalingSection, pool: PoolRuntime, context: ActuatorContext
+    ) -> Self:
         """See `Actuator`."""
-        del scaling, context
+        del scaling, pool, context
         return cls()
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
@@ -129,9 +132,11 @@ class ExecActuator(AdvisoryActuator):
         self._timeout_s = timeout_s
 
     @classmethod
-    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+    def from_settings(
+        cls, scaling: ScalingSection, pool: PoolRuntime, context: ActuatorContext
+    ) -> Self:
         """See `Actuator`."""
-        del context
+        del pool, context
         return cls(scaling.exec, timeout_s=scaling.exec_s)
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:

@@ -102,7 +102,14 @@ class Autoscaler:
         here = kubernetes_plan.namespace(os.environ)
         self._cluster = _build_cluster(settings, identity)
         self._context = AutoscalerContext(
-            counters, self.peers, self._cluster, here, is_leader, clock, self._on_step
+            cluster=self._cluster,
+            namespace=here,
+            is_leader=is_leader,
+            clock=clock,
+            supervisor=counters.supervisor,
+            counters=counters,
+            peers=self.peers,
+            on_step=self._on_step,
         )
         for plan in pools.pool_plans(settings):
             wanted = plan.settings.pool.autoscaling

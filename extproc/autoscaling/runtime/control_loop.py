@@ -13,12 +13,12 @@ import msgspec
 
 from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState, PickerCounters
 from extproc.autoscaling.interface import Demand, PolicyRunner, RunnerState, ScalingDecision
-from extproc.autoscaling.runtime import actuator, demand_counters, scale_subresource
+from extproc.autoscaling.runtime import actuator, demand_counters
 from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
 from extproc.autoscaling.scaling_history import ScalingHistory
 from extproc.config.autoscaling import ScalingSection, actuator_type
 from extproc.server.pool_runtime import PoolRuntime
-from extproc.supervision import Supervisor, run_forever
+from extproc.supervision import run_forever
 from extproc.telemetry.control_plane_metrics import ScalingMetrics
 from extproc.telemetry.counters import ProcessCounters
 
@@ -279,26 +279,12 @@ class ControlLoop:
         return f"autoscaling of pool {self.name}" if self.name else "autoscaling"
 
 
-class AutoscalerContext(msgspec.Struct, frozen=True):
-    """Dependencies shared by all scaled pools.
-
-    Attributes:
-        cluster: Client of scale targets; None where no object is scaled.
-        namespace: Namespace of targets that name none.
-    """
+class AutoscalerContext(actuator.ActuatorContext, frozen=True, kw_only=True):
+    """Dependencies shared by all scaled pools."""
 
     counters: ProcessCounters
     peers: PeerCounterClient
-    cluster: scale_subresource.ScaleClient | None
-    namespace: str
-    is_leader: Callable[[], bool]
-    clock: Callable[[], float]
     on_step: Callable[[ControlLoop], None]
-
-    @property
-    def supervisor(self) -> Supervisor:
-        """Keeps loops alive."""
-        return self.counters.supervisor
 
 
 class ScaledPool:
@@ -319,10 +305,11 @@ class ScaledPool:
         self.target = None if scaling.target is None else scaling.target.located(context.namespace)
         counters = context.counters.for_pool(runtime.name)
         self.counts = demand_counters.DemandCounters(runtime, counters)
+        kind: type[actuator.Actuator] = pkgutil.resolve_name(actuator_type(scaling).implementation)
         self.loop = ControlLoop(
             runtime,
             scaling,
-            actuator=_build_actuator(runtime, scaling, context),
+            actuator=kind.from_settings(scaling, runtime, context),
             counters=self.counts,
             peers=context.peers,
             clock=context.clock,
@@ -351,18 +338,3 @@ class ScaledPool:
             acting = keep("autoscaling", self.loop.actuator.run, instance=f"{name}, acting")
             tasks.create_task(acting, name=f"autoscaling {name}, acting")
             await run_forever()
-
-
-def _build_actuator(
-    pool: PoolRuntime, scaling: ScalingSection, context: AutoscalerContext
-) -> actuator.Actuator:
-    dependencies = actuator.ActuatorContext(
-        pool=pool,
-        cluster=context.cluster,
-        namespace=context.namespace,
-        is_leader=context.is_leader,
-        clock=context.clock,
-        supervisor=context.supervisor,
-    )
-    kind: type[actuator.Actuator] = pkgutil.resolve_name(actuator_type(scaling).implementation)
-    return kind.from_settings(scaling, dependencies)

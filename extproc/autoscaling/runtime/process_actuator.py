@@ -92,11 +92,13 @@ class ProcessActuator(Actuator):
         self._not_before = 0.0
 
     @classmethod
-    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+    def from_settings(
+        cls, scaling: ScalingSection, pool: PoolRuntime, context: ActuatorContext
+    ) -> Self:
         """See `Actuator`; raises ValueError where the section has no `launch`."""
         if scaling.launch is None:
             raise ValueError("expected a section with launch, got none")
-        return cls(scaling.launch, context.pool, clock=context.clock, supervisor=context.supervisor)
+        return cls(scaling.launch, pool, clock=context.clock, supervisor=context.supervisor)
 
     def start(self) -> None:
         """Publish an empty pool: no engine runs yet."""

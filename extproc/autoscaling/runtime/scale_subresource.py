@@ -20,6 +20,7 @@ from extproc.config.autoscaling import ScaleTarget, ScalingSection
 from extproc.discovery.kubernetes import api_responses, objects, watch_plan
 from extproc.discovery.kubernetes.settings import KubernetesSettings
 from extproc.errors import ConfigError
+from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor
 
 if TYPE_CHECKING:
@@ -238,8 +239,11 @@ class ScaleSubresourceActuator(Actuator):
         self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MAX_QUEUED_EVENTS)
 
     @classmethod
-    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+    def from_settings(
+        cls, scaling: ScalingSection, pool: PoolRuntime, context: ActuatorContext
+    ) -> Self:
         """See `Actuator`; raises ValueError without a `target` or an API server."""
+        del pool
         if scaling.target is None or context.cluster is None:
             raise ValueError("expected a section with target and an API server, got none")
         target = scaling.target.located(context.namespace)
