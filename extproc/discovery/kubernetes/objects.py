@@ -64,14 +64,21 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     model_port: str = ""
 
 
+class PoolRef(msgspec.Struct, frozen=True):
+    """Reference of an objective or rewrite to a pool of its namespace."""
+
+    group: str
+    name: str
+
+
 class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
-    """An InferencePool of either API group.
+    """An InferencePool of either API group, or pods that the configuration selects as one.
 
     Attributes:
         namespace: Namespace of the object and of its pods.
-        group: API group it was read from.
+        group: API group it was read from; empty for pods that the configuration selects.
         selector: Labels a pod must carry, all of them.
-        ports: Target ports in their order.
+        ports: Target ports in their order; none when each pod names its own.
         app_protocol: `appProtocol` of the pool; empty when not set.
         annotations: All but what kubectl leaves behind.
         created: RFC 3339 in UTC.
@@ -86,12 +93,10 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
     annotations: Mapping[str, str] = NO_LABELS
     created: str = ""
 
-
-class PoolRef(msgspec.Struct, frozen=True):
-    """Reference of an objective or rewrite to a pool of its namespace."""
-
-    group: str
-    name: str
+    @property
+    def ref(self) -> PoolRef | None:
+        """Reference that objectives and rewrites use; None for other than an InferencePool."""
+        return PoolRef(self.group, self.name) if self.group else None
 
 
 class ObjectiveObject(msgspec.Struct, frozen=True, kw_only=True):

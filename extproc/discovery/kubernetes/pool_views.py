@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
 from extproc.discovery import endpoint_list
 from extproc.discovery.kubernetes import objects
-from extproc.endpoint import NO_LABELS, Endpoint, ServedModels, join_host_port, parse_port
+from extproc.endpoint import Endpoint, ServedModels, join_host_port, parse_port
 from extproc.pool import inference_policy
 
 #: KubeAI's labels: the model a pod serves, and one per adapter it has loaded.
@@ -164,47 +162,16 @@ def _of_backend(
     return Endpoint(address, name=backend.name or address, labels=labels, uid=backend.uid)
 
 
-class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Definition of a pool of pods.
-
-    Attributes:
-        selector: Labels a pod must carry, all of them.
-        ports: Target ports; none when each pod names its own.
-        ref: Reference that objectives and rewrites use; None for other than an InferencePool.
-        app_protocol: `appProtocol` of the pool; empty when not set.
-        created: Creation time of the InferencePool, RFC 3339 in UTC.
-    """
-
-    selector: Mapping[str, str]
-    ports: tuple[int, ...]
-    ref: objects.PoolRef | None = None
-    app_protocol: str = ""
-    annotations: Mapping[str, str] = NO_LABELS
-    created: str = ""
-
-
-def build_spec(pool: objects.InferencePool) -> PoolSpec:
-    """Returns the spec of an InferencePool."""
-    return PoolSpec(
-        selector=pool.selector,
-        ports=pool.ports,
-        ref=objects.PoolRef(pool.group, pool.name),
-        app_protocol=pool.app_protocol,
-        annotations=pool.annotations,
-        created=pool.created,
-    )
-
-
 class PodView:
     """View of a pool of pods.
 
     Args:
-        spec: None as long as the object that defines the pool is not there.
+        pool: None as long as the object that defines the pool is not there.
     """
 
-    def __init__(self, namespace: str, spec: PoolSpec | None) -> None:
+    def __init__(self, namespace: str, pool: objects.InferencePool | None) -> None:
         self.namespace = namespace
-        self.spec = spec
+        self.pool = pool
         self.policy = inference_policy.EMPTY_POLICY
         self._members: dict[str, tuple[objects.Pod, tuple[Endpoint, ...]]] = {}
 
@@ -212,21 +179,21 @@ class PodView:
         """Replaces the policy."""
         self.policy = policy
 
-    def set_spec(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
-        """Replaces the spec, None where no object defines the pool, and selects pods again."""
-        self.spec = spec
+    def set_pool(self, pool: objects.InferencePool | None, pods: Iterable[objects.Pod]) -> None:
+        """Replaces the definition, None where no object defines the pool, and selects pods again."""
+        self.pool = pool
         self._members = {}
         for pod in pods:
             self.update_pod(pod.name, pod)
 
     def update_pod(self, name: str, pod: objects.Pod | None) -> bool:
         """Applies a changed or deleted pod; returns whether that changes the pool."""
-        spec = self.spec
+        pool = self.pool
         before = self._members.get(name)
-        if pod is None or spec is None or not selects(spec.selector, pod.labels):
+        if pod is None or pool is None or not selects(pool.selector, pod.labels):
             self._members.pop(name, None)
             return before is not None and bool(before[1])
-        endpoints = pod_endpoints(pod, spec.ports)
+        endpoints = pod_endpoints(pod, pool.ports)
         if before is not None and before[1] == endpoints:
             # The endpoints known are kept, so that most comparisons of pools end at identity.
             self._members[name] = (pod, before[1])
@@ -236,14 +203,14 @@ class PodView:
 
     def to_discovered_pool(self) -> endpoint_list.DiscoveredPool:
         """Returns the pool as discovered."""
-        if self.spec is None:
+        if self.pool is None:
             return endpoint_list.DiscoveredPool(exists=False)
         return endpoint_list.DiscoveredPool(
             merge(self._members.values()),
             policy=self.policy,
-            app_protocol=self.spec.app_protocol,
-            annotations=self.spec.annotations,
-            created=self.spec.created,
+            app_protocol=self.pool.app_protocol,
+            annotations=self.pool.annotations,
+            created=self.pool.created,
         )
 
 

@@ -205,8 +205,14 @@ class ObjectStore:
             case settings.InferencePoolRef():
                 self._views[source.key] = pool_views.PodView(source.namespace, None)
             case settings.PodSelector():
-                spec = pool_views.PoolSpec(selector=source.labels, ports=source.ports)
-                view = pool_views.PodView(source.namespace, spec)
+                pool = objects.InferencePool(
+                    namespace=source.namespace,
+                    name=source.name,
+                    group="",
+                    selector=source.labels,
+                    ports=source.ports,
+                )
+                view = pool_views.PodView(source.namespace, pool)
                 self._views[source.key] = view
                 self._index_view(source.key, view)
             case settings.ServiceRef():
@@ -254,8 +260,7 @@ class ObjectStore:
         if not isinstance(view, pool_views.PodView):
             return
         self._unindex_view(key, view)
-        spec = None if current is None else pool_views.build_spec(current)
-        view.set_spec(spec, self._pods[pool.namespace].values())
+        view.set_pool(current, self._pods[pool.namespace].values())
         self._index_view(key, view)
         self._mark_policy_changed(key)
         self._dirty.add(key)
@@ -275,13 +280,13 @@ class ObjectStore:
         )
 
     def _index_view(self, key: str, view: pool_views.PodView) -> None:
-        if view.spec is not None:
-            self._views_by_label[self._rarest_label(view.namespace, view.spec.selector)][key] = view
+        if view.pool is not None:
+            self._views_by_label[self._rarest_label(view.namespace, view.pool.selector)][key] = view
 
     def _unindex_view(self, key: str, view: pool_views.PodView) -> None:
-        if view.spec is None:
+        if view.pool is None:
             return
-        for label, text in view.spec.selector.items():
+        for label, text in view.pool.selector.items():
             label_key = (view.namespace, label, text)
             if (
                 self._views_by_label.get(label_key, _NO_POOLS).pop(key, None)
@@ -335,7 +340,7 @@ class ObjectStore:
         self._dirty.add(key)
 
     def _build_policy(self, view: pool_views.PodView) -> inference_policy.InferencePolicy:
-        if view.spec is None or view.spec.ref is None:
+        if view.pool is None or view.pool.ref is None:
             return inference_policy.EMPTY_POLICY
         namespace = view.namespace
         policy_objects = [
@@ -345,7 +350,7 @@ class ObjectStore:
                 self._current_resource(kind, namespace), namespace
             ].values()
         ]
-        return pool_views.build_policy(view.spec.ref, policy_objects)
+        return pool_views.build_policy(view.pool.ref, policy_objects)
 
     def _current_resource(
         self, kind: tuple[watch_plan.ResourceType, watch_plan.ResourceType], namespace: str
@@ -364,7 +369,7 @@ class ObjectStore:
             return True
         if isinstance(view, pool_views.SliceView):
             needed = {watch_plan.SLICES}
-        elif view.spec is not None and view.spec.ref is None:
+        elif view.pool is not None and view.pool.ref is None:
             needed = {watch_plan.PODS}
         else:
             needed = {collection.resource for collection in self.collections} - {watch_plan.SLICES}

@@ -129,7 +129,7 @@ def test_a_pool_that_raises_hides_no_other_pool(tmp_path, monkeypatch):
         monkeypatch,
         pool_views.PodView,
         "to_discovered_pool",
-        lambda view: wrong[0] and view.spec.selector == {"app": "bad"},
+        lambda view: wrong[0] and view.pool.selector == {"app": "bad"},
     )
     sources = tuple(settings.InferencePoolRef("default", name) for name in ("pool", "other"))
 
