@@ -113,6 +113,16 @@ class AdvisoryActuator(Actuator):
         self._requested = replicas
 
 
+async def start_process(argv: Sequence[str]) -> asyncio.subprocess.Process:
+    """Start a program whose output, errors included, can be read."""
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+
+
 #: Longest part of the output of a failed program that is logged (bytes).
 _MAX_OUTPUT_BYTES = 400
 
@@ -143,12 +153,7 @@ class ExecActuator(AdvisoryActuator):
         """See `Actuator`: run the program."""
         argv = [word.replace(REPLICAS, str(desired.replicas)) for word in self._command]
         try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )
+            process = await start_process(argv)
         except OSError as error:
             return ActuatorError(f"{argv[0]} cannot be run: {error.strerror}")
         try:

@@ -16,7 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime.actuator import Actuator, ActuatorContext, ActuatorError
+from extproc.autoscaling.runtime.actuator import (
+    Actuator,
+    ActuatorContext,
+    ActuatorError,
+    start_process,
+)
 from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint, join_host_port, parse_port
@@ -179,12 +184,7 @@ class ProcessActuator(Actuator):
             self._on_exit(engine)
             return
         try:
-            process = await asyncio.create_subprocess_exec(
-                *with_parent_death_signal(argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )
+            process = await start_process(with_parent_death_signal(argv))
         except OSError as error:
             engine.lines.append(f"it cannot be started: {error.strerror}")
             self._on_exit(engine)
