@@ -157,17 +157,11 @@ def read_report(page: bytes) -> PeerReport | None:
         return None
 
 
-class _PolledPeer:
-    """Address of a peer, and its last report.
+class _PolledPeer(msgspec.Struct):
+    """A peer, by its address before the first answer, and its report; None if the last read failed."""
 
-    Attributes:
-        name: Identity of the peer; its address before the first answer.
-        report: Last report; None if the last read failed.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.name = address
-        self.report: PeerReport | None = None
+    name: str
+    report: PeerReport | None = None
 
 
 class PeerCounterClient:

@@ -358,14 +358,13 @@ KINDS = (
 )
 
 
-class _Known:
+class _Known(msgspec.Struct):
     """Result of listing a kind: names of autoscalers, None before the first list."""
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] | None = None
-        self.refused = 0
-        self.status = 0
-        self.warned = False
+    names: tuple[str, ...] | None = None
+    refused: int = 0
+    status: int = 0
+    warned: bool = False
 
 
 class AutoscalerLister:

@@ -85,12 +85,13 @@ class KubernetesApiClient:
 
     Attributes:
         name: Its address, for people.
+        generation: Number of the credentials in use.
     """
 
     def __init__(self, settings: settings.KubernetesSettings) -> None:
         self._settings = settings
         self._session: _Session | None = None
-        self._generation = 0
+        self.generation = 0
         self._renewing = asyncio.Lock()
         self.name = "the API server"
 
@@ -98,7 +99,7 @@ class KubernetesApiClient:
         """Loads the configuration; raises `ConfigError` if it is missing or broken."""
         client = await _load_configuration(self._settings)
         old, self._session = self._session, _Session(client)
-        self._generation += 1
+        self.generation += 1
         self.name = str(client.configuration.host)
         if old is not None:
             await old.retire()
@@ -114,18 +115,13 @@ class KubernetesApiClient:
             ConfigError: If the configuration is broken now.
         """
         async with self._renewing:
-            if generation == self._generation:
+            if generation == self.generation:
                 await self.open()
 
     async def close(self) -> None:
         """Closes all connections."""
         if self._session is not None:
             await self._session.retire()
-
-    @property
-    def generation(self) -> int:
-        """Generation of the credentials in use."""
-        return self._generation
 
     async def page(
         self, collection: WatchedCollection, more: str
