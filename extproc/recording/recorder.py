@@ -97,6 +97,9 @@ _MAX_CANDIDATES: Final = 80_000
 #: come faster have rows without candidates in between.
 _CANDIDATES_PER_S: Final = 500.0
 
+#: Entries that become lines together (count).
+_BATCH: Final = 64
+
 #: Of a candidate as a tuple, the fields of a table.
 _read_columns: Final = operator.itemgetter(
     *map(Candidate.__struct_fields__.index, rows.CANDIDATE_FIELDS)
@@ -151,6 +154,10 @@ class Recording:
         self._header = header
         self._counts = counts
         self._entries: list[RoutedRequest | rows.EndRow | rows.HeaderRow] = []
+        # Lines of entries that were added before, and their number.
+        self._lines = bytearray()
+        self._num_lines = 0
+        self._is_held = False
         self._dropped = 0
         self._encoder = msgspec.json.Encoder()
         self.restart()
@@ -167,20 +174,52 @@ class Recording:
 
     def add(self, entry: RoutedRequest | rows.EndRow, num_candidates: int = 0) -> None:
         """Record a decision with so many candidates or an end, or drop it where too many wait."""
-        waiting = len(self._entries)
+        waiting = len(self._entries) + self._num_lines
         if waiting >= MAX_ENTRIES or waiting * num_candidates > _MAX_CANDIDATES:
             self._dropped += 1
             self._counts["dropped"] += 1
         else:
             self._entries.append(entry)
 
+    def hold(self) -> bytes:
+        """Make no lines before `resume` or `take`, as while a file is written that may be full then.
+
+        Returns:
+            Those that were made.
+        """
+        self._is_held = True
+        return self._take_lines()
+
+    def resume(self) -> None:
+        """Make lines of what is added."""
+        self._is_held = False
+
+    def _take_lines(self) -> bytes:
+        lines = bytes(self._lines)
+        self._lines.clear()
+        self._num_lines = 0
+        return lines
+
+    def encode(self, most: int) -> None:
+        """Make the lines of entries now, as their data still are in the caches."""
+        if not self._is_held:
+            self._lines += self._encode(most)
+
     def take(self, most: int) -> bytes:
         """Lines of the entries that wait, oldest first.
+
+        Args:
+            most: Entries that become lines now (count), besides lines that were made before.
 
         Returns:
             Complete lines; empty where nothing waits.
         """
+        self._lines += self._encode(most)
+        return self._take_lines()
+
+    def _encode(self, most: int) -> bytes:
         batch = self._entries[:most]
+        self._num_lines += len(batch)
         del self._entries[:most]
         lines: list[rows.Row] = []
         if not self._is_headed and (batch or self._dropped):
@@ -386,3 +425,8 @@ class Recordings:
         """Record the end of a request."""
         for recording in self._active:
             recording.add(end)
+
+    def encode(self) -> None:
+        """Make the lines of what was added, few at a time."""
+        for recording in self._active:
+            recording.encode(_BATCH)

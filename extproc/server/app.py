@@ -398,6 +398,7 @@ class EndpointPickerProcess:
         await attempt("drain", self.autoscaler.close())
         if self._traces.tracer is not None:
             await attempt("drain", asyncio.to_thread(self._traces.tracer.close, _SPAN_END_S))
+        self.counters.settle()
 
     async def start_admin(self) -> int:
         """Listen on the metrics port only; returns it.

@@ -134,6 +134,15 @@ class DecisionRecorder:
         self._settle()
         async for lines in _take_batch(recording):
             self._unwritten += lines
+        self._unwritten += recording.hold()
+        try:
+            return await self._write(recording, file, section, was_failing=was_failing)
+        finally:
+            recording.resume()
+
+    async def _write(
+        self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
+    ) -> bool:
         if not self._unwritten:
             return was_failing
         batch = bytes(self._unwritten)

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 import msgspec
@@ -55,8 +55,16 @@ class EventRecord(logging.LogRecord):
     take most of the time of a line.
     """
 
-    def __init__(self, name: str, level: int, event: str, fields: Mapping[str, FieldValue]) -> None:
-        created = time.time()  # noqa: TID251 - as other log records
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        event: str,
+        fields: Mapping[str, FieldValue],
+        *,
+        created: float = 0.0,
+    ) -> None:
+        created = created or time.time()  # noqa: TID251 - as other log records
         self.__dict__ = {
             **_NO_PLACE,
             "name": name,
@@ -103,8 +111,8 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
         return _drop_unknown(msgspec.structs.asdict(self))
 
 
-#: Unix times of the ends of requests, and what builds their lines.
-_RequestBatch: TypeAlias = list[tuple[float, Callable[[], RequestLine]]]
+#: Unix times of the ends of requests, and their lines.
+_RequestLines: TypeAlias = Sequence[tuple[float, RequestLine]]
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
@@ -118,8 +126,9 @@ class LogHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, *, delay_s: float = 0.1) -> None:
         super().__init__(stream)
         self._delay_s = delay_s
-        self._waiting: list[str | _RequestBatch] = []
+        self._waiting: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_due = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep its line for the next write."""
@@ -134,56 +143,48 @@ class LogHandler(logging.StreamHandler[TextIO]):
         else:
             self._flush_soon()
 
-    def add_requests(self, batch: _RequestBatch) -> bool:
-        """Write the lines of routed requests, as many as there are then.
+    def add_requests(self, lines: _RequestLines) -> None:
+        """Write lines of routed requests."""
+        self._waiting += [self._format_request(at, line) for at, line in lines]
+        self._flush_soon()
 
-        Returns:
-            True if they wait, and further ones can be added.
-        """
-        self._waiting.append(batch)
-        return self._flush_soon()
-
-    def _flush_soon(self) -> bool:
-        """Flush in a moment, or at once where no event loop runs; False then."""
-        if len(self._waiting) > 1 and self._loop is not None and not self._loop.is_closed():
-            return True
+    def _flush_soon(self) -> None:
+        """Flush in a moment, or at once where no event loop runs."""
+        if self._is_due and self._loop is not None and not self._loop.is_closed():
+            return
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
             self.flush()
-            return False
-        self._loop.call_later(self._delay_s, self.flush)
-        return True
+        else:
+            self._loop.call_later(self._delay_s, self.flush)
+            self._is_due = True
 
     def flush(self) -> None:
         """Write the lines that wait."""
         self.acquire()
         try:
-            waiting, self._waiting = self._waiting, []
-            lines = []
-            for item in waiting:
-                if isinstance(item, str):
-                    lines.append(item)
-                    continue
-                _request_log.close(item)
-                lines += [self._format_request(at, build_line) for at, build_line in item]
-            if lines:
-                self.stream.write("".join(lines))
+            waiting, self._waiting, self._is_due = self._waiting, [], False
+            if waiting:
+                self.stream.write("".join(waiting))
             super().flush()
         finally:
             self.release()
 
-    def _format_request(self, at: float, build_line: Callable[[], RequestLine]) -> str:
+    def _format_request(self, at: float, line: RequestLine) -> str:
         """The line of a request; empty, with a note on standard error, where a bug prevents it."""
         try:
-            line, formatter = build_line(), self.formatter
+            formatter = self.formatter
             if isinstance(formatter, _OURS):
                 return formatter.format_request(line, at) + self.terminator
-            record = EventRecord(REQUESTS, logging.INFO, REQUEST, line.to_fields())
-            return self.format(record) + self.terminator
+            return self.format(_to_record(at, line)) + self.terminator
         except Exception:  # noqa: BLE001 - as other handlers
             self.handleError(EventRecord(REQUESTS, logging.INFO, REQUEST, {}))
             return ""
+
+
+def _to_record(at: float, line: RequestLine) -> EventRecord:
+    return EventRecord(REQUESTS, logging.INFO, REQUEST, line.to_fields(), created=at)
 
 
 class TextFormatter(logging.Formatter):
@@ -280,49 +281,21 @@ def log_event(logger: logging.Logger, level: int, event: str, **fields: FieldVal
         logger.handle(EventRecord(logger.name, level, event, _drop_unknown(fields)))
 
 
-class _RequestLog:
-    """Lines of routed requests: for our handlers in batches, for any other at once as events."""
+def log_requests(lines: _RequestLines) -> None:
+    """Logs routed requests: as lines where the handler is ours, as events anywhere else.
 
-    def __init__(self) -> None:
-        #: Batch that our handlers have, and none has written; None without.
-        self._batch: _RequestBatch | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def add(self, build_line: Callable[[], RequestLine]) -> None:
-        """Log a request."""
-        at, batch, loop = time.time(), self._batch, self._loop  # noqa: TID251 - as other log records
-        if batch is not None and loop is not None and not loop.is_closed():
-            batch.append((at, build_line))
-        elif _requests.isEnabledFor(logging.INFO):
-            self._begin(at, build_line)
-
-    def close(self, batch: _RequestBatch) -> None:
-        """Begin another batch, as a handler writes this one."""
-        if self._batch is batch:
-            self._batch = None
-
-    def _begin(self, at: float, build_line: Callable[[], RequestLine]) -> None:
-        """Log the first request of a batch."""
-        batch, waits = [(at, build_line)], True
-        self._batch = batch
-        logger: logging.Logger | None = _requests
-        while logger is not None:
-            for handler in logger.handlers:
-                if isinstance(handler, LogHandler):
-                    waits &= handler.add_requests(batch)
-                elif handler.level <= logging.INFO:
-                    fields = build_line().to_fields()
-                    handler.handle(EventRecord(REQUESTS, logging.INFO, REQUEST, fields))
-                    waits = False  # the next one is an event for it, too
-            logger = logger.parent if logger.propagate else None
-        self._loop = asyncio.get_running_loop() if waits else None
-
-
-_request_log: Final = _RequestLog()
-
-#: Logs a routed request: as a line where the handler is ours, as an event anywhere else. What it is
-#: called with builds the line, perhaps a moment later.
-log_request: Final = _request_log.add
+    Args:
+        lines: Unix times of their ends, and their lines.
+    """
+    logger: logging.Logger | None = _requests if _requests.isEnabledFor(logging.INFO) else None
+    while logger is not None:
+        for handler in logger.handlers:
+            if isinstance(handler, LogHandler):
+                handler.add_requests(lines)
+            elif handler.level <= logging.INFO:
+                for at, line in lines:
+                    handler.handle(_to_record(at, line))
+        logger = logger.parent if logger.propagate else None
 
 
 def _drop_unknown(fields: Mapping[str, FieldValue]) -> dict[str, FieldValue]:

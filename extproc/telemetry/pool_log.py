@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import ClassVar, Final, Literal
@@ -17,9 +17,8 @@ from extproc.endpoint import Endpoint
 from extproc.parsing import surfaces
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.request import RequestLabels, shorten_id
-from extproc.telemetry import explanation
 from extproc.telemetry.counters import PoolCounters
-from extproc.telemetry.log_format import REQUESTS, RequestLine, log_event, log_request
+from extproc.telemetry.log_format import REQUESTS, log_event
 from extproc.telemetry.request_recorder import RequestRecorder, model_of
 
 _log = logging.getLogger("extproc.pool")
@@ -288,34 +287,12 @@ class LoggedRequestRecorder(RequestRecorder):
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count and log the end of a routed request."""
+        is_logged = self.is_routed and not self.refusal_status
+        if is_logged and (not self.failures_only or _is_failure(self.decision, status)):
+            self.logged_at = time.time()  # noqa: TID251 - as other log records
         RequestRecorder.on_finished(self, endpoint=endpoint, status=status, duration_s=duration_s)
-        if not self.is_routed or self.refusal_status:
-            return
-        if not self.failures_only or _is_failure(self.decision, status):
-            log_request(self._build_line)
-
-    def _build_line(self) -> RequestLine:
-        """The line of a routed request that ended."""
-        decision, read, status = self.decision, self.usage.get, self.status
-        request = decision.request
-        # By position, which is ten times as fast: in the order of the fields.
-        return RequestLine(
-            shorten_id(self.id),
-            decision.pool or self.pool_counters.name or None,
-            request.target or None,
-            self.endpoint or decision.endpoints[0].address,
-            int(status) if _STATUS.fullmatch(status) else None,
-            read("prompt"),
-            read("cached"),
-            read("completion"),
-            request.prompt_tokens,
-            decision.matched_tokens,
-            self.queue_s,
-            self.headers_s,
-            self.first_token_s if self.first_chunk_s >= 0.0 else None,
-            self.seconds,
-            explanation.format_short(decision),
-        )
+        if self.logged_at:
+            self._streams.settle_soon()
 
 
 class LoggedFailureRecorder(LoggedRequestRecorder):
@@ -324,9 +301,6 @@ class LoggedFailureRecorder(LoggedRequestRecorder):
     __slots__ = ()
     failures_only: ClassVar[bool] = True
 
-
-#: Statuses that are numbers; empty where there was none.
-_STATUS: Final = re.compile("[1-9][0-9]{2}")
 
 _TYPES: Final[Mapping[str, type[RequestRecorder]]] = {
     "off": RequestRecorder,

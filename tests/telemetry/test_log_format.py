@@ -185,14 +185,14 @@ def test_requests_are_logged_by_any_handler(caplog):
     )
 
     async def scene():
-        log_format.log_request(lambda: line)
+        log_format.log_requests([(1.0, line)])
         assert stream.writes == 0
         await turn()
 
     logger.addHandler(handler)
     try:
         asyncio.run(scene())
-        log_format.log_request(lambda: line)
+        log_format.log_requests([(1.0, line)])
     finally:
         logger.removeHandler(handler)
     fields = {"id": "a", "model": "m", "endpoint": "10.0.0.1:8000", "total_s": 0.25, "pick": "p"}
