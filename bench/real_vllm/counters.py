@@ -139,14 +139,19 @@ def labels(text: str, family: str) -> list[dict[str, str]]:
     ]
 
 
-def value(text: str, name: str) -> float | None:
-    """Sum of a family's samples, read without the picker's parser; None if there is none."""
-    values = [
+def values(text: str, name: str) -> list[float]:
+    """A family's samples in the order of the page, read without the picker's parser."""
+    return [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
         if line.startswith((name + "{", name + " "))
     ]
-    return sum(values) if values else None
+
+
+def value(text: str, name: str) -> float | None:
+    """Sum of a family's samples; None if there is none."""
+    samples = values(text, name)
+    return sum(samples) if samples else None
 
 
 def differences(

@@ -25,6 +25,15 @@ def belief(page: str) -> dict[str, float] | None:
     }
 
 
+def believed(page: str) -> dict[str, list[float]]:
+    """Time of an iteration (ms) and room for prefixes (tokens) that the picker believes each engine has."""
+    steps = counters.values(page, "extproc_endpoint_step_seconds")
+    return {
+        "step_ms": [round(1e3 * seconds, 2) for seconds in steps],
+        "capacity_tokens": counters.values(page, "extproc_prefix_capacity_tokens"),
+    }
+
+
 def line(run: Mapping[str, Any]) -> str:
     """One run in a few words."""
     text = (

@@ -43,7 +43,7 @@ WANTED_TTFT: Final = 1.0
 #: What is kept of a run.
 _FIGURES_STORED: Final = (
     *("failed", "hit_ratio", "ttft_p50_ms", "ttft_p95_ms", "wall_s"),
-    *("requests_by_replica", "preemptions", "prediction"),
+    *("requests_by_replica", "preemptions", "prediction", "believed"),
 )
 
 
@@ -84,6 +84,11 @@ def summarize(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]
         strategy: {
             "hit_ratio": _median(row[strategy]["hit_ratio"] for row in rounds),
             "way": _median(row[strategy] for row in ways),
+            "fuller": _median(
+                max(row[strategy]["requests_by_replica"])
+                / sum(row[strategy]["requests_by_replica"])
+                for row in rounds
+            ),
             **{
                 key: _median(row[strategy][f"{key}_ms"] for row in rounds)
                 for key in ("ttft_p50", "ttft_p95")
@@ -101,6 +106,29 @@ def summarize(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]
 
 def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
+
+
+def beliefs(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Beliefs of `adaptive` about the replicas at the end of its runs, beside what they are."""
+    runs_of_adaptive = [row["adaptive"] for rounds in workloads.values() for row in rounds]
+    apart = [max(steps) / min(steps) for steps in _believed(runs_of_adaptive, "step_ms")]
+    room = [tokens for pair in _believed(runs_of_adaptive, "capacity_tokens") for tokens in pair]
+    predictions = [run["prediction"] for run in runs_of_adaptive if run.get("prediction")]
+    if not (apart and room and predictions):
+        return "No beliefs were recorded."
+    ratio = _median(row["predicted_tokens"] / row["found_tokens"] for row in predictions)
+    return (
+        f"At the end of its runs, `adaptive` believed the iterations of the two equal replicas a "
+        f"factor of {_median(apart):.2f} apart (median, {max(apart):.2f} at most) and their caches "
+        f"to hold {_median(room):.0f} tokens (median, {min(room):.0f} to {max(room):.0f}); it had "
+        f"predicted {ratio:.3f} of the cached tokens that the replicas found."
+    )
+
+
+def _believed(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
+    """Beliefs of one kind of the runs that have it of both replicas."""
+    pairs = [row.get("believed", {}).get(key, []) for row in rows]
+    return [pair for pair in pairs if len(pair) == replicas.COUNT and min(pair) > 0.0]
 
 
 def missed(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -123,14 +151,14 @@ def missed(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
 def block(result: Mapping[str, Any]) -> str:
     """The text of `docs/benchmarks` about a result as it was written."""
     rows = [
-        "| workload | strategy | hit ratio | of the way | TTFT p50 | ratio | TTFT p95 | ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "| workload | strategy | hit ratio | of the way | fuller | TTFT p50 | ratio | p95 | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, rounds in result["workloads"].items():
         for strategy, row in summarize(rounds).items():
             rows.append(
                 f"| {name} | `{strategy}` | {row['hit_ratio']:.3f} | {row['way']:.2f} "
-                f"| {row['ttft_p50']:.0f} ms | {row['ttft_p50_ratio']:.2f} x "
+                f"| {row['fuller']:.2f} | {row['ttft_p50']:.0f} ms | {row['ttft_p50_ratio']:.2f} x "
                 f"| {row['ttft_p95']:.0f} ms | {row['ttft_p95_ratio']:.2f} x |"
             )
     machine, wrong = result["machine"], missed(result["workloads"])
@@ -143,7 +171,7 @@ def block(result: Mapping[str, Any]) -> str:
         f"and p95 not above those of `least-request`. "
         + (f"Missed: {'; '.join(wrong)}." if wrong else "All are met.")
     )
-    return "\n".join([*rows, "", text])
+    return "\n".join([*rows, "", text, "", beliefs(result["workloads"])])
 
 
 async def measure(
@@ -160,8 +188,10 @@ async def measure(
     """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    # A connection that waits for the next burst is closed by the engine, maybe just when it is used.
+    connector = aiohttp.TCPConnector(force_close=True)
     async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
         contextlib.AsyncExitStack() as stays,
     ):
         if not running:

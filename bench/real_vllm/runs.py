@@ -72,6 +72,7 @@ async def routed(
         pool = await replicas.pool(session, f"127.0.0.1:{pages}")
     figures["prediction"] = counters.prediction(answers)
     figures["belief"] = report.belief(own)
+    figures["believed"] = report.believed(own)
     figures["picker_differences"] = counters.pool_differences(pool, model=replicas.MODEL)
     return figures, [answer.endpoint for answer in answers]
 

@@ -235,6 +235,17 @@ def test_the_belief_is_read_from_the_pickers_page():
     assert report.belief("") is None
 
 
+def test_beliefs_about_engines_are_read_from_the_pickers_page():
+    """In the order of the page; a family that is not there has none."""
+    page = (
+        'extproc_endpoint_step_seconds{endpoint="a",pool=""} 0.0125\n'
+        'extproc_endpoint_step_seconds{endpoint="b",pool=""} 0.01\n'
+        'extproc_prefix_capacity_tokens{endpoint="a",pool=""} 8077\n'
+    )
+    assert report.believed(page) == {"step_ms": [12.5, 10.0], "capacity_tokens": [8077.0]}
+    assert report.believed("") == {"step_ms": [], "capacity_tokens": []}
+
+
 def test_the_table_has_a_row_for_each_run():
     """Real and simulated side by side; nothing is shown where nothing was predicted."""
     known = {"predicted_tokens": 97, "found_tokens": 100}

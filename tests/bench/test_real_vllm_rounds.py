@@ -84,7 +84,13 @@ def test_every_strategy_is_first_in_one_round():
 
 def one_round(adaptive_hits, adaptive_ms, failed=0):
     rows = {
-        name: {"failed": 0, "hit_ratio": 0.5, "ttft_p50_ms": 100.0, "ttft_p95_ms": 200.0}
+        name: {
+            "failed": 0,
+            "hit_ratio": 0.5,
+            "ttft_p50_ms": 100.0,
+            "ttft_p95_ms": 200.0,
+            "requests_by_replica": [60, 40],
+        }
         for name in rounds.STRATEGIES
     }
     rows["round-robin"]["hit_ratio"] = 0.3
@@ -129,7 +135,19 @@ def test_the_table_has_a_row_for_each_strategy():
         "workloads": {"bursts": [one_round(0.6, 90.0)]},
     }
     text = rounds.block(result)
-    row = "| bursts | `adaptive` | 0.600 | 0.60 | 90 ms | 0.90 x | 180 ms | 0.90 x |"
+    row = "| bursts | `adaptive` | 0.600 | 0.60 | 0.60 | 90 ms | 0.90 x | 180 ms | 0.90 x |"
     assert row in text.splitlines()
     assert "Missed: bursts: 0.6 of the hits, wanted 0.9." in text
-    assert len(text.splitlines()) == 2 + len(rounds.STRATEGIES) + 2
+    assert len(text.splitlines()) == 2 + len(rounds.STRATEGIES) + 4
+
+
+def test_beliefs_are_held_against_equal_replicas():
+    """Iterations of both, caches of both, and predicted tokens; runs without any are left out."""
+    known = one_round(0.6, 90.0)
+    known["adaptive"]["believed"] = {"step_ms": [10.0, 25.0], "capacity_tokens": [8000, 6000]}
+    known["adaptive"]["prediction"] = {"predicted_tokens": 90, "found_tokens": 100}
+    text = rounds.beliefs({"bursts": [known, one_round(0.6, 90.0)]})
+    assert "factor of 2.50 apart (median, 2.50 at most)" in text
+    assert "7000 tokens (median, 6000 to 8000)" in text
+    assert "predicted 0.900 of" in text
+    assert rounds.beliefs({"bursts": [one_round(0.6, 90.0)]}) == "No beliefs were recorded."
