@@ -327,6 +327,7 @@ class ExactPrefixes:
         adapter: str,
         prompt_bytes: int,
         placeholders: Sequence[tuple[int, int, str]] = (),
+        salt: str = "",
     ) -> bool:
         """Remember the tokens of a prompt; returns False where it has too many blocks.
 
@@ -336,11 +337,12 @@ class ExactPrefixes:
             adapter: LoRA adapter; empty for the base model.
             placeholders: (offset in tokens, length in tokens, identifier) of each image, video and
                 audio.
+            salt: Its cache salt; empty for none.
         """
         size = self.index.block_tokens
         if not size or len(tokens) // size > _MAX_PROMPT_BLOCKS:
             return False
-        extras = kv_events.media_extras(placeholders, size, len(tokens) // size)
+        extras = kv_events.block_extras(placeholders, size, len(tokens) // size, salt=salt)
         keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size, extras)
         prompt = self.prompts.add(
             chain,
@@ -379,7 +381,8 @@ class ExactPrefixes:
         """Engines that hold a beginning of a prompt.
 
         None where no beginning of the prompt is mapped, and where no engine holds its first block
-        with an image: whether engines name images as they render them is known by those that do.
+        with an image or a salt: whether engines name images as they render them, and salts at all, is
+        known by those that do.
         """
         mapped = self.prompts.find(chain)
         if mapped is None:

@@ -44,6 +44,12 @@ _Hash: TypeAlias = int | bytes
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_BLOCKS)]
 
 
+class _Metadata(msgspec.Struct, gc=False):
+    """Metadata that old arrays of SGLang have in the place of the adapter's name."""
+
+    cache_salt: str | None = None
+
+
 class _Pair(msgspec.Struct, array_like=True, gc=False):
     """A token and the next one, as SGLang with EAGLE sends them."""
 
@@ -294,7 +300,7 @@ def _stored(event: _StoredArray) -> BlockStored:
     # Positions of old arrays of SGLang hold a map of metadata here.
     adapter, salt = _name(event.lora_name)
     if isinstance(event, _StoredMap) and event.cache_salt:
-        salt = event.cache_salt.encode()
+        salt = _encode(event.cache_salt)
     if not adapter and event.lora_id:
         adapter = f"#{event.lora_id}"
     return BlockStored(
@@ -316,7 +322,8 @@ def _name(raw: msgspec.Raw) -> tuple[str, bytes]:
     if not encoded or encoded == _NIL:
         return "", b""
     if _is_map(encoded):
-        return "", encoded
+        salt = msgspec.msgpack.decode(encoded, type=_Metadata).cache_salt
+        return "", _encode(salt) if salt else b""
     return msgspec.msgpack.decode(encoded, type=str), b""
 
 
@@ -352,15 +359,20 @@ def _without(items: Sequence[msgspec.Raw], name: bytes) -> Iterator[bytes]:
             yield encoded
 
 
-def media_extras(
-    placeholders: Sequence[tuple[int, int, str]], block_tokens: int, num_blocks: int
+def block_extras(
+    placeholders: Sequence[tuple[int, int, str]],
+    block_tokens: int,
+    num_blocks: int,
+    *,
+    salt: str = "",
 ) -> list[bytes]:
-    """Identifiers of the images of each block of a prompt, as of `BlockStored.extras`.
+    """Salt, and identifiers of the images, of each block of a prompt, as of `BlockStored.extras`.
 
     Args:
         placeholders: (offset in tokens, length in tokens, identifier) of each item, in any order;
             one that begins in another is left out.
         num_blocks: Full blocks of the prompt (count).
+        salt: Its cache salt; empty for none.
     """
     extras = [b""] * num_blocks
     end = 0
@@ -372,6 +384,8 @@ def media_extras(
         last = min(num_blocks, (end - 1) // block_tokens + 1)
         for block in range(offset // block_tokens, last):
             extras[block] += encoded
+    if salt and extras:
+        extras[0] += _encode(salt)
     return extras
 
 

@@ -90,9 +90,16 @@ class _UnmappedPrompt(msgspec.Struct, eq=False):
     body: bytes
     chain: Sequence[int]
     adapter: str
+    salt: str
     prompt_bytes: int
     num_media: int
     waits: dict[asyncio.Future[None], int] = {}
+
+
+class _SaltedBody(msgspec.Struct):
+    """Body of a request, as far as it keeps the blocks of its prompt apart from others."""
+
+    cache_salt: str | None = None
 
 
 class _Engine(msgspec.Struct):
@@ -209,7 +216,8 @@ class PromptRenderer:
             return None
         if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
             return None
-        if b'"cache_salt"' in raw.body or not self._too_long.keys().isdisjoint(chain):
+        salt = _read_salt(raw.body)
+        if salt is None or not self._too_long.keys().isdisjoint(chain):
             self.results["unsupported"] += 1
             return None
         edit = decision.body_edit
@@ -225,6 +233,7 @@ class PromptRenderer:
             body,
             chain,
             adapter,
+            salt,
             request.stable_bytes,
             sum([span.count for span in request.media]),
         )
@@ -388,6 +397,7 @@ class PromptRenderer:
             prompt.chain,
             tokens,
             adapter=prompt.adapter,
+            salt=prompt.salt,
             prompt_bytes=prompt.prompt_bytes,
             placeholders=placeholders,
         )
@@ -413,3 +423,13 @@ class PromptRenderer:
 def _is_refused(status: int) -> bool:
     """True if the prompt is at fault, such as one that is too long, and not who renders it."""
     return 400 <= status < 500 and status not in _ABSENT and status not in (401, 429)
+
+
+def _read_salt(body: bytes | bytearray) -> str | None:
+    """Cache salt of a request; empty for none, None where it cannot be read."""
+    if b'"cache_salt"' not in body:
+        return ""
+    try:
+        return msgspec.json.decode(body, type=_SaltedBody).cache_salt or ""
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

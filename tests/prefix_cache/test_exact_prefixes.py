@@ -173,7 +173,7 @@ def test_images_keep_prompts_of_equal_tokens_apart():
     prefixes, engine = exact()
     placeholder = tokens(SYSTEM + b"i" * 96)
     packed = placeholder.tobytes()
-    extras = [b""] * 10 + kv_events.media_extras([(0, 16, "cat")], SIZE, 6)
+    extras = [b""] * 10 + kv_events.block_extras([(0, 16, "cat")], SIZE, 6)
     hashes = list(range(10, 26))
     for name in ("cat", "dog"):
         prefixes.map_prompt(
@@ -189,6 +189,22 @@ def test_images_keep_prompts_of_equal_tokens_apart():
     # Whether engines call the other image so as well is not known while none of them holds it.
     assert prefixes.match(chain(SYSTEM + b"dog" * 32)) is None
     assert prefixes.match(chain(SYSTEM)).ends == [(10, engine.bit)]
+
+
+def test_salts_keep_prompts_of_equal_tokens_apart():
+    """An engine that names no salts is not taken to hold the prompt, nor to lack it."""
+    prefixes, engine = exact()
+    text = tokens(SYSTEM)
+    prefixes.map_prompt(chain(b"salt" + SYSTEM), text, adapter="", prompt_bytes=164, salt="s")
+    stored = BlockStored(list(range(10, 20)), None, text.tobytes(), SIZE)
+    prefixes.index.apply(engine, stored)
+    assert prefixes.match(chain(b"salt" + SYSTEM)) is None
+    extras = kv_events.block_extras((), SIZE, 10, salt="s")
+    salted = BlockStored(list(range(30, 40)), None, text.tobytes(), SIZE, extras=extras)
+    prefixes.index.apply(engine, salted)
+    assert prefixes.match(chain(b"salt" + SYSTEM)).ends == [
+        (9, engine.bit)
+    ]  # one token is computed
 
 
 def test_the_next_turn_finds_the_answer_that_engines_stored():
@@ -244,7 +260,7 @@ class SentRequestFixture:
 
 
 def test_a_prompt_that_is_never_mapped_keeps_few_requests():
-    """Such as one with a salt, which goes to every engine in time."""
+    """Such as one that no engine renders, which goes to every engine in time."""
     prefixes, _ = exact()
     requests = [SentRequestFixture(f"10.0.0.{number}:8000") for number in range(100)]
     references = [weakref.ref(request) for request in requests]

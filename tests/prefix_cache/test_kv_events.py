@@ -168,18 +168,28 @@ def test_stored_blocks_carry_what_keeps_them_apart():
     (event,) = decode([0.0, [_MAP | {"lora_id": 3}]])
     assert event.adapter == "#3"
     (event,) = decode([0.0, [_MAP | {"cache_salt": "s"}]])
-    assert event.extras == (b"s", b"")
+    assert event.extras == (_encode("s"), b"")
     metadata = ["BlockStored", [1, 2], 5, _TOKENS, 16, None, "GPU", {"cache_salt": "s"}]
     (event,) = decode([0.0, [metadata]])
     assert event.adapter == ""
-    assert event.extras[0]
+    assert event.extras == (_encode("s"), b"")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"cache_salt": "s"}, {"extra_keys": [["s"], None]}, {"lora_name": {"cache_salt": "s"}}],
+)
+def test_salts_have_a_key_in_every_form(fields):
+    """Those of a prompt are the same; a salt is in its first block only."""
+    (event,) = decode([0.0, [_MAP | fields]])
+    assert list(event.extras) == kv_events.block_extras((), 4, 2, salt="s")
 
 
 def test_images_have_a_key_in_every_form():
     """Identifiers with and without the place of the block in the image are the same."""
     for entry in ("img", ["img", 3]):
         (event,) = decode([0.0, [_MAP | {"extra_keys": [None, [entry]]}]])
-        assert list(event.extras) == kv_events.media_extras([(5, 3, "img")], 4, 2)
+        assert list(event.extras) == kv_events.block_extras([(5, 3, "img")], 4, 2)
 
 
 def test_blocks_have_the_images_that_they_overlap():
@@ -192,7 +202,7 @@ def test_blocks_have_the_images_that_they_overlap():
         (15, 99, "c"),
         (200, 5, "d"),
     ]
-    extras = kv_events.media_extras(placeholders, 4, 5)
+    extras = kv_events.block_extras(placeholders, 4, 5)
     assert extras == [
         _encode("a"),
         _encode("a") + _encode("b"),
@@ -204,7 +214,7 @@ def test_blocks_have_the_images_that_they_overlap():
 
 def test_an_image_may_begin_where_another_one_ends():
     """It does not begin in it."""
-    extras = kv_events.media_extras([(0, 4, "a"), (4, 4, "b")], 4, 2)
+    extras = kv_events.block_extras([(0, 4, "a"), (4, 4, "b")], 4, 2)
     assert extras == [_encode("a"), _encode("b")]
 
 

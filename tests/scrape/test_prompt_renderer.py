@@ -142,7 +142,8 @@ async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
         ([reply(RENDERED | {"features": {"mm_hashes": {}}})], {}, ["mapped"]),
         ([reply(RENDERED | {"features": {"mm_hashes": None}})], {}, ["mapped"]),
         ([ZIPPED], {}, ["failed"]),
-        ([reply(RENDERED)], {"body": b'{"cache_salt": "s"}'}, ["unsupported"]),
+        ([reply(RENDERED)], {"body": b'{"cache_salt": "s"}'}, ["mapped"]),
+        ([reply(RENDERED)], {"body": b'{"cache_salt": 1}'}, ["unsupported"]),
         ([reply(RENDERED)], {"api": "embeddings"}, []),
         ([reply(RENDERED)], {"body": b""}, []),
         ([reply(RENDERED)], {"chain": ()}, []),
@@ -196,7 +197,7 @@ def test_work_on_an_answer_is_bounded(body):
 
     async def test():
         async with running() as (server, _, renderer):
-            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", 192, 0)
+            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", "", 192, 0)
             tracemalloc.start()
             renderer._map_answer(prompt, body)
             peak = tracemalloc.get_traced_memory()[1]
@@ -213,7 +214,7 @@ def test_tokens_of_an_answer_are_counted_before_they_are_read(num_tokens, result
 
     async def test():
         async with running() as (_, _, renderer):
-            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", 192, 0)
+            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", "", 192, 0)
             body = b'{"token_ids":[1%b]}' % (b",1" * (num_tokens - 1))
             assert renderer._map_answer(prompt, body) == result
 
