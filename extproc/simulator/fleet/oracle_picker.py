@@ -33,8 +33,8 @@ class _CandidateState(msgspec.Struct):
     Attributes:
         others: What every job there still needs.
         cached: Prompt tokens of the request that its cache has, on the device or its host.
-        reloaded: Those of the host, which take room on the device.
-        reload_s: Seconds to load them.
+        reload_s: Seconds to load those of the host.
+        depth: Blocks of it on the device (count).
         home: Whether the conversation lives there.
         held: Tokens that the open prompts there will hold.
     """
@@ -43,8 +43,8 @@ class _CandidateState(msgspec.Struct):
     work: RequestSpec
     others: Sequence[engine_request.Outstanding]
     cached: int
-    reloaded: int
     reload_s: float
+    depth: int
     home: bool
     held: float
 
@@ -53,6 +53,12 @@ class _CandidateState(msgspec.Struct):
         """Tokens whose computation takes as long as its cache saves."""
         per_token = self.node.engine.profile.prefill_s_per_token
         return self.cached - (self.reload_s / per_token if per_token else 0.0)
+
+    def unpinned_tokens(self) -> int:
+        """Prompt tokens that it takes room for: those in blocks that no request holds."""
+        engine, keys = self.node.engine, self.work.keys
+        pinned = self.depth - engine.pool.idle_among(keys, self.depth)
+        return self.work.prompt_tokens - pinned * engine.profile.block_tokens
 
 
 class OraclePicker:
@@ -68,8 +74,8 @@ class OraclePicker:
         self._nodes = nodes
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}
-        #: Prompt tokens of requests that were not on the device when they were sent.
-        self._off_device: dict[str, int] = {}
+        #: Prompt tokens that requests take room for, when they were sent.
+        self._unpinned: dict[str, int] = {}
         self._recurrence = ConversationTracker()
         self._accounts = [InflightLoad(Endpoint(f"engine-{n}")) for n in range(len(nodes))]
         self._reservations: dict[str, Reservation] = {}
@@ -95,7 +101,7 @@ class OraclePicker:
         where = next(n for n in self._listed if self._nodes[n] is best.node)
         sim_request.predicted_tokens = best.cached
         self._uncached[sim_request.id] = work.prompt_tokens - best.cached
-        self._off_device[sim_request.id] = work.prompt_tokens - best.cached + best.reloaded
+        self._unpinned[sim_request.id] = best.unpinned_tokens()
         account = self._accounts[where]
         reservation = self._reservations[sim_request.id] = account.open(
             "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
@@ -115,7 +121,7 @@ class OraclePicker:
 
     def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
-        del self._uncached[sim_request.id], self._off_device[sim_request.id]
+        del self._uncached[sim_request.id], self._unpinned[sim_request.id]
         self._reservations.pop(sim_request.id).close(0.0)
 
     def rates(self) -> None:
@@ -133,8 +139,8 @@ class OraclePicker:
             work,
             others=list(engine.outstanding()),
             cached=depth * size + reloaded,
-            reloaded=reloaded,
             reload_s=reloaded * machine.reload_s_per_token,
+            depth=depth,
             home=account is home,
             held=account.active_context_tokens,
         )
@@ -158,13 +164,17 @@ class OraclePicker:
             slower += together * iteration_s
             load += together * own
         count = len(candidate.others)
-        adapter = self._adapter_s(candidate)
+        adapter, stall_s = self._adapter_s(candidate), self._stall_s(candidate)
+        if stall_s and candidate.node.engine.pool.host is not None:
+            # As the adaptive strategy's term: those that wait for memory, and the next one.
+            taken = candidate.unpinned_tokens() + work.output_tokens / 2
+            stall_s += (1 + waiting) * work.output_tokens * step_s * taken / machine.kv_tokens
         return (
             queued * per_token
             + prefill
             + 1.5 * step_s
             + adapter
-            + self._stall_s(candidate)
+            + stall_s
             + _WEIGHTS.own_share * slower
             + _WEIGHTS.others_share * (load + count * (prefill + min(adapter, machine.lora_load_s)))
             + _WEIGHTS.waiting_share * first * prefill
@@ -187,24 +197,25 @@ class OraclePicker:
         share = (candidate.held + wanted) / machine.kv_tokens
         low, full, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_full, _WEIGHTS.crowding_end
         value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
-        cache_s = machine.kv_tokens * machine.prefill_s_per_token
+        per_token = machine.prefill_s_per_token
+        if candidate.node.engine.pool.host is not None:
+            per_token = min(per_token, machine.reload_s_per_token)
+        cache_s = machine.kv_tokens * per_token
         return _WEIGHTS.crowding * self._recurrence.continuation_ratio * cache_s * max(0.0, value)
 
     def _stall_s(self, candidate: _CandidateState) -> float:
-        """Seconds until the cache has room for this request and all ahead of it.
-
-        Blocks that nothing holds count as room, those that the request finds among them: so this
-        is too short where these are most of them.
-        """
+        """Seconds until the cache has room for this request and all ahead of it."""
         engine, work = candidate.node.engine, candidate.work
         machine = engine.profile
-        wanted = work.prompt_tokens - candidate.cached + candidate.reloaded
-        wanted += work.output_tokens // 2
+        missing = work.prompt_tokens + work.output_tokens // 2
+        missing -= engine.pool.available * machine.block_tokens
         for other in candidate.others:
             if other.waiting:
-                tokens = self._off_device.get(other.id, other.prompt_left)
-                wanted += min(tokens, other.prompt_left) + other.output_left // 2
-        missing = wanted - engine.pool.available * machine.block_tokens
+                tokens = min(self._unpinned.get(other.id, other.prompt_left), other.prompt_left)
+                missing += tokens + other.output_left // 2
+        if missing > 0:
+            # Cached blocks that no request holds are among those available, and taken from there.
+            missing -= work.prompt_tokens - candidate.unpinned_tokens()
         if missing <= 0:
             return 0.0
         step_s = machine.base_s + machine.decode_s_per_seq * engine.running

@@ -1,7 +1,19 @@
+import msgspec
 import pytest
 
+from extproc.simulator import profiles
 from extproc.simulator.fleet import client, scenario
-from tests.simulator.fleet.builders import a_scenario, conversations, spread_out, summary
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.oracle_picker import OraclePicker
+from tests.simulator.fleet.builders import (
+    a_scenario,
+    advance,
+    conversations,
+    sim_request,
+    spread_out,
+    summary,
+)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -59,3 +71,25 @@ def test_it_waits_for_adapters_as_little_as_it_must():
     )
     knows, random = (summary(definition, name) for name in ("clairvoyant", "random"))
     assert knows.ttft_s.mean < 0.5 * random.ttft_s.mean
+
+
+def test_it_counts_no_block_as_room_that_the_request_finds():
+    """A prompt of twelve blocks, eight of them cached, has to wait where eleven are free or evictable."""
+    timeline = EventQueue()
+    machine = msgspec.structs.replace(profiles.find("demo"), kv_tokens=256, max_model_len=256)
+    engines = [
+        EngineNode(timeline, machine, finished=lambda _: None, gaps=lambda *_: None)
+        for _ in range(2)
+    ]
+    for engine in engines:
+        engine.start()
+    engines[0].submit(sim_request("first", prompt=128, output=1))
+    advance(timeline, 1.0)
+    engines[0].submit(sim_request("long", prompt=64, output=100, base=100))
+    advance(timeline, 0.05)
+    pool = engines[0].engine.pool
+    assert (pool.cached, pool.available) == (8, 11)
+    picker = OraclePicker(engines, timeline)
+    picker.listed([0, 1])
+    assert picker.pick(sim_request("again", prompt=160, output=1)) == 0
+    assert picker.pick(sim_request("more", prompt=192, output=1)) == 1
