@@ -17,6 +17,7 @@ requests are sent; scenarios without a trace in $EXTPROC_TRACES are left out.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -191,12 +192,17 @@ def _short(value: float) -> float | None:
 def _ratio(
     runs: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], figure: str
 ) -> list[float | None]:
-    """Mean of the ratios to the corrected estimate, seed by seed, and half of their interval."""
-    ratios = [
-        run[figure] / other[figure] for run, other in zip(runs, base, strict=True) if other[figure]
-    ]
-    known = report.interval(ratios)
-    return [_short(known.mean), _short(known.half)]
+    """Geometric mean of the ratios to the corrected estimate by seed, and half of their interval.
+
+    The arithmetic mean of ratios exceeds 1 where both figures vary alike.
+    """
+    known = report.interval(
+        math.log(run[figure] / other[figure])
+        for run, other in zip(runs, base, strict=True)
+        if run[figure] and other[figure]
+    )
+    ratio = math.exp(known.mean)
+    return [_short(ratio), _short(ratio * known.half)]
 
 
 def verdicts(row: Mapping[str, Any]) -> list[str]:

@@ -254,6 +254,9 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         adapter_load_s: Seconds until an adapter that is not resident is.
         output_tokens: Tokens generated per request, mean.
         evidence: Engine iterations it was learned from (count, fading); 0 for the defaults.
+        reload_s: Seconds per prompt token that is loaded from the memory of the host; None while the
+            engine has not shown it.
+        copied_ratio: Share of evicted tokens that the memory of the host is taken to hold, 0..1.
     """
 
     step_s: float = 0.015
@@ -264,6 +267,20 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     adapter_load_s: float = 0.5
     output_tokens: float = 200.0
     evidence: float = 0.0
+    reload_s: float | None = None
+    copied_ratio: float = 0.0
+
+    @property
+    def reload_saving(self) -> float | None:
+        """Share of computing a token that is saved by loading it, 0..1; None while unknown."""
+        if self.reload_s is None or not self.evidence or self.prefill_s <= 0.0:
+            return None
+        return max(0.0, 1.0 - self.reload_s / self.prefill_s)
+
+    @property
+    def evicted_s(self) -> float:
+        """Seconds per prompt token that was evicted and is wanted again: to load it or compute it."""
+        return self.prefill_s * (1.0 - self.copied_ratio * (self.reload_saving or 0.0))
 
     def iteration_s(self, sequences: float) -> float:
         """Seconds between two tokens of an answer when so many sequences of usual context decode."""

@@ -26,6 +26,7 @@ import msgspec
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
 from extproc.pool.engine_counters import CounterReader, IdleTime, WorkCounters
 from extproc.pool.least_squares import RecursiveLeastSquares
+from extproc.pool.reload_time import ReloadTimeEstimator
 from extproc.pool.request_tokens import AnswerTokens
 
 #: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
@@ -101,6 +102,7 @@ class StepTimeEstimator:
         "_outputs",
         "_pace",
         "_prior",
+        "_reload_time",
         "_row_at",
         "_rows",
         "_seconds",
@@ -127,6 +129,7 @@ class StepTimeEstimator:
         self._seconds = self._windows = 0.0
         self._rows = [0.0] * len(_BOUNDS)
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
+        self._reload_time = ReloadTimeEstimator()
         self._squares = RecursiveLeastSquares(_BOUNDS)
         self._row_at: float | None = None  # end of the last row
         self._start: WorkCounters | None = None
@@ -189,6 +192,7 @@ class StepTimeEstimator:
             last = None
         self._learn_output(load.counters)
         self._learn_adapters(last, load)
+        self.rates = self._reload_time.update(load, self.rates)
         here = self._counter_reader.read(load, ran=ran, idle=idle, is_alone=is_alone, shared=shared)
         self._is_counting, self._is_idle = here is not None, not load.running
         # In the middle of an iteration its time has passed and its tokens do not count yet: windows

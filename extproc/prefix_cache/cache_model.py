@@ -30,9 +30,11 @@ _OWN_SHARE = 0.5
 #: How much of a difference of hit ratios is corrected at once, as a share of the capacity.
 _GAIN = 1.5
 
-#: Bounds of one correction and of the factor.
+#: Bounds of one correction and of the factor, the last where the host keeps copies of what is evicted:
+#: its memory may hold several times the device's cache.
 _STEP = (0.7, 1.05)
 _FACTOR = (0.02, 2.0)
+_MAX_FACTOR_WITH_COPIES = 16.0
 
 #: Requests remembered while their look-up was not seen yet.
 _MOST_PENDING = 4096
@@ -50,6 +52,7 @@ class Calibration:
         predicted: Prompt tokens ever predicted to be found, of requests that were looked up.
         observed: Prompt tokens the engine found, as far as they were ours.
         error: Last difference of predicted and observed hit ratio, -1..1.
+        has_copies: Whether the engine loads copies of what it evicted from the memory of its host.
     """
 
     __slots__ = (
@@ -61,6 +64,7 @@ class Calibration:
         "_unmatched_tokens",
         "error",
         "factor",
+        "has_copies",
         "observed",
         "predicted",
     )
@@ -70,6 +74,7 @@ class Calibration:
         self.predicted = 0.0
         self.observed = 0.0
         self.error = 0.0
+        self.has_copies = False
         #: Prompt tokens and cached ones of each request, in one number: thousands may be remembered.
         self._pending: deque[int] = deque()
         self._unmatched_tokens = 0.0
@@ -147,7 +152,8 @@ class Calibration:
             return False
         step = min(_STEP[1], max(_STEP[0], 1.0 - _GAIN * self.error))
         before = self.factor
-        self.factor = min(_FACTOR[1], max(_FACTOR[0], before * step))
+        most = _MAX_FACTOR_WITH_COPIES if self.has_copies else _FACTOR[1]
+        self.factor = min(most, max(_FACTOR[0], before * step))
         return self.factor != before
 
     def _clear(self) -> None:
@@ -280,6 +286,7 @@ class CacheModel:
             state.calibration = Calibration()
         else:
             queries, hits = _moved(before, after)
+            state.calibration.has_copies = bool(after.counters.reload_s)
             state.calibration.observe_counters(queries, hits)
         if after.kv_tokens:
             state.nominal_tokens = after.kv_tokens
@@ -319,7 +326,11 @@ def index_key(endpoint: Endpoint) -> Key:
 
 
 def _moved(before: Load, after: Load) -> tuple[float, float]:
-    """Tokens looked up and found between two scrapes; none where a counter is missing."""
+    """Tokens looked up and found between two scrapes; none where a counter is missing.
+
+    Tokens loaded from the memory of the host are found as well. They count where the page shows the
+    time of that: other connectors load what another engine has computed.
+    """
     if (
         before.prefix_queries is None
         or before.prefix_hits is None
@@ -327,4 +338,8 @@ def _moved(before: Load, after: Load) -> tuple[float, float]:
         or after.prefix_hits is None
     ):
         return 0.0, 0.0
-    return after.prefix_queries - before.prefix_queries, after.prefix_hits - before.prefix_hits
+    hits = after.prefix_hits - before.prefix_hits
+    old, new = before.counters, after.counters
+    if None not in (new.reload_s, old.reloaded_tokens, new.reloaded_tokens):
+        hits += max(0.0, (new.reloaded_tokens or 0.0) - (old.reloaded_tokens or 0.0))
+    return after.prefix_queries - before.prefix_queries, hits

@@ -121,13 +121,16 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       the first request where that is less, and s an iteration without others: the share of requests
       that came after it, twice, because Q is an estimate where neither a scrape nor an answer has
       confirmed it. What is not seen is taken to wait; others' requests are as the scrape shows them. A
-      scrape younger than a tenth of o s + u p counts as of now, and e rises from 0 there.
+      scrape younger than a tenth of o s + u p counts as of now, and e rises from 0 there. Where memory
+      stalls and the share h of what is evicted has copies on the host, h (1 + w) o s (u + o/2) / K
+      besides, w requests waiting for the batch: those that wait for memory, and the next one, wait for
+      what this request takes. Elsewhere `crowding` says so.
     - waste = `waste_share` (n + w) ((m* - m) p + l), with w of the n requests waiting for the batch, m*
       the most tokens cached on any candidate, and l only where another candidate has the adapter: work
       that need not be done delays those who run, those who wait, and as many later ones. Less by the
       share of requests that other pickers sent: they may have copied the prefix to where we know
       nothing of it.
-    - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
+    - crowding = `crowding` r K p' v((A + u + g) / K), not where the prompt went that this one goes on
       from, or beside other pickers where all of them expect it. A is the prompt tokens of the open
       requests there, those of others taken to be like ours, and what they will grow by, as this one
       will by g: young conversations grow to the size of the others. r is the share of requests that
@@ -138,7 +141,8 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       conversations that do not fit gather on few endpoints, and the other endpoints keep their
       caches. Where no request waits for the batch v rises with (1 + w) A in place of A, w the
       conversations whose users read or think for each open request: what they go on from has to stay
-      as well.
+      as well. p' is p, or less where the engine loads copies of what it evicted
+      (`StepTimeModel.evicted_s`).
 
     The form of an iteration is that of docs/spec/engines.md#iteration-time. An unknown value costs
     nothing, on every endpoint alike.
@@ -289,7 +293,8 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     if held < active:  # noqa: PLR1730 - a call, as above
                         held = active
                     if held + wanted > ceiling * capacity:
-                        cost += self._stall(c, wanted, answer)
+                        stall, others_stall = self._stall(c, wanted, answer)
+                        cost += stall + others_stall
                     if crowds:
                         held = conversations_per_open * active
                         own = c.in_flight
@@ -395,15 +400,16 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         wanted = uncached + 0.5 * answer * (1.0 + c.estimated_requests)
         if c.conversation_local:
             wanted += c.matched_tokens
+        stall, others_stall = self._stall(c, wanted, answer)
         waste = wasted * max(0, best - c.matched_tokens) * rates.prefill_s + reloaded * load
         return (
             c.queued_tokens * rates.prefill_s,
             prefill,
             _ITERATIONS * iteration,
             adapter,
-            self._stall(c, wanted, answer),
+            stall,
             slowdown,
-            self.waiting_share * first_tokens * (prefill + load),
+            self.waiting_share * first_tokens * (prefill + load) + others_stall,
             delayed * waste,
             self._crowding(continued, tokens + growth, conversations_per_open, c),
         )
@@ -432,24 +438,27 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         rises = (wanted - self.crowding_start) / (self.crowding_full - self.crowding_start)
         falls = (self.crowding_end - share) / (self.crowding_end - self.crowding_full)
         value = min(1.0, rises, falls)
-        return self.crowding * continued * capacity * c.rates.prefill_s * value
+        return self.crowding * continued * capacity * c.rates.evicted_s * value
 
-    def _stall(self, c: Candidate, wanted: float, answer: float) -> float:
-        """Seconds until `wanted` more KV tokens are free; see the class."""
+    def _stall(self, c: Candidate, wanted: float, answer: float) -> tuple[float, float]:
+        """Seconds until `wanted` more KV tokens are free, and what others wait; see the class."""
         usage, capacity = c.load.kv_usage, c.load.kv_tokens
         if usage is None or not capacity:
-            return 0.0
+            return 0.0, 0.0
         held = max(usage * capacity + c.unscraped_tokens, c.active_context_tokens)
         if held + wanted <= self.kv_ceiling * capacity:
-            return 0.0
+            return 0.0, 0.0
         if c.in_flight:
             mean = c.prompt_tokens / c.in_flight + 0.5 * answer
             held = min(held, c.estimated_requests * mean)
         excess = (held + wanted) / capacity - self.kv_ceiling
         if excess <= 0.0:
-            return 0.0
+            return 0.0, 0.0
         rates = c.rates
-        return answer * rates.iteration_s(c.estimated_requests) * excess
+        answer_s = answer * rates.iteration_s(c.estimated_requests)
+        own = wanted - 0.5 * answer * c.estimated_requests
+        others = self.waiting_share * rates.copied_ratio * (1.0 + (c.load.waiting or 0.0))
+        return answer_s * excess, answer_s * others * own / capacity
 
 
 class _Explanation(LazySequence[tuple[str, Sequence[float]]]):

@@ -12,7 +12,6 @@ import xxhash
 from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.prefix_cache import kv_events
-from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
 from extproc.scrape.kv_event_connection import EngineConnection, EngineConnector
 from extproc.scrape.kv_event_replay import END, REST_S, BatchReplay, ReplaySchedule
@@ -113,7 +112,6 @@ class EngineSubscription:
         )
         self._num_malformed = 0
         self._rests_until: float | None = None
-        self._reload_time = ReloadTimeEstimator()
 
     @property
     def state(self) -> SubscriptionState:
@@ -205,7 +203,7 @@ class EngineSubscription:
 
     def note_page(self, member: EndpointSnapshot) -> None:
         """Record what the metrics page of the engine shows of the time to reload blocks."""
-        weight = self._reload_time.update(member.load.counters, member.rates)
+        weight = member.rates.reload_saving
         if weight is not None:
             self._owner.exact.index.set_lower_weight(self.engine, 0, weight)
 

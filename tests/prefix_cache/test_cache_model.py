@@ -11,7 +11,7 @@ from extproc.config import factory
 from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.decision import Decision
-from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.endpoint import Endpoint, EngineCounters, Load, StepTimeModel
 from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import InferenceRequest
@@ -172,6 +172,30 @@ def test_capacity_follows_the_engines_own():
     observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
     assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
     assert traffic.state_of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
+
+
+def test_capacity_counts_what_is_loaded_from_the_host():
+    """An engine that loads what it evicted holds more than its device, and its page shows it."""
+    capacities = []
+    for reload_s in (None, 0.1):
+        traffic = cache_model.CacheModel(PrefixIndex(10_000), TOKENS, most_blocks=10_000)
+        before = Load()
+        for turn in range(1, 400):
+            for _ in range(8):
+                traffic.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
+            after = Load(
+                kv_blocks=400,
+                block_tokens=16,
+                prefix_queries=4_800.0 * turn,
+                prefix_hits=0.0,
+                counters=EngineCounters(reloaded_tokens=2_400.0 * turn, reload_s=reload_s),
+            )
+            traffic.observe_load(
+                SPOT, before=before, after=after, rates=StepTimeModel(), restarted=False
+            )
+            before = after
+        capacities.append(traffic.state_of(SPOT).calibration.factor)
+    assert capacities == [1.0, 16.0]
 
 
 def test_a_new_model_predicts_the_nominal_capacity():

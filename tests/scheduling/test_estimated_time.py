@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Decision
-from extproc.endpoint import AdapterResidency
+from extproc.endpoint import AdapterResidency, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.scheduling.estimated_time import GOALS, EstimatedTime
 from extproc.testing import builders
@@ -113,6 +113,38 @@ def test_a_full_cache_adds_a_cost_term():
     memory = dict(priced.terms)["memory"]
     assert memory[0] > memory[1] == 0.0
     assert priced.costs[0] > priced.costs[1]
+
+
+def test_those_who_wait_for_memory_wait_for_what_this_request_takes():
+    """They count where evicted blocks are loaded again, and so does the next request."""
+    load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16, "estimated_requests": 4}
+    terms = []
+    for copied_ratio, waiting in ((0.0, 3), (0.5, 3), (1.0, 3), (1.0, 7)):
+        rates = StepTimeModel(copied_ratio=copied_ratio, output_tokens=100.0)
+        candidates = builders.candidates({"full": load | {"waiting": waiting, "rates": rates}})
+        terms.append(
+            dict(EstimatedTime().cost(builders.context(prompt_tokens=350), candidates).terms)
+        )
+    none, half, full, longer = [values["waiting"][0] for values in terms]
+    # A request of 350 prompt tokens and half an answer takes a quarter of the 1,600.
+    assert full == pytest.approx(4 * 0.25 * 100 * rates.iteration_s(4.0))
+    assert (none, half, longer) == (0.0, pytest.approx(full / 2), pytest.approx(2 * full))
+    assert len({values["memory"][0] for values in terms}) == 1
+
+
+def test_crowding_costs_what_evicted_prefixes_do():
+    """Loading takes the place of computing where the host keeps copies."""
+    load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 1.0}
+    load |= {"in_flight": 1, "estimated_requests": 1, "active_context_tokens": 1_500.0}
+    rates = (
+        StepTimeModel(evidence=5.0),
+        StepTimeModel(evidence=5.0, reload_s=25e-6, copied_ratio=1.0),
+    )
+    candidates = builders.candidates({str(n): load | {"rates": r} for n, r in enumerate(rates)})
+    context = builders.context(prompt_tokens=200, continuation_ratio=0.8)
+    computed, loaded = dict(EstimatedTime().cost(context, candidates).terms)["crowding"]
+    assert loaded == pytest.approx(computed / 4)
+    assert computed > 0.0
 
 
 def test_queued_requests_are_delayed_by_this_prompt():

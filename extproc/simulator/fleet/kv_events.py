@@ -14,7 +14,6 @@ from extproc.pool.snapshot import EndpointSnapshot
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from extproc.prefix_cache.reload_time import ReloadTimeEstimator
 from extproc.prefix_cache.token_blocks import EngineBlocks
 from extproc.request import BYTES_PER_TOKEN
 from extproc.simulator import kv
@@ -37,7 +36,6 @@ class SimKvEvents:
         self._exact = exact
         self._nodes = nodes
         self._engines: dict[int, tuple[Endpoint, EngineBlocks]] = {}
-        self._reload_times = [ReloadTimeEstimator() for _ in nodes]
         for n, node in enumerate(nodes):
             node.add_block_listener(partial(self._on_changes, n))
 
@@ -65,7 +63,7 @@ class SimKvEvents:
     def note_page(self, n: int, member: EndpointSnapshot) -> None:
         """Take in what the page of an engine shows of the time to reload blocks."""
         known = self._engines.get(n)
-        weight = self._reload_times[n].update(member.load.counters, member.rates)
+        weight = member.rates.reload_saving
         if known is not None and weight is not None:
             self._exact.index.set_lower_weight(known[1], 0, weight)
 
