@@ -193,19 +193,34 @@ def _pack_short(chunk: bytes) -> bytes | bytearray | None:
 
 
 def unpack_varints(packed: bytes) -> list[int] | None:
-    """Values of a packed uint32 field, cut to 32 bits; None if any is cut off or has over 64."""
+    """Values of a packed uint32 field; None if any is cut or longer than 64 bits.
+
+    Values above 32 bits are cut to 32, as protobuf parsers do. Ids of up to 21 bits, which cover
+    every vocabulary, take the short way.
+    """
+    if packed and packed[-1] >= 0x80:
+        return None
     values: list[int] = []
-    value = place = 0
-    for byte in packed:
-        if byte < 0x80:
-            values.append((value | byte << place) & 0xFFFFFFFF)
-            value = place = 0
+    rest = iter(packed)
+    for first in rest:
+        if first < 0x80:
+            values.append(first)
             continue
-        value |= (byte & 0x7F) << place
-        place += 7
-        if place > 63:
-            return None
-    return None if place else values
+        second = next(rest)
+        if second < 0x80:
+            values.append(first & 0x7F | second << 7)
+            continue
+        third = next(rest)
+        value = first & 0x7F | (second & 0x7F) << 7 | (third & 0x7F) << 14
+        place, byte = 21, third
+        while byte >= 0x80:
+            byte = next(rest)
+            value |= (byte & 0x7F) << place
+            place += 7
+            if place > 70:
+                return None
+        values.append(value & 0xFFFFFFFF)
+    return values
 
 
 _INVALID: Final = decision.bad_request("invalid or unsupported gRPC payload")
