@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -145,7 +145,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
     @property
     def stable_bytes(self) -> int:
         """Bytes of a prompt of text, with the room of its media; 0 for token ids."""
-        return self.prompt_bytes + sum([span.size for span in self.media])
+        return self.prompt_bytes + (sum([span.size for span in self.media]) if self.media else 0)
 
     @property
     def target(self) -> str:
@@ -157,7 +157,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
 UNNAMED: Final = "none"
 
 
-class RequestLabels(NamedTuple):
+class RequestLabels(msgspec.Struct, frozen=True, gc=False):
     """Labels of a request in metrics, where their number is bounded; they are text of clients.
 
     Attributes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -273,16 +274,14 @@ class FlowController(Generic[ItemT, GrantT]):
         self._follow_endpoints()
         if not self.queue.is_sweeping:
             self._changed, self._soonest_s = False, math.inf
-        is_complete = self.queue.pump(
-            lambda queued: self._try_dispatch(queued, now), now, enough=enough
-        )
+        is_complete = self.queue.pump(partial(self._try_dispatch, now), now, enough=enough)
         if self.queue.count and (self._changed or not is_complete):
             return 0.0
         return self.next_pump_s(self._soonest_s, now)
 
-    def _try_dispatch(self, queued: QueuedItem, now: float) -> DispatchResult:
+    def _try_dispatch(self, now: float, queued: QueuedItem) -> DispatchResult:
         """Try to dispatch a queued request."""
-        item, _ = self._items[queued]
+        item = self._items[queued][0]
         self._looks += 1
         try:
             return self._decide(queued, item, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -214,58 +215,98 @@ _EMPTY = "an empty flow queue has no place; remove it with its last request"
 class FlowQueue:
     """Requests of a tenant for a target, in dispatch order.
 
-    A request that stops waiting stays where it is until it comes to the front; when half of the
-    entries are such, the heap is built anew, so that memory follows what waits.
+    Most requests come in that order, and stand in a line that is read from its front; a heap, which
+    reads scattered memory for each request, holds the others. A request that stops waiting stays where
+    it is until it comes to the front; when half of the entries are such, they are sorted anew, so that
+    memory follows what waits.
 
     Attributes:
-        key: Its valid entry in the line.
+        key: Its valid entry in the line of tenants.
     """
 
-    __slots__ = ("_gone", "_heap", "key")
+    __slots__ = ("_front", "_gone", "_heap", "_line", "key")
 
     def __init__(self) -> None:
+        self._line: list[_Entry] = []
+        #: Entries of the line that left (count).
+        self._front = 0
         self._heap: list[_Entry] = []
+        #: Entries of requests that left (count).
         self._gone = 0
         self.key: QueuePlace | None = None
 
     def add(self, rank: float, item: QueuedItem) -> bool:
-        """Put a request in its place; returns whether it is first."""
-        heapq.heappush(self._heap, (rank, item.number, item.place, item))
-        return self._heap[0][3] is item
+        """Put a request in its place; returns whether it may be first."""
+        entry = rank, item.number, item.place, item
+        line = self._line
+        if not line or line[-1] < entry:
+            line.append(entry)
+            return len(line) - self._front == 1
+        heapq.heappush(self._heap, entry)
+        return self._heap[0] is entry
 
     def head(self) -> _Entry | None:
         """The request that goes next; None when none waits."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
+        line, front = self._line, self._front
+        if front < len(line) and not self._heap:
+            entry = line[front]
             item = entry[3]
             # `_here`, written out: each look at who goes next asks it.
             if item.is_queued and item.place == entry[2]:
                 return entry
+        return self._find_head()
+
+    def _find_head(self) -> _Entry | None:
+        """As `head`, past entries of requests that left."""
+        line, heap, front = self._line, self._heap, self._front
+        while front < len(line) and not _here(line[front]):
+            front += 1
+            self._gone -= 1
+        self._front = front
+        while heap and not _here(heap[0]):
             heapq.heappop(heap)
             self._gone -= 1
-        return None
+        if front == len(line):
+            return heap[0] if heap else None
+        return heap[0] if heap and heap[0] < line[front] else line[front]
 
-    def discard(self) -> None:
-        """Count a request that left the queue."""
-        self._gone += 1
-        if self._gone * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if _here(entry)]
-            heapq.heapify(self._heap)
-            self._gone = 0
-
-    def __len__(self) -> int:
-        return len(self._heap) - self._gone
+    def discard(self, item: QueuedItem) -> bool:
+        """Remove a request that left its place; returns whether it was the last."""
+        line, front = self._line, self._front
+        if front < len(line) and line[front][3] is item:
+            self._front = front = front + 1
+            if front > _SLACK and front * 2 > len(line):
+                del line[:front]
+                self._front = front = 0
+        else:
+            self._gone += 1
+        entries = len(line) - front + len(self._heap)
+        if self._gone * 2 <= entries and entries:
+            return False
+        self._line = sorted(self._entries())
+        self._heap.clear()
+        self._front = self._gone = 0
+        return not self._line
 
     def first(self) -> QueuedItem:
-        """The request that `head` has just found."""
-        return self._heap[0][3]
+        """The request that goes next; there must be one."""
+        head = self.head()
+        if head is None:
+            raise LookupError(_EMPTY)
+        return head[3]
 
     def __iter__(self) -> Iterator[QueuedItem]:
+        return iter([entry[3] for entry in self._entries()])
+
+    def _entries(self) -> list[_Entry]:
+        """Entries of the requests that wait, in any order."""
         # `_here`, written out: all are listed whenever an endpoint comes or goes.
-        return iter(
-            [item for _, _, place, item in self._heap if item.is_queued and item.place == place]
-        )
+        return [
+            entry
+            for entries in (islice(self._line, self._front, None), self._heap)
+            for entry in entries
+            if entry[3].is_queued and entry[3].place == entry[2]
+        ]
 
 
 class TenantQueues:
@@ -296,11 +337,10 @@ class TenantQueues:
             self._place(tenant, flow_queue)
         return new
 
-    def remove(self, tenant: str) -> bool:
-        """Remove a request of a tenant; returns whether it was its last one here."""
-        flow_queue = self._flow_queues[tenant]
-        flow_queue.discard()
-        if len(flow_queue):
+    def remove(self, item: QueuedItem) -> bool:
+        """Remove a request; returns whether it was the last one of its tenant here."""
+        tenant = item.tenant
+        if not self._flow_queues[tenant].discard(item):
             return False
         del self._flow_queues[tenant]
         self._clean()

@@ -83,12 +83,13 @@ class FairShare:
             self._rebase(now)
         standings = self._standings
         total = standings.get(tenant, 0.0) + tokens * self._scale(now)
-        standings[tenant] = max(0.0, total)
+        standings[tenant] = total if total > 0.0 else 0.0  # noqa: FURB136 - a call takes longer
         if len(standings) > _MOST:
             self._forget()
 
     def _scale(self, now: float) -> float:
-        return math.exp2(max(-_REBASE, (now - self._base) / self._half_life_s))
+        half_lives = (now - self._base) / self._half_life_s
+        return math.exp2(half_lives if half_lives > -_REBASE else -_REBASE)  # noqa: FURB136 - a call
 
     def _rebase(self, now: float) -> None:
         shrink = math.exp2(-min(1000.0, (now - self._base) / self._half_life_s))
@@ -115,10 +116,12 @@ class Sweep:
 
     Attributes:
         priority: Of the band that is looked at; the bands above were.
+        has_blocks: Whether anything is blocked in this band.
     """
 
     def __init__(self) -> None:
         self.priority = math.inf
+        self.has_blocks = False
         self._sets: set[EndpointSet] = set()
         self._flow_keys: set[FlowKey] = set()
         self._busy = 0
@@ -126,16 +129,19 @@ class Sweep:
     def enter(self, priority: float) -> None:
         """Go on to a band of this priority, for which endpoints may have a place."""
         self.priority = priority
+        self.has_blocks = False
         self._sets.clear()
         self._flow_keys.clear()
         self._busy = 0
 
     def block(self, flow_key: FlowKey) -> None:
         """Block the requests that prefer the same endpoint."""
+        self.has_blocks = True
         self._flow_keys.add(flow_key)
 
     def block_set(self, endpoints: EndpointSet, busy: int) -> None:
         """Block all that can be served by the same endpoints, or only by busy ones (bits)."""
+        self.has_blocks = True
         self._sets.add(endpoints)
         self._busy |= busy
 
@@ -188,11 +194,15 @@ def next_items(queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> I
     top, groups = _first_places(queues_by_key, sweep)
     while top:
         key, single_key = top[0]
-        head = (
-            groups[key[3]].key(queues_by_key, sweep)
-            if single_key is None
-            else _head_of(single_key, queues_by_key, sweep)
-        )
+        head: tuple[QueuePlace, FlowKey] | None = None
+        if single_key is None:
+            head = groups[key[3]].key(queues_by_key, sweep)
+        else:
+            queues = queues_by_key.get(single_key)
+            is_blocked = sweep.has_blocks and sweep.is_blocked(single_key)
+            place = None if queues is None or is_blocked else queues.key()
+            if place is not None:
+                head = place, single_key
         if head is None:
             heapq.heappop(top)
             continue
@@ -231,14 +241,6 @@ def _first_places(
     return top, groups
 
 
-def _head_of(
-    flow_key: FlowKey, queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep
-) -> tuple[QueuePlace, FlowKey] | None:
-    queues = queues_by_key.get(flow_key)
-    key = None if queues is None or sweep.is_blocked(flow_key) else queues.key()
-    return None if key is None else (key, flow_key)
-
-
 #: Minus rank and number: the request that goes last comes first.
 _LastEntry = tuple[float, int, QueuedItem]
 
@@ -274,6 +276,8 @@ class QueueLengths:
     def remove(self, tenant: str) -> None:
         """Remove a request that stopped waiting."""
         self._count(tenant, -1)
+        if not self._last:
+            return
         heap = self._last.get(tenant)
         if heap is not None and len(heap) > 2 * self._counts.get(tenant, 0) + _LENGTH_SLACK:
             del self._last[tenant]
@@ -428,7 +432,7 @@ class PriorityBand:
         flow_key = (item.endpoints, item.preferred_endpoint)
         item.place += 1
         queues = self._queues_by_key[flow_key]
-        if queues.remove(item.tenant):
+        if queues.remove(item):
             flow_keys = self._flow_keys[item.tenant]
             del flow_keys[flow_key]
             if not flow_keys:

@@ -62,6 +62,10 @@ def frame_messages(messages: Sequence[bytes]) -> bytes:
     """Prefix messages with their lengths, and join them."""
     if len(messages) == 1:
         return _pack_prefix(0, len(messages[0])) + messages[0]
+    if len(messages) == 2:  # headers and a body: an answer to most requests
+        first, second = messages
+        prefix = _pack_prefix
+        return b"".join((prefix(0, len(first)), first, prefix(0, len(second)), second))
     return b"".join(
         [part for message in messages for part in (_pack_prefix(0, len(message)), message)]
     )

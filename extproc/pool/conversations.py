@@ -151,8 +151,10 @@ class ConversationTracker:
             self._interval_s += _ALPHA * (now - at - self._interval_s)
             self._open_s += _ALPHA * (min(ended, now) - at - self._open_s)
         self._last_chain = None
-        last_turn = turns[chain[-1]] = LastTurn.begin(account, now)
-        turns.move_to_end(chain[-1])
+        last = chain[-1]
+        last_turn = turns[last] = LastTurn.begin(account, now)
+        if latest is not None:
+            turns.move_to_end(last)  # it may have had a place
         if len(turns) > self._max_prompts:
             turns.popitem(last=False)
         return last_turn
@@ -160,8 +162,10 @@ class ConversationTracker:
     def _latest(self, chain: Sequence[int]) -> LastTurn | None:
         """The latest turn that this prompt continues; None for a new conversation."""
         if chain is not self._last_chain:
-            self._last_chain = chain
-            self._last_match = next(filter(None, map(self._turns.get, reversed(chain))), None)
+            self._last_chain, self._last_match = chain, None
+            # Most prompts continue none, and this is one call.
+            if not self._turns.keys().isdisjoint(chain):
+                self._last_match = next(filter(None, map(self._turns.get, reversed(chain))), None)
         return self._last_match
 
 

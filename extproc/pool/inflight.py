@@ -182,7 +182,8 @@ class InflightLoad:
             if len(self.recent) > _MAX_RECENT:
                 del self.recent[next(iter(self.recent))]
         self._drain(now)
-        work = max(prompt_tokens - cached_tokens, 1)
+        # Without calls of `max` and `min`, which take as long as the rest: so in `_drain`.
+        work = prompt_tokens - cached_tokens if cached_tokens < prompt_tokens else 1
         self.sent += work
         self.kv_tokens_sent += work
         # By position: a keyword costs more than all of these together.
@@ -337,7 +338,8 @@ class InflightLoad:
     def _drain(self, now: float) -> None:
         passed = now - self.at
         if passed > 0.0:
-            self.done = min(self.done + passed * self.tokens_per_s, self.sent)
+            done = self.done + passed * self.tokens_per_s
+            self.done = done if done < self.sent else self.sent  # noqa: FURB136
             self.at = now
 
     def _close(self, reservation: Reservation, now: float, *, answered: bool) -> None:

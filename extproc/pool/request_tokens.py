@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import sub
+from typing import Final
 
 import msgspec
 
@@ -23,6 +24,10 @@ from extproc.request import BYTES_PER_TOKEN, InferenceRequest, MediaSpan
 #: Blocks of a chain of which one is followed: it stands for all of them. What is shared is shared
 #: from the root, so only the last few blocks of a shared beginning are counted wrongly.
 _STRIDE = 4
+
+#: An open request in the entry of a block, and the bits below it: tokens.
+_USER: Final = 1 << 32
+_TOKENS: Final = _USER - 1
 
 
 class CachedTokens(msgspec.Struct, frozen=True, gc=False):
@@ -76,17 +81,17 @@ class SharedContext:
         shared: Prompt tokens that are not counted, because another open request has them.
     """
 
-    __slots__ = ("_counted", "_depths", "_sizes", "_users", "shared", "tokens")
+    __slots__ = ("_blocks", "_depths", "_entries", "shared", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self.shared = 0
-        self._users: dict[int, int] = {}
-        # Tokens a block was counted for: the last one of a prompt stands for fewer than the same one
-        # of a prompt that goes on from it, and the order in which they end is unknown.
-        self._counted: dict[int, int] = {}
+        # Open requests with a block, times `_USER`, plus the tokens it was counted for: the last block
+        # of a prompt stands for fewer than the same one of a prompt that goes on from it, and the order
+        # in which they end is unknown.
+        self._blocks: dict[int, int] = {}
         self._depths: Sequence[int] = ()
-        self._sizes: Sequence[int] = ()
+        self._entries: Sequence[int] = ()
 
     def open(self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float) -> ContextShare:
         """Add an opened request.
@@ -98,24 +103,32 @@ class SharedContext:
         """
         if tokens is not self._depths:
             begins = tokens[::_STRIDE]
-            self._depths, self._sizes = tokens, tuple(map(sub, begins[1:], begins))
-        users, counted = self._users, self._counted
+            sizes = map(sub, begins[1:], begins)
+            self._depths, self._entries = tokens, tuple([_USER + size for size in sizes])
+        by_block = self._blocks
         followed = blocks[::_STRIDE]
         last = len(followed) - 1
         prompt_tokens = tokens[len(blocks)]
-        rest = prompt_tokens - tokens[last * _STRIDE]
-        if counted.get(followed[last], 0) >= rest:
+        rest = _USER + prompt_tokens - tokens[last * _STRIDE]
+        entries = (*self._entries[:last], rest)
+        fresh = dict(zip(followed, entries, strict=True))
+        if by_block.keys().isdisjoint(fresh) and len(fresh) > last:
+            by_block.update(fresh)
+            self.tokens = self.tokens + growth + prompt_tokens
+            return ContextShare(blocks, prompt_tokens, growth)
+        if by_block.get(followed[last], 0) & _TOKENS >= rest - _USER:
             growth = 0.0  # where another open prompt goes on from this one, it has grown already
         total, shared = self.tokens + growth, self.shared + prompt_tokens
-        for block, size in zip(followed, (*self._sizes[:last], rest), strict=True):
-            num_users = users.get(block)
-            if num_users is None:
-                users[block], more = 1, size
+        for block, entry in zip(followed, entries, strict=True):
+            known = by_block.get(block)
+            if known is None:
+                by_block[block], more = entry, entry - _USER
             else:
-                users[block], more = num_users + 1, size - counted[block]
+                more = entry - _USER - (known & _TOKENS)
                 if more <= 0:
+                    by_block[block] = known + _USER
                     continue  # all of it is counted
-            counted[block] = size
+                by_block[block] = known + _USER + more
             total += more
             shared -= more
         self.tokens, self.shared = total, shared
@@ -123,9 +136,9 @@ class SharedContext:
 
     def count_blocks(self, blocks: Sequence[int]) -> int:
         """Leading blocks of a chain that open requests have, in steps of those that are followed."""
-        users, count = self._users, 0
+        by_block, count = self._blocks, 0
         for block in blocks[::_STRIDE]:
-            if block not in users:
+            if block not in by_block:
                 break
             count += _STRIDE
         return min(count, len(blocks))
@@ -136,23 +149,20 @@ class SharedContext:
         Args:
             share: Result of `open`; closed once.
         """
-        users, counted = self._users, self._counted
+        by_block = self._blocks
         self.tokens -= share.growth
         self.shared -= share.tokens
         for block in share.blocks[::_STRIDE]:
-            left = users[block] - 1
-            if left:
-                users[block] = left
+            left = by_block[block] - _USER
+            if left >= _USER:
+                by_block[block] = left
             else:
-                del users[block]
-                size = counted.pop(block)
-                self.tokens -= size
-                self.shared += size
-        if not users:
+                del by_block[block]
+                self.tokens -= left
+                self.shared += left
+        if not by_block:
             self.tokens = 0.0  # what rounding left
-            # Empty tables stay as large as they were.
-            users.clear()
-            counted.clear()
+            by_block.clear()  # an empty table stays as large as it was
 
 
 #: Answered requests remembered (count): some seconds of a busy pool, and enough for a median that
@@ -368,7 +378,8 @@ class BytesPerTokenEstimator:
         if size.has_media and size.prompt_bytes and size.tokens:
             # In steps, since tables are kept by ratio.
             return max(_LEAST_MEAN, round(size.prompt_bytes / size.tokens, 1))
-        return self.ratio_for(model, size.prompt_bytes)
+        # `ratio_for`, written out: it runs for every request that is sent.
+        return self.bytes_per_token(model) if size.prompt_bytes else BYTES_PER_TOKEN
 
     @property
     def ratios(self) -> dict[str, float]:

@@ -234,7 +234,9 @@ class CacheModel:
         state = self.state_of(endpoint)
         state.requests += 1
         # The mean of all requests at first, or a mean that began at 0 would make the cache small.
-        weight = max(_ALPHA, 1.0 / state.requests)
+        weight = 1.0 / state.requests
+        if weight < _ALPHA:  # noqa: PLR1730 - a call
+            weight = _ALPHA
         if blocks:
             depth = len(blocks)
             mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token

@@ -364,7 +364,8 @@ class PrefixIndex:
                 break
             run, keep = cache.evict_excess()
             self._detach(run, bit, keep)
-        self._sweep()
+        if self._clearing:
+            self._sweep()
 
     def _clear(self, slot: int) -> None:
         # Parts that are touched from now on have another age than those before.

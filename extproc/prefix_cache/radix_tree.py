@@ -23,6 +23,8 @@ WIDTH: Final = 8
 
 def packed(blocks: Sequence[int]) -> bytes:
     """Hashes side by side, eight bytes each."""
+    if isinstance(blocks, array) and blocks.typecode == "Q":
+        return blocks.tobytes()
     return array("Q", blocks).tobytes()
 
 
@@ -213,7 +215,10 @@ class EndpointCache:
             part.age = age
         self.held += keep - part.held_blocks
         part.held_blocks = keep
-        _link(part, before=self._ring)
+        # `_link`, written out: it runs for every request.
+        part.newer = ring = self._ring
+        part.older = before = ring.older
+        before.newer = ring.older = part
 
     def split(self, upper: RadixNode, lower: RadixNode) -> int:
         """Follow a cut of a held run: `lower` is it, without the blocks that `upper` took.
@@ -245,7 +250,9 @@ class EndpointCache:
             Its run, and how many blocks of it are still held.
         """
         part = self._ring.newer
-        keep = max(0, part.held_blocks - (self.held - self.capacity))
+        keep = part.held_blocks - (self.held - self.capacity)
+        if keep < 0:  # noqa: PLR1730 - a call
+            keep = 0
         self._keep_of(part, keep)
         return part.run, keep
 

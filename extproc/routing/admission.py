@@ -68,7 +68,8 @@ def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
     if queued > 0.0:
         rates, requests = candidate.rates, candidate.estimated_requests
         # However short a prompt is, nothing overtakes the iteration that computes it.
-        total_s = queued * rates.prefill_s + rates.iteration_s(max(1.0, requests))
+        alongside = requests if requests > 1.0 else 1.0  # noqa: FURB136
+        total_s = queued * rates.prefill_s + rates.iteration_s(alongside)
     load = candidate.load
     usage, blocks, size = load.kv_usage, load.kv_blocks, load.block_tokens
     excess_s = 0.0

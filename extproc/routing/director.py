@@ -255,7 +255,9 @@ class Director:
     def _cached_tokens(self, decision: Decision, member: snapshot.EndpointSnapshot) -> CachedTokens:
         """Cached tokens of a decision on its first endpoint, of its prompt at most."""
         request = decision.request
-        tokens = min(decision.matched_tokens, request.prompt_tokens)
+        tokens = decision.matched_tokens
+        if tokens > request.prompt_tokens:  # noqa: PLR1730 - a call
+            tokens = request.prompt_tokens
         if decision.match_source == "estimate":
             return CachedTokens(tokens, tokens)
         estimated = self.estimate_cached_tokens(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import mmh3
@@ -418,7 +417,7 @@ class Scheduler:
             if context.request.priority > 0:
                 self._priority_until = context.now + admission.PRIORITY_MEMORY_S
             outcome = admission.admit(
-                partial(profile.run, context, count=count),
+                lambda some: profile.run(context, some, count=count),
                 candidates,
                 settings.busy_s,
                 priority=context.request.priority,

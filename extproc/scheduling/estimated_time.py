@@ -233,7 +233,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
-        prompt_tokens = float(max(tokens, 1))
+        prompt_tokens = float(tokens or 1)
         for c in candidates:
             rates = c.rates
             per_token = rates.prefill_s
@@ -324,7 +324,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             self.waste_share * (1.0 - context.foreign_share)
             if context.adapter and any(c.residency >= _IDLE for c in candidates)
             else 0.0,
-            max(0.0, context.now - self._works.began),
+            sending_s if (sending_s := context.now - self._works.began) > 0.0 else 0.0,
             self._encoder_caches.encoding_tokens(context.request, candidates)
             if context.request.media
             else None,

@@ -155,8 +155,10 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         priced = None
         if self.cost is not None:
             priced, totals = self._cost(self.cost, context, remaining_candidates, errors, totals)
-        count = max(count, self.max_endpoints)
-        order = self._pick_engines(context, remaining_candidates, totals, count, errors)
+        if self.max_endpoints > count:  # noqa: PLR1730 - a call
+            count = self.max_endpoints
+        pick = self._pick if count == 1 else self._pick_engines
+        order = pick(context, remaining_candidates, totals, count, errors)
         chosen = remaining_candidates[order[0]]
         keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
         if self.request_key_providers or self.response_header_providers:
@@ -259,7 +261,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         errors: list[str],
     ) -> Sequence[int]:
         """Pick, with at most one data-parallel rank of an engine."""
-        if count == 1 or all(c.endpoint.rank is None for c in candidates):
+        if all(c.endpoint.rank is None for c in candidates):
             return self._pick(context, candidates, totals, count, errors)
         order = self._pick(context, candidates, totals, len(candidates), errors)
         return _distinct_engines(candidates, order)[:count]

@@ -268,7 +268,8 @@ class AsyncFlowController:
         self._controller.close()
 
     def _decide(self, queued: QueuedRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
-        queued.remove_pending()  # a request does not queue behind itself
+        if queued.pending_share is not None:
+            queued.remove_pending()  # a request does not queue behind itself
         now = self._clock()
         try:
             return self._director.decide(queued.prepared, now, may_defer=may_defer)

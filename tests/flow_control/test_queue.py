@@ -294,6 +294,39 @@ def test_no_request_is_lost_or_served_twice(steps, way, fairness):
         assert all(item.is_queued for item in waiting)
 
 
+@pytest.mark.parametrize("share_late", [0.0, 0.1, 1.0], ids=["in order", "a few late", "any order"])
+def test_hundreds_go_in_order_of_deadlines(share_late):
+    """However many come out of order, leave, or change their preferred endpoint meanwhile."""
+    rng = random.Random(7)
+    deadlines = [
+        rng.uniform(1e3, 2e3) if rng.random() < share_late else 1e3 + n for n in range(900)
+    ]
+    requests = Queue(FlowControlSettings(order="edf"))
+    waiting = [waiter(deadline=deadline) for deadline in deadlines]
+    for item in waiting:
+        requests.join(item, 0.0)
+    went: list[QueuedItem] = []
+    while waiting:
+        for item in rng.sample(waiting, min(20, len(waiting))):
+            requests.set_preferred_endpoint(item, "a")
+            requests.set_preferred_endpoint(item, "")
+            if rng.random() < 0.3:
+                requests.leave(item)
+                waiting.remove(item)
+        begun = len(went)
+        requests.pump(
+            lambda item, begun=begun: (
+                Blocked()
+                if len(went) - begun == 50
+                else went.append(item) or DepartureCause.DISPATCHED
+            ),
+            0.0,
+        )
+        expected = sorted(waiting, key=lambda item: (item.deadline, item.number))
+        assert went[begun:] == expected[:50]
+        waiting = expected[50:]
+
+
 def test_a_preferred_endpoint_blocks_no_other_requests():
     """Only those that wait for the same; each keeps its rank when it waits for another."""
     requests = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))

@@ -47,6 +47,13 @@ def test_shared_tokens_exclude_unique_tokens():
     assert all_.shared == 0
 
 
+def test_repeated_blocks_leave_nothing():
+    """No prompt has a block twice, but a replica may send anything."""
+    all_ = request_tokens.SharedContext()
+    all_.close(all_.open([1] * 20, TOKENS, growth=0.0))
+    assert (all_.tokens, all_.shared) == (0, 0)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_overlapping_turns_leave_nothing(first):
     """Pickers hear of an end late, so both turns of a conversation are open for a moment."""
