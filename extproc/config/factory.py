@@ -88,23 +88,7 @@ def build(
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
     index, model, exact = _build_prefix_cache(settings, prefix_budget)
     rng = random.Random(settings.seed)
-
-    def forget(endpoint: Endpoint) -> None:
-        model.forget(endpoint)
-        on_gone(endpoint)
-
-    store = PoolStore(
-        on_gone=forget,
-        on_observed=lambda page: model.observe_load(
-            page.before.endpoint,
-            before=page.before.load,
-            after=page.after,
-            rates=page.rates,
-            restarted=page.restarted,
-        ),
-        outlier_detector=outlier_detection.OutlierDetector(settings.health, rng),
-        on_changed=on_changed,
-    )
+    store = _build_store(settings, model, rng, on_gone, on_changed)
     shadow = build_shadow(settings, resolved, guards, on_shadow_pending)
     router = director.Director(
         store=store,
@@ -134,6 +118,31 @@ def build(
             refresh_s=settings.pool.dns_refresh_s,
             pool=settings.pool.name,
         ),
+    )
+
+
+def _build_store(
+    settings: Settings,
+    model: cache_model.CacheModel,
+    rng: random.Random,
+    on_gone: Callable[[Endpoint], None],
+    on_changed: Callable[[Pool, Pool], None],
+) -> PoolStore:
+    def forget(endpoint: Endpoint) -> None:
+        model.forget(endpoint)
+        on_gone(endpoint)
+
+    return PoolStore(
+        on_gone=forget,
+        on_observed=lambda page: model.observe_load(
+            page.before.endpoint,
+            before=page.before.load,
+            after=page.after,
+            rates=page.rates,
+            restarted=page.restarted,
+        ),
+        outlier_detector=outlier_detection.OutlierDetector(settings.health, rng),
+        on_changed=on_changed,
     )
 
 
