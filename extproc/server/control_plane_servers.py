@@ -148,11 +148,11 @@ class AggregatedDiscoveryServicer:
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
-        await self._serve(sessions.SotwCodec(), context)
+        await self._serve(sessions.sotw_codec(), context)
 
     async def stream_delta(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `DeltaAggregatedResources`."""
-        await self._serve(sessions.DeltaCodec(), context)
+        await self._serve(sessions.delta_codec(), context)
 
     async def release(self) -> None:
         """End every stream with OK and take no more: Envoys keep what they hold, and go on."""

@@ -12,8 +12,8 @@ that raises ends the stream with an error without a remedy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 import xxhash
@@ -366,58 +366,48 @@ class RequestResult(msgspec.Struct, frozen=True):
     responses: tuple[EncodedResponse, ...]
 
 
-class SessionCodec(Protocol):
-    """Session of one stream, over encoded messages."""
+class SessionCodec:
+    """Session of one stream, over encoded messages.
+
+    Args:
+        decode: Returns node id and request of a message; None if it cannot be decoded.
+        encode: Encodes a response of the session.
+    """
+
+    def __init__(
+        self,
+        session: SotwSession | DeltaSession,
+        decode: Callable[[bytes], tuple[str, Any] | None],
+        encode: Callable[[Any], EncodedResponse],
+    ) -> None:
+        self._session = session
+        self._decode = decode
+        self._encode = encode
 
     def handle_request(self, data: bytes) -> RequestResult | None:
         """Handles an encoded request; None if it cannot be decoded."""
+        decoded = self._decode(data)
+        if decoded is None:
+            return None
+        node, request = decoded
+        replies = self._session.request(request)
+        nack = next((reply for reply in replies if isinstance(reply, Nack)), None)
+        responses = [self._encode(reply) for reply in replies if reply is not nack]
+        return RequestResult(node, nack, tuple(responses))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[EncodedResponse, ...]:
         """Publishes a snapshot; returns encoded responses."""
+        return tuple(map(self._encode, self._session.publish(snapshot)))
 
 
-class SotwCodec:
+def sotw_codec() -> SessionCodec:
     """Session of a state-of-the-world stream: `StreamAggregatedResources`."""
-
-    def __init__(self) -> None:
-        self._session = SotwSession()
-
-    def handle_request(self, data: bytes) -> RequestResult | None:
-        """Handles an encoded `DiscoveryRequest`; None if it cannot be decoded."""
-        decoded = decode_sotw_request(data)
-        if decoded is None:
-            return None
-        node, request = decoded
-        replies = self._session.request(request)
-        nack = next((reply for reply in replies if isinstance(reply, Nack)), None)
-        responses = [reply for reply in replies if isinstance(reply, SotwResponse)]
-        return RequestResult(node, nack, tuple(map(_sotw_message, responses)))
-
-    def publish(self, snapshot: XdsSnapshot) -> tuple[EncodedResponse, ...]:
-        """Publishes a snapshot; returns encoded responses."""
-        return tuple(map(_sotw_message, self._session.publish(snapshot)))
+    return SessionCodec(SotwSession(), decode_sotw_request, _sotw_message)
 
 
-class DeltaCodec:
+def delta_codec() -> SessionCodec:
     """Session of a delta stream: `DeltaAggregatedResources`."""
-
-    def __init__(self) -> None:
-        self._session = DeltaSession()
-
-    def handle_request(self, data: bytes) -> RequestResult | None:
-        """Handles an encoded `DeltaDiscoveryRequest`; None if it cannot be decoded."""
-        decoded = decode_delta_request(data)
-        if decoded is None:
-            return None
-        node, request = decoded
-        replies = self._session.request(request)
-        nack = next((reply for reply in replies if isinstance(reply, Nack)), None)
-        responses = [reply for reply in replies if isinstance(reply, DeltaResponse)]
-        return RequestResult(node, nack, tuple(map(_delta_message, responses)))
-
-    def publish(self, snapshot: XdsSnapshot) -> tuple[EncodedResponse, ...]:
-        """Publishes a snapshot; returns encoded responses."""
-        return tuple(map(_delta_message, self._session.publish(snapshot)))
+    return SessionCodec(DeltaSession(), decode_delta_request, _delta_message)
 
 
 def decode_sotw_request(data: bytes) -> tuple[str, SotwRequest] | None:

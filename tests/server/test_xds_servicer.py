@@ -361,14 +361,14 @@ def test_a_stream_that_raises_ends_alone(monkeypatch, caplog):
     async def test():
         async with serving() as scene:
             well = await listening(scene)
-            real = sessions.SotwCodec.handle_request
+            real = sessions.SessionCodec.handle_request
 
             def raising(speaker, data):
                 if b"poison" in data:
                     raise OverflowError("what an Envoy said")
                 return real(speaker, data)
 
-            monkeypatch.setattr(sessions.SotwCodec, "handle_request", raising)
+            monkeypatch.setattr(sessions.SessionCodec, "handle_request", raising)
             bad = scene.open_sotw()
             await bad.say(CLUSTER, node=core.Node(id="poison"))
             assert await bad.call.code() is grpc.StatusCode.INTERNAL
