@@ -329,11 +329,7 @@ class GrpcioTransport:
         self.servicer = ExternalProcessorServicer(shared)
 
     def bind(self, settings: Settings, readiness: health.Readiness) -> BoundServers:
-        """Bind the servers of ext_proc and of health.
-
-        Raises:
-            ConfigError: A port is taken, or a certificate cannot be read.
-        """
+        """See `Transport`."""
         server = settings.server
         main = build_server(settings.limits.max_message_bytes)
         register(main, self.servicer)

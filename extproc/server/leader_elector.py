@@ -250,11 +250,7 @@ class LeaseClient:
         self._denials = api_responses.Denials()
 
     async def open(self) -> None:
-        """Load the configuration and credentials.
-
-        Raises:
-            ConfigError: They are missing or broken.
-        """
+        """Load the configuration and credentials; see `LeaseStore`."""
         from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
 
         self._server = api_client.KubernetesApiClient(self._plan.api_settings)

@@ -177,11 +177,7 @@ class NativeTransport:
         self._servers: tuple[Http2Server, ...] = ()
 
     def bind(self, settings: Settings, readiness: health.Readiness) -> BoundServers:
-        """Bind the servers of ext_proc and of health.
-
-        Raises:
-            ConfigError: A port is taken, or a certificate cannot be read.
-        """
+        """See `Transport`."""
         server = settings.server
         checks = health_routes(readiness)
         budget = ReceiveBudget(settings.limits.max_assembly_bytes)
