@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -33,7 +32,7 @@ from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
 from extproc.scheduling import registry
-from extproc.scheduling.framework import Plugin, Signal
+from extproc.scheduling.framework import Plugin
 from extproc.scheduling.profile import SchedulerProfile
 
 _MIB = 1024 * 1024
@@ -354,49 +353,37 @@ def _describe_kinds(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[s
 
 def _describe_kind(kind: str, cls: type[Plugin]) -> str:
     """A kind with its parameters and their defaults, and the signals it needs."""
-    text = kind
     fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else ()
-    params = ", ".join(
+    params = (
         f"{field.encode_name}={'required' if field.required else _format_default(field)}"
         for field in fields
     )
-    if params:
-        text += f" ({params})"
+    return _describe(kind, params, cls.needs)
+
+
+def _describe_plugin(plugin: Plugin) -> str:
+    """A plugin with its parameters and the signals it needs."""
+    fields = msgspec.structs.fields(plugin) if isinstance(plugin, msgspec.Struct) else ()
+    params = (
+        f"{field.encode_name}={validation.show(getattr(plugin, field.name))}" for field in fields
+    )
+    return _describe(plugin.kind, params, plugin.needs)
+
+
+def _describe(kind: str, params: Iterable[str], needs: object) -> str:
+    listed = ", ".join(params)
+    text = f"{kind} ({listed})" if listed else kind
     # A property: what the plugin needs depends on its parameters.
-    if not isinstance(cls.needs, frozenset):
+    if not isinstance(needs, frozenset):
         return f"{text}, reads what its parameters name"
-    if cls.needs:
-        text += f", reads {_format_signals(cls.needs)}"
-    return text
+    signals = ", ".join(sorted(signal.value for signal in needs))
+    return f"{text}, reads {signals}" if signals else text
 
 
 def _format_default(field: msgspec.structs.FieldInfo) -> str:
     has_factory = field.default_factory is not msgspec.NODEFAULT
     value = field.default_factory() if has_factory else field.default
     return validation.show(msgspec.to_builtins(value))
-
-
-def _describe_plugin(plugin: Plugin) -> str:
-    """A plugin with its parameters and the signals it needs."""
-    text = plugin.kind
-    params = ", ".join(
-        f"{name}={validation.show(value)}" for name, value in _iterate_params(plugin)
-    )
-    if params:
-        text += f" ({params})"
-    if plugin.needs:
-        text += f", reads {_format_signals(plugin.needs)}"
-    return text
-
-
-def _format_signals(needs: Iterable[Signal]) -> str:
-    return ", ".join(sorted(signal.value for signal in needs))
-
-
-def _iterate_params(plugin: object) -> Iterable[tuple[str, Any]]:
-    if isinstance(plugin, msgspec.Struct):
-        for field in msgspec.structs.fields(plugin):
-            yield field.encode_name, getattr(plugin, field.name)
 
 
 def _format_bytes(count: int) -> str:
