@@ -202,12 +202,10 @@ def _select_recorded(args: argparse.Namespace, server: str) -> str:
     decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", args)["decisions"]
     if args.failed:
         decisions = [
-            decision for decision in decisions if not "200" <= (decision["status"] or "") < "400"
-        ]
-        decisions = [
             decision
             for decision in decisions
-            if decision["status"] or decision["seconds"] is not None
+            if not "200" <= (decision["status"] or "") < "400"
+            and (decision["status"] or decision["seconds"] is not None)
         ]
     if args.slowest:
         decisions = sorted(decisions, key=lambda decision: -(decision["seconds"] or 0.0))
@@ -227,7 +225,10 @@ def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:
 def _read_request(name: str) -> bytes:
     """The body of a request, of a file or of standard input."""
     if name != "-":
-        return _read_bytes(name)
+        try:
+            return Path(name).read_bytes()
+        except OSError as error:
+            raise file_error(name, error) from None
     if sys.stdin.isatty():
         print("Reading the request from the terminal; Ctrl-D ends it.", file=sys.stderr)
     body = sys.stdin.buffer.read()
@@ -267,13 +268,6 @@ def _explain_offline(
     profile_builder.build_profile(settings, where="--strategy" if args.strategy else document.where)
     outcome = offline_explain.route_offline(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
-
-
-def _read_bytes(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise file_error(name, error) from None
 
 
 def _parse_headers(pairs: list[str]) -> dict[str, str]:
