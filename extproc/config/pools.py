@@ -248,7 +248,7 @@ def pool_plans(settings: Settings) -> Sequence[PoolPlan]:
             pool.match,
             msgspec.structs.replace(
                 settings,
-                pool=_plain(pool),
+                pool=msgspec.convert(pool, pool_sections.PoolSource, from_attributes=True),
                 pools=(),
                 scheduling=pool.scheduling or settings.scheduling,
             ),
@@ -384,8 +384,3 @@ def _check_single_source(sources: Sequence[DiscoverySource], place: Place) -> No
 def _enumerate_keys(conjunction: str) -> str:
     *keys, last = [source.key for source in SOURCES]
     return f"{', '.join(keys)} {conjunction} {last}"
-
-
-def _plain(pool: pool_sections.PoolSection) -> pool_sections.PoolSource:
-    """Convert a pool to the section `pool` of a process with a single pool."""
-    return msgspec.convert(pool, pool_sections.PoolSource, from_attributes=True)
