@@ -187,12 +187,7 @@ def parse_entries(
     Raises:
         ConfigError: An address is invalid or a duplicate.
     """
-    listed: list[object] = [
-        {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
-        if isinstance(entry, pool_sections.EndpointEntry)
-        else entry
-        for entry in pool.endpoints
-    ]
+    listed = [msgspec.to_builtins(entry) for entry in pool.endpoints]
     return endpoint_list.from_document({"endpoints": listed}, where=where)
 
 
