@@ -18,14 +18,13 @@ from grpc_health.v1 import health_pb2
 
 from extproc.config.settings import ServerSection, Settings
 from extproc.errors import ProtocolError
-from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.server import grpc_workarounds, health, transport
 from extproc.server.stream_context import StreamContext, StreamResult
 from extproc.server.stream_handler import StreamHandler, open_stream
-from extproc.server.transport import BoundServers, Keepalive
+from extproc.server.transport import BoundServers, ExtProcServicer, Keepalive
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")
@@ -34,10 +33,6 @@ Context = grpc.aio.ServicerContext[ProcessingRequest, bytes]
 
 #: Seconds in which a data plane reads that streams ended; busy ones take some ms.
 _DRAIN_SPREAD_S = 0.5
-
-
-#: Share of `body_idle_s` between two looks at the bodies on their way.
-_POLL_S = 1 / 12
 
 #: Refusals written at once (count), and seconds they may take: some milliseconds of the event loop,
 #: and a data plane that reads nothing does not hold up the next.
@@ -89,13 +84,12 @@ class _OpenStream(NamedTuple):
             task.cancel()
 
 
-class ExternalProcessorServicer:
+class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
     """gRPC servicer of ext_proc: runs a `StreamHandler` per stream."""
 
     def __init__(self, shared: StreamContext) -> None:
-        self.shared = shared
+        super().__init__(shared)
         self._streams: dict[asyncio.Task[None], _OpenStream] = {}
-        self._uploads: UploadMonitor[asyncio.Task[None]] = UploadMonitor()
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
 
     async def process(self, _: AsyncIterator[ProcessingRequest], context: Context) -> None:
@@ -185,12 +179,6 @@ class ExternalProcessorServicer:
         del raw  # its prompt must not wait for the peer
         await entry.write(replies)
 
-    async def follow_uploads(self) -> None:
-        """Reject requests whose body stopped arriving, until cancelled."""
-        while True:
-            await asyncio.sleep(self.shared.settings.body_idle_s * _POLL_S)
-            await self.refuse_stalled()
-
     async def refuse_stalled(self) -> None:
         """Check all arriving requests, and answer stalled ones with 408.
 
@@ -207,14 +195,7 @@ class ExternalProcessorServicer:
             task: 0 if entry.is_silent else entry.arriving_bytes
             for task, entry in self._streams.items()
         }
-        shared = self.shared
-        stalled = self._uploads.find_stalled(
-            {task: size_bytes for task, size_bytes in sizes.items() if size_bytes is not None},
-            shared.clock(),
-            idle_s=shared.settings.body_idle_s,
-            max_streams=shared.settings.max_streams,
-            max_bytes=shared.body_budget.limit_bytes,
-        )
+        stalled = self.find_stalled(sizes)
         for batch in (stalled[start : start + _BATCH] for start in range(0, len(stalled), _BATCH)):
             writes = []
             for task in batch:

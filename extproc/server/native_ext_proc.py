@@ -12,7 +12,6 @@ from typing import TypeVar
 from extproc.decision import Rejection
 from extproc.errors import ProtocolError
 from extproc.http2.messages import GrpcMessage, GrpcStatus, MessagePieces
-from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingResponse
 from extproc.request import HttpRequest
 from extproc.server import grpc_workarounds
@@ -21,6 +20,7 @@ from extproc.server.grpc_workarounds import APART_STREAMS
 from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
 from extproc.server.stream_context import StreamContext, StreamResult
 from extproc.server.stream_handler import open_stream
+from extproc.server.transport import ExtProcServicer
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")
@@ -29,9 +29,6 @@ _encode, _decode = codec.encode, codec.decode
 
 #: Path of the method.
 PATH = f"/{codec.SERVICE}/{codec.METHOD}"
-
-#: Share of `body_idle_s` between two looks at the bodies on their way.
-_LOOK = 1 / 12
 
 #: Refusals between which other streams are served (count).
 _BATCH = 100
@@ -270,15 +267,14 @@ def _stall(call: ExtProcCall) -> Iterable[ProcessingResponse]:
     return call.stream.stall()
 
 
-class NativeExternalProcessor:
+class NativeExternalProcessor(ExtProcServicer[ExtProcCall]):
     """Servicer of ext_proc on the native server."""
 
     def __init__(self, shared: StreamContext) -> None:
-        self.shared = shared
+        super().__init__(shared)
         self._apart_allocator = grpc_workarounds.build_apart_allocator()
         self._calls: dict[ExtProcCall, None] = {}
         self._parses: dict[ExtProcCall, asyncio.Task[None]] = {}
-        self._uploads: UploadMonitor[ExtProcCall] = UploadMonitor()
         self._all_ended: asyncio.Event | None = None
         #: Of callbacks of admissions, which would copy a context for each request that waits.
         self.context = contextvars.copy_context()
@@ -334,23 +330,9 @@ class NativeExternalProcessor:
             if self._all_ended is not None:
                 self._all_ended.set()
 
-    async def follow_uploads(self) -> None:
-        """Reject requests whose body stopped arriving, until cancelled."""
-        while True:
-            await asyncio.sleep(self.shared.settings.body_idle_s * _LOOK)
-            await self.refuse_stalled()
-
     async def refuse_stalled(self) -> None:
         """Check all arriving bodies, and answer stalled requests with 408."""
-        shared = self.shared
-        sizes = {call: call.arriving_bytes for call in self._calls}
-        stalled = self._uploads.find_stalled(
-            {call: size for call, size in sizes.items() if size is not None},
-            shared.clock(),
-            idle_s=shared.settings.body_idle_s,
-            max_streams=shared.settings.max_streams,
-            max_bytes=shared.body_budget.limit_bytes,
-        )
+        stalled = self.find_stalled({call: call.arriving_bytes for call in self._calls})
         for number, call in enumerate(stalled, 1):
             call.stall()
             if not number % _BATCH:

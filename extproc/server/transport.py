@@ -6,19 +6,26 @@ import asyncio
 import contextlib
 import errno
 import socket
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
+from extproc.protocol.body_buffer import UploadMonitor
 from extproc.server.health import Readiness
 from extproc.server.stream_context import StreamContext
 
 #: Connections that wait to be accepted (count).
 BACKLOG: Final = 1024
+
+#: Share of `body_idle_s` between two looks at the bodies on their way.
+_UPLOAD_LOOK: Final = 1 / 12
+
+StreamT = TypeVar("StreamT")
 
 #: Seconds between two looks of a drain whether a data plane is still connected.
 _LOOK_S = 0.1
@@ -118,16 +125,36 @@ class RpcServer(Protocol):
         """Accept no more, and end what is open after so many seconds."""
 
 
-class ExtProcServicer(Protocol):
-    """Servicer of ext_proc streams."""
+class ExtProcServicer(ABC, Generic[StreamT]):
+    """Base of the servicers of ext_proc streams: follows request bodies that are arriving."""
 
-    shared: StreamContext
+    def __init__(self, shared: StreamContext) -> None:
+        self.shared = shared
+        self._uploads: UploadMonitor[StreamT] = UploadMonitor()
 
     async def follow_uploads(self) -> None:
         """Reject requests whose body stopped arriving, until cancelled."""
+        while True:
+            await asyncio.sleep(self.shared.settings.body_idle_s * _UPLOAD_LOOK)
+            await self.refuse_stalled()
 
+    @abstractmethod
+    async def refuse_stalled(self) -> None:
+        """Check all arriving bodies, and answer stalled requests with 408."""
+
+    @abstractmethod
     async def drain_streams(self, within_s: float) -> None:
         """End every open stream with OK, those that are not decided yet once they are."""
+
+    def find_stalled(self, arriving: Mapping[StreamT, int | None]) -> list[StreamT]:
+        """Find the streams whose body stopped arriving, by bytes received; None where none arrives."""
+        return self._uploads.find_stalled(
+            {stream: size for stream, size in arriving.items() if size is not None},
+            self.shared.clock(),
+            idle_s=self.shared.settings.body_idle_s,
+            max_streams=self.shared.settings.max_streams,
+            max_bytes=self.shared.body_budget.limit_bytes,
+        )
 
 
 class BoundServers(msgspec.Struct, frozen=True):
@@ -142,7 +169,7 @@ class Transport(Protocol):
     """Implementation of gRPC on the ports of ext_proc and of health."""
 
     @property
-    def servicer(self) -> ExtProcServicer:
+    def servicer(self) -> ExtProcServicer[Any]:
         """The servicer of ext_proc."""
 
     def bind(self, settings: Settings, readiness: Readiness) -> BoundServers:

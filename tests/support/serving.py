@@ -111,7 +111,7 @@ class Serving:
         channel: A client's channel to it.
     """
 
-    def __init__(self, servicer: ExtProcServicer, channel: grpc.aio.Channel) -> None:
+    def __init__(self, servicer: ExtProcServicer[Any], channel: grpc.aio.Channel) -> None:
         self.servicer = servicer
         self.channel = channel
 
@@ -186,7 +186,7 @@ async def serving(
 
 def _bind_grpcio(
     shared: stream_context.StreamContext,
-) -> tuple[ExtProcServicer, RpcServer, int]:
+) -> tuple[ExtProcServicer[Any], RpcServer, int]:
     servicer = ext_proc_servicer.ExternalProcessorServicer(shared)
     server = grpc.aio.server()
     ext_proc_servicer.register(server, servicer)
@@ -195,7 +195,7 @@ def _bind_grpcio(
 
 def _bind_native(
     shared: stream_context.StreamContext,
-) -> tuple[ExtProcServicer, RpcServer, int]:
+) -> tuple[ExtProcServicer[Any], RpcServer, int]:
     servicer = native_ext_proc.NativeExternalProcessor(shared)
     server = _build_native(servicer.routes())
     return servicer, server, native_server.bind(server, f"{LOCAL}:0", flag="--grpc-port")
