@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import Any
 
 from extproc.cli import flags, main
 from extproc.config import pools
@@ -68,8 +67,11 @@ def run(args: argparse.Namespace) -> int:
     settings = resolved.settings
     for warning in resolved.warnings:
         print(f"extproc: warning: {warning}", file=sys.stderr)
-    envoy = _parse_url(args.envoy, "--envoy", _ENVOY_PORT)
-    picker = _parse_url(args.server, "--server", _PICKER_PORT)
+    addresses = ((args.envoy, "--envoy", _ENVOY_PORT), (args.server, "--server", _PICKER_PORT))
+    envoy, picker = (
+        collector.parse_url(text, where=flag, port=port) if text else None
+        for text, flag, port in addresses
+    )
     plans = pools.pool_plans(settings)
     if not (envoy or picker or any(pools.has_source(plan.settings.pool) for plan in plans)):
         raise ConfigError(
@@ -92,9 +94,3 @@ def run(args: argparse.Namespace) -> int:
             word = line.partition(" ")[0]
             print(main.paint(line, _STYLES[word], sys.stdout) if word in _STYLES else line)
     return result.status
-
-
-def _parse_url(text: str | None, where: str, port: int) -> Any:
-    from extproc.diagnostics import collector
-
-    return collector.parse_url(text, where=where, port=port) if text else None
