@@ -98,7 +98,7 @@ _MAX_CANDIDATES: Final = 80_000
 _CANDIDATES_PER_S: Final = 500.0
 
 #: Entries that become lines together (count).
-_BATCH: Final = 64
+_BATCH: Final = 256
 
 #: Of a candidate as a tuple, the fields of a table.
 _read_columns: Final = operator.itemgetter(
@@ -201,7 +201,7 @@ class Recording:
         return lines
 
     def encode(self, most: int) -> None:
-        """Make the lines of entries now, as their data still are in the caches."""
+        """Make the lines of entries now, with other work on the same requests."""
         if not self._is_held:
             self._lines += self._encode(most)
 
