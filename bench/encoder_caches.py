@@ -124,6 +124,12 @@ class EncoderFleet:
         self._rng, self._rate, self._place = random.Random(seed), requests_s, place
         self._done: list[SimRequest] = []
 
+    def change_cost(self, cost: EstimatedTime) -> None:
+        """Decide by the default strategy with another cost."""
+        director = self.picker.parts.director
+        profile = msgspec.structs.replace(director.routing.profile, cost=cost)
+        director.reconfigure(msgspec.structs.replace(director.routing, profile=profile))
+
     def run(self, count: int) -> dict[str, float]:
         """Run to the end; returns the share of encoded images, mean and p99 of TTFT (s)."""
         at = 5.0

@@ -41,7 +41,7 @@ def main() -> None:
         parser.error("the test set is for scores; leave out --ablate")
     name, count = ("test", TEST) if args.test else (args.set, args.count)
     writes = args.write or args.test
-    if writes and _is_dirty():
+    if writes and is_dirty():
         sys.exit("expected a committed tree, found changes; commit them, or leave out --write")
     first = scenarios.SETS[name]
     seeds = range(first, first + count)
@@ -57,10 +57,14 @@ def main() -> None:
         may_test=args.test,
         progress=progress,
     )
-    entry = ablation.record(rows) if args.ablate else report.record(rows)
+    if args.ablate:
+        entry = ablation.record(rows)
+        entry["elsewhere"] = ablation.elsewhere(jobs=args.jobs, progress=progress)
+    else:
+        entry = report.record(rows)
     print(f"\r\x1b[K{count} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
     if args.ablate:
-        for constant, values in entry["constants"].items():
+        for constant, values in [*entry["constants"].items(), *entry["elsewhere"].items()]:
             print(constant, values)
     else:
         for figure, values in entry["figures"].items():
@@ -98,9 +102,11 @@ def _write(part: str, name: str, command: str, entry: dict, rows: list[score.Sce
     rig.write(saturation.RECORD, command, {"rates": ordered})
 
 
-def _is_dirty() -> bool:
+def is_dirty() -> bool:
+    """True if anything differs from the commit but records and pages, which change no result."""
+    paths = ("--", ".", ":!bench/results", ":!docs")
     status = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"],
+        ["git", "status", "--porcelain", "--untracked-files=no", *paths],
         capture_output=True,
         text=True,
         check=True,

@@ -16,6 +16,10 @@ from extproc.request import InferenceRequest, MediaSpan
 #: Items that are remembered for all endpoints together (count), some 40 MB.
 MAX_ENTRIES: Final = 262_144
 
+#: Tokens of media that an engine is taken to keep encoded: as many as a step computes
+#: (`max_num_batched_tokens`), by the largest default of vLLM.
+KEPT_TOKENS: Final = 16_384
+
 #: Tokens by which a cached prefix may end before an image that it covers: its last blocks are not seen.
 _TOLERANCE_TOKENS: Final = 128
 

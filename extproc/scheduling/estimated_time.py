@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from extproc.decision import CostResult, Decision, LazySequence
 from extproc.endpoint import AdapterResidency, Candidate
-from extproc.scheduling.encoder_caches import EncoderCaches
+from extproc.scheduling.encoder_caches import KEPT_TOKENS, EncoderCaches
 from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
 
 #: What costs are made of, in the order they are added up.
@@ -105,7 +105,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       is left, on average, of the iteration under way, and the one that computes the prompt.
     - adapter = l; where every slot is in use also the wait for one, half an answer at the present
       speed.
-    - memory = o s max(0, (k + u + (n + 1) o/2) / K - `kv_ceiling`), k the tokens held of K:
+    - memory = o s max(0, (k + u + (n + 1) o/2) / K - 1), k the tokens held of K:
       nothing until the cache will be full, as answers that are there grow like this one; then the
       time until they free what is missing. k is what the scrape says plus what was sent since, at
       least the prompts of the open requests, as those that wait hold nothing yet and cached prefixes
@@ -134,7 +134,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       from, or beside other pickers where all of them expect it. A is the prompt tokens of the open
       requests there, those of others taken to be like ours, and what they will grow by, as this one
       will by g: young conversations grow to the size of the others. r is the share of requests that
-      go on from an earlier one. v rises from 0 at `crowding_start` to 1 at `crowding_full` and
+      go on from an earlier one. v rises from 0 at `crowding_start` to 1 where the cache is full and
       falls to 0 at `crowding_end`: as long as the prefixes of all fit, one more costs nothing; the one that
       no longer fits makes the others miss in context, since what was used longest ago is evicted first;
       where they miss anyway, or the engine never found anything, one more is no loss. So
@@ -162,20 +162,15 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         waste_share: The same for work that another endpoint has done already. 1, as for those who wait:
             simulated, 0.4 brings first tokens of 3,200 chats that hardly fit a fifth later, and those of
             random traffic 2 %. A prefix that all want is still copied.
-        kv_ceiling: Share of the KV cache above which admission stalls. 0.97: the last blocks are
-            seldom free.
         crowding: Times a whole cache is computed again because of one conversation too many. It
             must outweigh what those wait who gather in one place (`waiting`): in simulated chats whose
             prefixes just do not fit, answers come a fifth later with 1.15 than with 3.
         crowding_start: Share of the cache up to which there is room for sure. Answers and the ends of prompts
             take the rest. Simulated chats have shorter tails the
             smaller it is; below 0.8 those whose conversations hardly grow lose throughput.
-        crowding_full: Share from which there is none.
         crowding_end: Share from which nothing is found again.
         encoder_share: Seconds that encoding an image takes, for each of its prefill; 0.25 is little
             enough to cost nothing where none is saved (docs/concepts/media.md#encoder-caches).
-        encoder_cache_tokens: Tokens of media that an endpoint is taken to keep encoded; vLLM keeps the
-            largest item of a model at least.
     """
 
     kind: ClassVar[str] = "estimated-time"
@@ -196,13 +191,10 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     others_share: float = 0.02
     waiting_share: float = 1.0
     waste_share: float = 1.0
-    kv_ceiling: float = 0.97
     crowding: float = 2.5
     crowding_start: float = 0.8
-    crowding_full: float = 0.96
     crowding_end: float = 1.5
     encoder_share: float = 0.25
-    encoder_cache_tokens: int = 16_384
 
     def cost(  # noqa: C901, PLR0912, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -223,14 +215,13 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         ) = terms
         after = GOALS[self.goal]
         own, others, waiting = after * self.own_share, after * self.others_share, self.waiting_share
-        half_answer, fresh = 0.5 * answer, _FRESH * answer
+        first, half_answer, fresh = _ITERATIONS, 0.5 * answer, _FRESH * answer
         # Iterations that a sequence more makes longer: those until the first token, and those after.
         longer = _ITERATIONS + (own + others) * answer
         # Comparisons with a boolean take half as long as those with a number or a string.
         adapter, crowds = bool(context.adapter), continued > 0.0
-        ceiling, roomy, shown = self.kv_ceiling, self.crowding_start, 1.0 + _FRESH
+        roomy, shown = self.crowding_start, 1.0 + _FRESH
         costs: list[float] = []
-        add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
         prompt_tokens = float(tokens or 1)
@@ -247,17 +238,18 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
             step_s = rates.step_s
-            cost = work + _ITERATIONS * step_s
+            cost = work + first * step_s
             queued, there = c.queued_tokens, 0.0
             if batch:
                 cost += batch * (longer * per_sequence + others * work)
                 if queued:
-                    line = queued * per_request
-                    there = line if line < batch else batch  # noqa: FURB136 - a call, as above
+                    there = queued * per_request
+                    if there > batch:  # noqa: PLR1730 - a call, as above
+                        there = batch
                     cost += queued * per_token
-                if (age := c.age_s) > fresh * step_s and (own_open := c.in_flight):
+                if c.age_s > fresh * step_s and (own_open := c.in_flight):
                     # `_share_unseen`, written out.
-                    age = age if age < sending_s else sending_s  # noqa: FURB136
+                    age = c.age_s if c.age_s < sending_s else sending_s  # noqa: FURB136
                     alone = answer * step_s + work
                     alone = alone if alone > _SHORTEST_S else _SHORTEST_S  # noqa: FURB136
                     if age > _FRESH * alone:
@@ -292,7 +284,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     held = usage * capacity + c.unscraped_tokens
                     if held < active:  # noqa: PLR1730 - a call, as above
                         held = active
-                    if held + wanted > ceiling * capacity:
+                    if held + wanted > capacity:
                         stall, others_stall = self._stall(c, wanted, answer)
                         cost += stall + others_stall
                     if crowds:
@@ -304,7 +296,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                             cost += self._crowding(
                                 continued, tokens + growth, conversations_per_open, c
                             )
-            add(cost)
+            costs.append(cost)
         # Not the context: a reference to the decision would keep the prompt in memory.
         explanation = _Explanation(self, terms, candidates)
         return CostResult(self.kind, "s", costs, explanation, explanation)
@@ -340,7 +332,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
 
     @cached_property
     def _encoder_caches(self) -> EncoderCaches:
-        return EncoderCaches(max_tokens=self.encoder_cache_tokens, share=self.encoder_share)
+        return EncoderCaches(max_tokens=KEPT_TOKENS, share=self.encoder_share)
 
     @cached_property
     def _works(self) -> _MeanUncachedTokens:
@@ -435,8 +427,8 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         wanted = share if c.load.waiting else (conversations_per_open * held + uncached) / capacity
         if wanted <= self.crowding_start or share >= self.crowding_end:
             return 0.0
-        rises = (wanted - self.crowding_start) / (self.crowding_full - self.crowding_start)
-        falls = (self.crowding_end - share) / (self.crowding_end - self.crowding_full)
+        rises = (wanted - self.crowding_start) / (1.0 - self.crowding_start)
+        falls = (self.crowding_end - share) / (self.crowding_end - 1.0)
         value = min(1.0, rises, falls)
         return self.crowding * continued * capacity * c.rates.evicted_s * value
 
@@ -446,12 +438,12 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         if usage is None or not capacity:
             return 0.0, 0.0
         held = max(usage * capacity + c.unscraped_tokens, c.active_context_tokens)
-        if held + wanted <= self.kv_ceiling * capacity:
+        if held + wanted <= capacity:
             return 0.0, 0.0
         if c.in_flight:
             mean = c.prompt_tokens / c.in_flight + 0.5 * answer
             held = min(held, c.estimated_requests * mean)
-        excess = (held + wanted) / capacity - self.kv_ceiling
+        excess = (held + wanted) / capacity - 1.0
         if excess <= 0.0:
             return 0.0, 0.0
         rates = c.rates

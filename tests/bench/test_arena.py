@@ -9,6 +9,7 @@ import pytest
 
 from bench import rig
 from bench.arena import (
+    __main__,
     ablation,
     plots,
     report,
@@ -203,11 +204,17 @@ def test_an_ablation_is_compared_with_the_default():
     slower = {f"no {constant}": 1.0 for constant in ablation.WITHOUT} | {"no waste_share": 2.0}
     rows = [row(1, adaptive=1.0, **slower)]
     about = {"command": "c", "commit": "abc", "date": "2026-01-01"}
-    text = ablation.block(about | ablation.record(rows))
+    fits = {"mean": 1.0, "low": 0.9, "high": 1.1}
+    elsewhere = {
+        "encoder_share": {"on": "media", "seeds": 3, "ttft_mean_s": fits, "ttft_p99_s": fits}
+    }
+    text = ablation.block(about | ablation.record(rows) | {"elsewhere": elsewhere})
     same = "1.000 (1.000 to 1.000)"
     twice = "2.000 (2.000 to 2.000)"
     assert f"| `waste_share` | 1 | {twice} | {twice} | {twice} | {same} |" in text
     assert f"| `crowding` | 2.5 | {same} | {same} | {same} | {same} |" in text
+    beside = "1.000 (0.900 to 1.100)"
+    assert f"| `encoder_share` | 0.25 | {beside} | {beside} | media, 3 seeds |" in text
 
 
 def test_ablations_are_profiles_that_can_be_run():
@@ -220,4 +227,34 @@ def test_ablations_are_profiles_that_can_be_run():
         assert hasattr(EstimatedTime(), constant)
 
 
+def test_every_constant_of_the_default_cost_has_a_row():
+    """In the ablation on random traffic, or where the constant is made for."""
+    constants = set(EstimatedTime.__struct_fields__) - {"goal"}
+    assert constants == set(ablation.WITHOUT) | set(ablation.MEDIA_WITHOUT)
+
+
 FLAT = [name.replace("-", "_") for name in score.PUBLISHED]
+
+
+def test_records_and_pages_leave_the_tree_committed(tmp_path, monkeypatch):
+    """Files that one run has written do not keep the next one from writing; a changed source does."""
+
+    def git(*args):
+        author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        subprocess.run(["git", *author, *args], cwd=tmp_path, check=True, capture_output=True)
+
+    paths = [
+        tmp_path / name for name in ("bench/results/arena.json", "docs/index.md", "extproc/a.py")
+    ]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(rig, "ROOT", tmp_path)
+    dirty = []
+    for path in paths:
+        path.write_text("2")
+        dirty.append(__main__.is_dirty())
+    assert dirty == [False, False, True]

@@ -52,14 +52,14 @@ def test_a_cached_prefix_covers_its_images():
 
 
 def test_the_longest_unused_images_are_forgotten():
-    """An endpoint keeps 2,500 tokens: two of these images, or one that is larger."""
-    model = EstimatedTime(encoder_cache_tokens=2500)
-    images = [msgspec.structs.replace(IMAGE, digest=digest) for digest in (1, 2, 3)]
+    """An endpoint keeps 16,384 tokens: two of these images, or one that is larger."""
+    model = EstimatedTime()
+    images = [msgspec.structs.replace(IMAGE, digest=digest, tokens=7000) for digest in (1, 2, 3)]
     for image in images:
         commit(model, "a", (image,))
     known = [costs(model, media=(image,)) for image in images]
     assert [first < second for first, second in known] == [False, True, True]
-    large = msgspec.structs.replace(IMAGE, digest=4, tokens=9000)
+    large = msgspec.structs.replace(IMAGE, digest=4, tokens=20_000)
     commit(model, "a", (large,))
     first, second = costs(model, media=(large,))
     assert first < second

@@ -195,8 +195,8 @@ class OraclePicker:
         machine = candidate.node.engine.profile
         wanted = candidate.work.prompt_tokens - candidate.cached + growth
         share = (candidate.held + wanted) / machine.kv_tokens
-        low, full, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_full, _WEIGHTS.crowding_end
-        value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
+        low, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_end
+        value = min((share - low) / (1.0 - low), (lost - share) / (lost - 1.0), 1.0)
         per_token = machine.prefill_s_per_token
         if candidate.node.engine.pool.host is not None:
             per_token = min(per_token, machine.reload_s_per_token)
