@@ -313,6 +313,8 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         over: `mean`: the depth is the mean over the window, as in the published formula.
             `sustained`: the threshold must have been exceeded for the complete window, as the
             published prose can be read.
+        change: `step`: adds or removes `step_size` replicas, "incrementally". `proportional`: adds
+            or removes as many as bring the mean depth to `up`, and at least `step_size`.
         step_size: Replicas of a change (count). 1, the smallest.
         interval_s: Seconds between two evaluations. 5: a window has a dozen.
     """
@@ -324,6 +326,7 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     down: _NotNegative = 1.0
     window_s: _Positive = 60.0
     over: Literal["mean", "sustained"] = "mean"
+    change: Literal["step", "proportional"] = "step"
     step_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     interval_s: _Positive = 5.0
 
@@ -361,15 +364,18 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def _wanted(self, depths: TimeWindow, now: float, spec: int) -> tuple[int, ScalingReason]:
         window_s = self.window_s
-        low = high = depths.mean(now, window_s)
+        mean = depths.mean(now, window_s)
+        low = high = mean
         if self.over == "sustained":
             low, high = depths.min(now, window_s), depths.max(now, window_s)
+        # Replicas that bring the mean depth to `up`.
+        enough = math.ceil(mean * spec / self.up) if self.change == "proportional" else spec
         if low > self.up:
-            return spec + self.step_size, ScalingReason.UP
+            return max(spec + self.step_size, enough), ScalingReason.UP
         if not depths.max(now, window_s):
             return max(0, spec - self.step_size), ScalingReason.IDLE
         if high < self.down and spec > 1:
-            return max(1, spec - self.step_size), ScalingReason.DOWN
+            return max(1, min(spec - self.step_size, enough)), ScalingReason.DOWN
         return spec, ScalingReason.STEADY
 
 

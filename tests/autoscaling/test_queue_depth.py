@@ -64,6 +64,13 @@ def test_mean_and_sustained_differ_on_an_intermittent_queue():
         assert target.spec == expected
 
 
+def test_proportional_steps_reach_the_depth_at_once():
+    """Sixty requests at 5 each are 12 replicas."""
+    target = TargetFixture(QueueDepthPolicy(change="proportional"), ReplicaBounds(max=20), spec=1)
+    target.run(65, held=60)
+    assert target.spec == 12
+
+
 def test_step_size_adds_several_replicas():
     """The step is a parameter."""
     target = TargetFixture(QueueDepthPolicy(step_size=3), spec=1)
