@@ -21,18 +21,22 @@ from tests.support.seeded import examples
 #: conversations, its blocks in the prefix index, a session, a tenant.
 LEFT_BYTES = 3000
 
-#: Requests before the first look and between looks. The ring of decisions takes in 64 at a time: none
-#: waits for that at either look.
+#: Requests before the first look and between looks.
 FIRST, MORE = 64, 64
 
 
-async def grown(step):
-    """Bytes that one request leaves; `step` sends a number of them."""
+async def grown(step, settle):
+    """Bytes that one request leaves; `step` sends a number of them.
+
+    `settle` counts those that wait for others before each look: they are held until then.
+    """
     step(0, FIRST)
+    settle()
     gc.collect()
     tracemalloc.start()
     try:
         step(FIRST, MORE)
+        settle()
         gc.collect()
         return tracemalloc.get_traced_memory()[0] / MORE
     finally:
@@ -44,7 +48,10 @@ async def test_hostile_requests_leave_no_memory(kind):
     """Whatever clients put into requests is forgotten with them."""
     core = soak.Core(soak.settings(engines=2, decisions=10))
     await core.picker.sync()
-    left = await grown(lambda start, count: soak.attack(core, kind, count, start=start))
+    left = await grown(
+        lambda start, count: soak.attack(core, kind, count, start=start),
+        core.picker.counters.settle,
+    )
     assert left < LEFT_BYTES
     assert all(member.account.in_flight == 0 for member in core.store.pool.members)
     assert core.picker.budget.held_bytes == 0
