@@ -350,7 +350,7 @@ kv_events: {{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}
     async def is_listening():
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except ConnectionRefusedError:
+        except ConnectionError:  # refused, or reset where the listener closes meanwhile
             return False
         writer.close()
         return True
