@@ -251,9 +251,15 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
         Of equal totals, the second is that of the first fallback.
         """
-        totals, chosen = self.totals, self.find_chosen()
+        totals = self.totals
+        best_at = totals.index(max(totals)) if totals else None
+        # Most often the endpoint is that of the first of the highest totals, without a search.
+        is_best = best_at is not None and (
+            self.scored_candidates[best_at].endpoint is self.endpoints[0]
+        )
+        chosen = best_at if is_best else self.find_chosen()
         if chosen is None:
-            return None, totals.index(max(totals)) if totals else None
+            return None, best_at
         if len(totals) < 2:
             return chosen, None
         others = list(totals)

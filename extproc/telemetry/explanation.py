@@ -231,28 +231,26 @@ def format_short(decision: Decision) -> str:
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
     """
     chosen, other = decision.find_chosen_and_runner_up()
-    following = ""
+    priced, value, following = decision.cost, "", ""
+    if priced is not None:
+        values, factor, unit = priced.costs, _factor(priced), _unit(priced)
+        if chosen is not None:
+            value = f"; cost={factor * values[chosen]:.1f}{unit}"
+        if other is not None:
+            following = f"; cost={factor * values[other]:.1f}{unit}"
+    elif decision.scores:
+        values = decision.totals
+        if chosen is not None:
+            value = f"; score={values[chosen]:.3f}"
+        if other is not None:
+            following = f"; score={values[other]:.3f}"
     if other is not None:
-        address = decision.scored_candidates[other].endpoint.address
-        following = f"; next={address}{_displayed_value(decision, other)}"
+        following = f"; next={decision.scored_candidates[other].endpoint.address}{following}"
     return (
-        f"{decision.profile}; chose={decision.endpoints[0].address}"
-        f"{_displayed_value(decision, chosen)}"
+        f"{decision.profile}; chose={decision.endpoints[0].address}{value}"
         f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
         f"{following}{'; degraded' if decision.degraded else ''}"
     )
-
-
-def _displayed_value(decision: Decision, at: int | None) -> str:
-    """Cost or score of a finalist as text; empty when nothing was compared."""
-    priced = decision.cost
-    if at is None:
-        return ""
-    if priced is None:
-        return f"; score={decision.totals[at]:.3f}" if decision.scores else ""
-    if priced.unit == "s":
-        return f"; cost={1000.0 * priced.costs[at]:.1f}ms"
-    return f"; cost={priced.costs[at]:.1f}{priced.unit}"
 
 
 def _runner_up(decision: Decision) -> str | None:
@@ -399,8 +397,12 @@ def _cost(priced: CostResult | None) -> Json | None:
     """Head of the cost columns; seconds are shown as milliseconds."""
     if priced is None:
         return None
-    unit = "ms" if priced.unit == "s" else priced.unit
-    return {"name": priced.name, "unit": unit, "terms": [name for name, _ in priced.terms]}
+    terms = [name for name, _ in priced.terms]
+    return {"name": priced.name, "unit": _unit(priced), "terms": terms}
+
+
+def _unit(priced: CostResult) -> str:
+    return "ms" if priced.unit == "s" else priced.unit
 
 
 def _factor(priced: CostResult) -> float:

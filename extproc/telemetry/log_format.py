@@ -77,6 +77,10 @@ class EventRecord(logging.LogRecord):
         }
 
 
+#: Record in notes of errors with lines of requests.
+_NO_LINE: Final = EventRecord(REQUESTS, logging.INFO, REQUEST, {})
+
+
 class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     """Fields of the line of a routed request, in their order; None leaves a field out.
 
@@ -101,10 +105,14 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
 
     def round_times(self) -> None:
         """Keep three digits of times."""
-        for name in ("queue_s", "response_headers_s", "first_token_s", "total_s"):
-            seconds = getattr(self, name)
-            if seconds is not None:
-                setattr(self, name, round(seconds, 3))
+        if self.queue_s is not None:
+            self.queue_s = round(self.queue_s, 3)
+        if self.response_headers_s is not None:
+            self.response_headers_s = round(self.response_headers_s, 3)
+        if self.first_token_s is not None:
+            self.first_token_s = round(self.first_token_s, 3)
+        if self.total_s is not None:
+            self.total_s = round(self.total_s, 3)
 
     def to_fields(self) -> dict[str, FieldValue]:
         """The fields by name, as `log_event` has them."""
@@ -116,11 +124,11 @@ _RequestLines: TypeAlias = Sequence[tuple[float, RequestLine]]
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes records at once, but lines of requests together, a moment later.
+    """Writes records at once, but those of requests together, a moment later.
 
     Args:
-        delay_s: Seconds that lines of requests wait for others: a write for every request would cost
-            more than the line.
+        delay_s: Seconds that records of requests wait for others: a write for every request would
+            cost more than the line.
     """
 
     def __init__(self, stream: TextIO, *, delay_s: float = 0.1) -> None:
@@ -144,9 +152,12 @@ class LogHandler(logging.StreamHandler[TextIO]):
             self._flush_soon()
 
     def add_requests(self, lines: _RequestLines) -> None:
-        """Write lines of routed requests."""
+        """Write lines of routed requests, which waited for each other, at once."""
         self._waiting += [self._format_request(at, line) for at, line in lines]
-        self._flush_soon()
+        try:
+            self.flush()
+        except Exception:  # noqa: BLE001 - as other handlers
+            self.handleError(_NO_LINE)
 
     def _flush_soon(self) -> None:
         """Flush in a moment, or at once where no event loop runs."""
@@ -179,7 +190,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
                 return formatter.format_request(line, at) + self.terminator
             return self.format(_to_record(at, line)) + self.terminator
         except Exception:  # noqa: BLE001 - as other handlers
-            self.handleError(EventRecord(REQUESTS, logging.INFO, REQUEST, {}))
+            self.handleError(_NO_LINE)
             return ""
 
 
@@ -202,22 +213,17 @@ class TextFormatter(logging.Formatter):
         """Formats all but an exception."""
         line = f"{record.asctime} {record.levelname} {record.name} {record.message}"
         fields = _fields(record)
-        if not fields:
-            return line
-        return line + "".join([f" {name}={_to_text(value)}" for name, value in fields.items()])
+        return line + _to_assignments(fields) if fields else line
 
     def format_request(self, line: RequestLine, at: float) -> str:
         """Formats the line of a routed request; as any event, in one expression."""
-        request_id, pool, model, status = line.id, line.pool, line.model, line.status
+        request_id = line.id
         prompt, cached, output = line.prompt_tokens, line.cached_tokens, line.output_tokens
         queue_s, headers_s, token_s = line.queue_s, line.response_headers_s, line.first_token_s
         return (
             f"{_format_second(int(at))},{int(at % 1.0 * 1000.0):03d} INFO {REQUESTS} {REQUEST}"
             f" id={request_id if _BARE.fullmatch(request_id) else _quote(request_id)}"
-            f"{'' if pool is None else f' pool={_to_label(pool)}'}"
-            f"{'' if model is None else f' model={_to_label(model)}'}"
-            f" endpoint={_to_label(line.endpoint)}"
-            f"{'' if status is None else f' status={status}'}"
+            f"{_to_labels(line.pool, line.model, line.endpoint, line.status)}"
             f"{'' if prompt is None else f' prompt_tokens={prompt}'}"
             f"{'' if cached is None else f' cached_tokens={cached}'}"
             f"{'' if output is None else f' output_tokens={output}'}"
@@ -332,5 +338,12 @@ def _to_text(value: FieldValue) -> str:
     return text if _BARE.fullmatch(text) else _quote(text)
 
 
-#: Text of a label value; few of them are ever written.
-_to_label = functools.lru_cache(maxsize=4096)(_to_text)
+def _to_assignments(fields: Mapping[str, FieldValue]) -> str:
+    return "".join([f" {name}={_to_text(value)}" for name, value in fields.items()])
+
+
+@functools.lru_cache(maxsize=4096)
+def _to_labels(pool: str | None, model: str | None, endpoint: str, status: int | None) -> str:
+    """Fields that many lines of requests have alike, cached."""
+    labels = {"pool": pool, "model": model, "endpoint": endpoint, "status": status}
+    return _to_assignments(_drop_unknown(labels))

@@ -48,8 +48,8 @@ class RequestTracer(Protocol):
 #: recorded, too. At 1,000 requests a second fewer cost more, as code is not in the caches.
 _BATCH: Final = 128
 
-#: Seconds that the line of a request may wait for others.
-_LINE_DELAY_S: Final = 0.05
+#: Seconds that the line of a request may wait for others: at 1,000 a second, a batch.
+_LINE_DELAY_S: Final = 0.125
 
 #: Statuses that are numbers; empty where there was none.
 _STATUS: Final = re.compile("[1-9][0-9]{2}")
@@ -81,10 +81,11 @@ class RequestRecorder(DecisionRecord):
         is_stream: Whether the response is a stream.
         is_served: Whether its status is below 400.
         is_chunked: Whether its chunks are shown.
+        is_ttft_due: Whether they are, and the time to the first one is still to be counted.
     """
 
     __slots__ = (
-        *("_is_ttft_due", "_series", "_streams"),
+        *("_series", "_streams", "is_ttft_due"),
         *("endpoint", "first_chunk_s", "is_chunked", "is_routed", "is_served", "is_stream"),
         *(
             "labels",
@@ -116,7 +117,7 @@ class RequestRecorder(DecisionRecord):
         self.seconds = self.headers_s = self.first_token_s = self.queue_s = self._series = None
         self.response_s = self.first_chunk_s = self.last_chunk_s = -1.0
         self.is_routed = self.is_stream = self.is_served = self.is_chunked = False
-        self._is_ttft_due = False
+        self.is_ttft_due = False
 
     @property
     def routed_s(self) -> float:
@@ -216,7 +217,7 @@ class RequestRecorder(DecisionRecord):
             if not is_stream:
                 self.first_token_s = duration_s
             elif is_shown:
-                self.is_chunked = self._is_ttft_due = True
+                self.is_chunked = self.is_ttft_due = True
         streams = self._streams
         answered = streams.answered
         answered.append(self)
@@ -229,8 +230,8 @@ class RequestRecorder(DecisionRecord):
             return
         if self.first_chunk_s < 0.0:
             self.first_chunk_s = elapsed_s
-            if self._is_ttft_due:
-                self._is_ttft_due = False
+            if self.is_ttft_due:
+                self.is_ttft_due = False
                 self.first_token_s = elapsed_s - self.routed_s
                 self._streams.timings.add_ttft(self, elapsed_s)
         else:
@@ -246,18 +247,13 @@ class RequestRecorder(DecisionRecord):
         if len(ended) >= _BATCH:
             streams.settle()
 
-    def take_due_ttft(self) -> bool:
-        """True at the end of a stream that is shown, and of which no chunk came."""
-        is_due, self._is_ttft_due = self._is_ttft_due, False
-        return is_due
-
     def build_line(self) -> RequestLine:
-        """The line of a routed request that ended."""
+        """The line of a request that ended and is in the log of decisions, which shortened its id."""
         decision, read, status = self.decision, self.usage.get, self.status
         request = decision.request
         # By position, which is ten times as fast: in the order of the fields.
         return RequestLine(
-            shorten_id(self.id),
+            self.id,
             decision.pool or self.pool_counters.name or None,
             request.target or None,
             self.endpoint or decision.endpoints[0].address,
@@ -391,16 +387,16 @@ class StreamRecorder:
         """Count, record and remember what waits."""
         routed, answered, ended = self.routed, self.answered, self.ended
         self.routed, self.answered, self.ended = [], [], []
-        for counters, requests in _by_pool(routed):
+        for counters, requests in self._by_pool(routed):
             self._settle_routed(counters, requests)
-        for counters, requests in _by_pool(answered):
+        for counters, requests in self._by_pool(answered):
             counters.response_headers_s.add_all(
                 [request.headers_s for request in requests if request.headers_s is not None]
             )
             for request in requests:
                 if request.is_served and not request.is_chunked and request.is_routed:
                     self.timings.add_ttft(request, request.response_s)
-        for counters, requests in _by_pool(ended):
+        for counters, requests in self._by_pool(ended):
             self._settle_ended(counters, requests)
         self.timings.settle()
         if self.recordings is not None:
@@ -425,6 +421,17 @@ class StreamRecorder:
     def _settle_now(self) -> None:
         self._loop = None
         self.settle()
+
+    def _by_pool(
+        self, requests: Sequence[RequestRecorder]
+    ) -> Iterable[tuple[PoolCounters, Sequence[RequestRecorder]]]:
+        """Requests by the counters of their pool."""
+        if requests and len(self.counters.open_pools) == 1:
+            return [(requests[0].pool_counters, requests)]
+        by_pool: defaultdict[PoolCounters, list[RequestRecorder]] = defaultdict(list)
+        for request in requests:
+            by_pool[request.pool_counters].append(request)
+        return by_pool.items()
 
     def _settle_routed(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
         """Count routed requests of a pool, record their decisions, and remember them."""
@@ -471,7 +478,7 @@ class StreamRecorder:
         series = request.find_series()
         if request.usage:
             self._count_tokens(request, series)
-        if request.take_due_ttft():
+        if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
             self.timings.add_ttft(request, request.response_s)
         series.change_running(-1)
         if request.is_served and series.labels != request.labels:
@@ -492,18 +499,6 @@ class StreamRecorder:
         span_s = request.last_chunk_s - request.first_chunk_s
         if gaps > 0 and span_s > 0.0:
             self.timings.add(series, "tpot", span_s / gaps)
-
-
-def _by_pool(
-    requests: Sequence[RequestRecorder],
-) -> Iterable[tuple[PoolCounters, Sequence[RequestRecorder]]]:
-    """Requests by the counters of their pool."""
-    if len({request.pool_counters for request in requests}) == 1:
-        return [(requests[0].pool_counters, requests)]
-    by_pool: defaultdict[PoolCounters, list[RequestRecorder]] = defaultdict(list)
-    for request in requests:
-        by_pool[request.pool_counters].append(request)
-    return by_pool.items()
 
 
 def _to_end_row(request: RequestRecorder) -> EndRow:

@@ -184,25 +184,34 @@ def test_requests_are_logged_by_any_handler(caplog):
         id="a", pool=None, model="m", endpoint="10.0.0.1:8000", total_s=0.25, pick="p"
     )
 
-    async def scene():
-        log_format.log_requests([(1.0, line)])
-        assert stream.writes == 0
-        await turn()
-
     logger.addHandler(handler)
     try:
-        asyncio.run(scene())
-        log_format.log_requests([(1.0, line)])
+        log_format.log_requests([(1.0, line)] * 2)
     finally:
         logger.removeHandler(handler)
     fields = {"id": "a", "model": "m", "endpoint": "10.0.0.1:8000", "total_s": 0.25, "pick": "p"}
     written = [json.loads(text) for text in stream.getvalue().splitlines()]
-    assert stream.writes == len(written) == 2
+    assert (stream.writes, len(written)) == (1, 2)
     for shown in written:
         del shown["time"]
         head = {"level": "info", "logger": "extproc.requests", "message": "request"}
         assert shown == {**head, **fields}
     assert [record.fields for record in caplog.records] == [fields] * 2
+
+
+def test_a_stream_that_fails_does_not_fail_requests(monkeypatch):
+    """Their lines are lost, as those of other handlers."""
+
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(text)
+
+    handler = log_format.LogHandler(Broken())
+    handler.setFormatter(log_format.build_formatter("text"))
+    reported = []
+    monkeypatch.setattr(handler, "handleError", reported.append)
+    handler.add_requests([(1.0, log_format.RequestLine(id="a", total_s=0.1))])
+    assert [record.name for record in reported] == [log_format.REQUESTS]
 
 
 @pytest.mark.parametrize("name", ["text", "json"])
