@@ -337,8 +337,12 @@ def first_user_message(request: InferenceRequest) -> str:
     end = prompt.find(canonical_prompt.MESSAGE, begin + 1)
     if end < 0:
         end = begin + len(_USER) + 2 * USER_MESSAGE_BYTES  # markers count, too
-    text = ""
     at = prompt.find(canonical_prompt.TEXT, begin, end)
+    if at < 0:
+        return ""
+    following = prompt.find(canonical_prompt.TEXT, at + 1, end)
+    text = _text(prompt, at + 1, following if following >= 0 else end)
+    at = following
     while at >= 0 and len(text) < USER_MESSAGE_BYTES:
         following = prompt.find(canonical_prompt.TEXT, at + 1, end)
         text += _text(prompt, at + 1, following if following >= 0 else end)
