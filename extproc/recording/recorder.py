@@ -111,11 +111,10 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         at: Monotonic seconds of the decision.
-        decision: Without the prompt.
+        decision: Without the prompt, and with its pool.
         blocks: Block hashes of the prompt.
         session: Hash of the session; 0 for none.
         affinity_seed: Hash by which ties are broken; None for none.
-        pool: Name of the pool, where the decision does not name it.
         has_candidates: Whether its candidates are to be recorded.
     """
 
@@ -126,7 +125,6 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     session: int
     affinity_seed: int | None
     queued_s: float
-    pool: str
     has_candidates: bool
 
 
@@ -140,7 +138,7 @@ def hash_session(session: str) -> int:
 def affinity_seed(request: InferenceRequest) -> int | None:
     """Hash of session or first user message, as pickers break ties by it; None without either."""
     key = request.session or surfaces.first_user_message(request)
-    return mmh3.hash(key, 0, signed=False) if key else None
+    return mmh3.hash(key, 0, False) if key else None
 
 
 class Recording:
@@ -245,7 +243,7 @@ class Recording:
     def _add_rows(self, entry: RoutedRequest, lines: list[rows.Row]) -> None:
         """Add the row of a decision, behind those of endpoints and states that it refers to."""
         decision = entry.decision
-        request, pool = decision.request, decision.pool or entry.pool
+        request, pool = decision.request, decision.pool
         chosen = decision.endpoints[0]
         candidates: Sequence[Candidate] = decision.candidates
         known, table = self._states, None
@@ -383,15 +381,12 @@ class Recordings:
         self._active.remove(recording)
         self._on_change(len(self._active))
 
-    def add_routed(
-        self, decision: Decision, slim: Decision, *, now: float, queued_s: float, pool: str
-    ) -> int:
+    def add_routed(self, decision: Decision, slim: Decision, *, now: float, queued_s: float) -> int:
         """Record a decision.
 
         Args:
             decision: With its prompt and block hashes.
-            slim: Without them.
-            pool: Name of the pool, where the decision does not name it.
+            slim: Without them, and with its pool.
 
         Returns:
             Its number.
@@ -414,7 +409,6 @@ class Recordings:
             hash_session(request.session),
             affinity_seed(request),
             queued_s,
-            pool,
             credit > 0.0,
         )
         for recording in self._active:

@@ -153,10 +153,18 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
     def add_requests(self, lines: _RequestLines) -> None:
         """Write lines of routed requests, which waited for each other, at once."""
-        self._waiting += [self._format_request(at, line) for at, line in lines]
+        formatter, end, waiting = self.formatter, self.terminator, self._waiting
+        format_request = (
+            formatter.format_request if isinstance(formatter, _OURS) else self._format_event
+        )
+        for at, line in lines:
+            try:
+                waiting.append(format_request(line, at) + end)
+            except Exception:  # noqa: BLE001 - as other handlers
+                self.handleError(_NO_LINE)
         try:
             self.flush()
-        except Exception:  # noqa: BLE001 - as other handlers
+        except Exception:  # noqa: BLE001
             self.handleError(_NO_LINE)
 
     def _flush_soon(self) -> None:
@@ -182,16 +190,8 @@ class LogHandler(logging.StreamHandler[TextIO]):
         finally:
             self.release()
 
-    def _format_request(self, at: float, line: RequestLine) -> str:
-        """The line of a request; empty, with a note on standard error, where a bug prevents it."""
-        try:
-            formatter = self.formatter
-            if isinstance(formatter, _OURS):
-                return formatter.format_request(line, at) + self.terminator
-            return self.format(_to_record(at, line)) + self.terminator
-        except Exception:  # noqa: BLE001 - as other handlers
-            self.handleError(_NO_LINE)
-            return ""
+    def _format_event(self, line: RequestLine, at: float) -> str:
+        return self.format(_to_record(at, line))
 
 
 def _to_record(at: float, line: RequestLine) -> EventRecord:

@@ -196,12 +196,11 @@ class RequestRecorder(DecisionRecord):
 
     def find_series(self) -> RequestSeries:
         """The series of a routed request."""
-        series = self._series
-        if series is None:
-            series = self._series = self.pool_counters.series.find(
+        if self._series is None:
+            self._series = self.pool_counters.series.find(
                 self.labels, may_be_served=not self.decision.model_unlisted
             )
-        return series
+        return self._series
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
@@ -443,11 +442,7 @@ class StreamRecorder:
             request.decision = decision.without_prompt(name)
             if recordings is not None:
                 request.number = recordings.add_routed(
-                    decision,
-                    request.decision,
-                    now=request.at,
-                    queued_s=request.queue_s or 0.0,
-                    pool=name,
+                    decision, request.decision, now=request.at, queued_s=request.queue_s or 0.0
                 )
             request.find_series().change_running(1)
         self.decisions.extend(requests)

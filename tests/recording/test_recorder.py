@@ -38,7 +38,7 @@ def lines(recording):
 
 def add(active, decision, *, now=10.0):
     """Record a decision."""
-    return active.add_routed(decision, decision, now=now, queued_s=0.0, pool="")
+    return active.add_routed(decision, decision, now=now, queued_s=0.0)
 
 
 def test_a_decision_has_endpoints_and_states_before_it():
@@ -160,7 +160,7 @@ def test_neither_prompt_nor_session_is_recorded():
     slim = msgspec.structs.replace(
         decision, request=msgspec.structs.replace(decision.request, prompt=b"")
     )
-    active.add_routed(decision, slim, now=10.0, queued_s=0.0, pool="")
+    active.add_routed(decision, slim, now=10.0, queued_s=0.0)
     written = recording.take(100)
     assert CANARY.encode() not in written
     assert b'"session":' in written
