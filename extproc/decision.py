@@ -251,24 +251,26 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
         Of equal totals, the second is that of the first fallback.
         """
-        totals = self.totals
-        best_at = totals.index(max(totals)) if totals else None
+        totals, scored = self.totals, self.scored_candidates
+        if not totals:
+            return self.find_chosen(), None
+        ordered = sorted(totals)
+        value = ordered[-1]
         # Most often the endpoint is that of the first of the highest totals, without a search.
-        is_best = best_at is not None and (
-            self.scored_candidates[best_at].endpoint is self.endpoints[0]
-        )
+        best_at = totals.index(value)
+        is_best = scored[best_at].endpoint is self.endpoints[0]
         chosen = best_at if is_best else self.find_chosen()
         if chosen is None:
             return None, best_at
-        if len(totals) < 2:
+        if len(ordered) == 1:
             return chosen, None
-        others = list(totals)
-        others[chosen] = -math.inf
-        best = max(others)
+        if totals[chosen] == value:
+            value = ordered[-2]
         fallback = self._find_scored(self.endpoints[1]) if len(self.endpoints) > 1 else None
-        if fallback is not None and others[fallback] == best:
+        if fallback is not None and fallback != chosen and totals[fallback] == value:
             return chosen, fallback
-        return chosen, others.index(best)
+        other = totals.index(value)
+        return chosen, other if other != chosen else totals.index(value, chosen + 1)
 
     def without_candidates(self) -> Decision:
         """With the first endpoint and the runner-up alone of many, and their costs without terms.

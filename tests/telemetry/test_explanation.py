@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -205,6 +206,20 @@ def test_costs_are_shown_in_milliseconds():
     shown = explanation_text.render_table(document)
     assert "COST ms" in shown
     assert "runner-up: 10.0.0.1:8000" in shown
+
+
+def test_the_runner_up_has_the_highest_total_of_the_others():
+    """The fallback where that is one of several, whatever the place of the first endpoint."""
+    for totals in itertools.product((0.0, 1.0, 2.0), repeat=3):
+        for chosen, fallback in itertools.permutations(range(3), 2):
+            outcome = decision(
+                endpoints=[[A, B, C][at].endpoint for at in (chosen, fallback)],
+                scored_candidates=[A, B, C],
+                totals=totals,
+            )
+            others = [at for at in range(3) if at != chosen]
+            expected = max(others, key=lambda at: (totals[at], at == fallback))
+            assert outcome.find_chosen_and_runner_up() == (chosen, expected)
 
 
 def test_short_form_fits_a_header():
