@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -237,7 +238,8 @@ def main() -> int:
             "seed": SEED,
             "workloads": workloads,
         }
-        path = rig.write(RESULT, "python -m bench.real_vllm.rounds --write", document)
+        only = "" if args.only == names else f" --only {' '.join(map(shlex.quote, args.only))}"
+        path = rig.write(RESULT, f"python -m bench.real_vllm.rounds{only} --write", document)
         print(f"wrote {path.relative_to(rig.ROOT)}")
     return 1 if wrong else 0
 
