@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
+import mmh3
 import msgspec
 
 #: Estimated UTF-8 bytes per prompt token. Four is the usual figure for English text with a
@@ -42,6 +43,14 @@ def shorten_id(text: str) -> str:
         return text
     head = written[:_HEAD].decode("utf-8", "ignore")
     return f"{head}~{hashlib.sha256(written).hexdigest()}"
+
+
+def hash_affinity_key(key: str) -> int:
+    """Hash of a session or of the beginning of a message, 32 bits (MurmurHash3).
+
+    Of bytes: mmh3 crashes on a string that has half of a surrogate pair.
+    """
+    return mmh3.hash(key.encode("utf-8", "surrogatepass"), 0, signed=False)
 
 
 def is_long_name(name: str) -> bool:

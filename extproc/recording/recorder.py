@@ -24,7 +24,7 @@ from extproc.parsing import surfaces
 from extproc.prefix_cache import blocks
 from extproc.recording import parquet, rows
 from extproc.recording.parquet import RecordingFile
-from extproc.request import InferenceRequest
+from extproc.request import InferenceRequest, hash_affinity_key
 
 
 class RotatingFile:
@@ -138,7 +138,7 @@ def hash_session(session: str) -> int:
 def affinity_seed(request: InferenceRequest) -> int | None:
     """Hash of session or first user message, as pickers break ties by it; None without either."""
     key = request.session or surfaces.first_user_message(request)
-    return mmh3.hash(key, 0, False) if key else None
+    return hash_affinity_key(key) if key else None
 
 
 class Recording:

@@ -29,7 +29,7 @@ from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.request import BYTES_PER_TOKEN, InferenceRequest
+from extproc.request import BYTES_PER_TOKEN, InferenceRequest, hash_affinity_key
 from extproc.routing import admission, eligibility
 from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
@@ -182,7 +182,7 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
         key: Identity of the conversation, not empty.
         members: Candidates, at least one.
     """
-    seed = mmh3.hash(key, 0, signed=False)
+    seed = hash_affinity_key(key)
     draw = mmh3.hash
     draws = [draw(member.endpoint.address, seed, False) for member in members]
     compared: Sequence[int] = range(len(draws))

@@ -12,12 +12,11 @@ from enum import Enum
 from random import Random
 from typing import Protocol, runtime_checkable
 
-import mmh3
 import msgspec
 
 from extproc.decision import CostResult, Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
-from extproc.request import InferenceRequest
+from extproc.request import InferenceRequest, hash_affinity_key
 
 
 class Signal(Enum):
@@ -217,7 +216,7 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         It stays the same from turn to turn of a conversation.
         """
         key = self.request.session or self.first_user_message
-        return mmh3.hash(key, 0, signed=False) if key else None
+        return hash_affinity_key(key) if key else None
 
 
 #: Score of every candidate when no value is known.

@@ -156,7 +156,8 @@ def test_neither_prompt_nor_session_is_recorded():
     """Hashes stand for both."""
     active = recordings.recordings()
     recording = active.start()
-    decision = a_decision([a_candidate(1)], session=CANARY, prompt=CANARY.encode() * 100)
+    session = CANARY + "\ud83d"  # which no Unicode text can have
+    decision = a_decision([a_candidate(1)], session=session, prompt=CANARY.encode() * 100)
     slim = msgspec.structs.replace(
         decision, request=msgspec.structs.replace(decision.request, prompt=b"")
     )

@@ -66,6 +66,12 @@ def test_hits_are_expected_at_the_rendezvous_endpoint():
     assert sorted(expected) == [100, 100, 100, 950]
 
 
+def test_half_of_a_surrogate_pair_is_a_key():
+    """A session that no Unicode text can have is hashed: it ends no process."""
+    store = members(4)
+    assert 0 <= scheduler.rendezvous_endpoint("a\ud83d", store) < 4
+
+
 def test_expected_hits_follow_the_hit_ratio():
     """Twice what engines find beyond what we know is expected: nothing where prompts share nothing."""
     store = members(4)
