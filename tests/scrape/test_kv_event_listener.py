@@ -119,8 +119,9 @@ def test_an_engine_goes_over_to_the_replica_that_leads_now():
                 engine.run_prompt(text(1))
                 await first.until(lambda: first.state == "exact" and first.holds(engine))
                 assert (second.state, second.events.listeners) == ("lost", [])
-                leads[:] = False, True
+                leads[0] = False
                 await first.until(lambda: first.state == "lost" and not first.events.listeners)
+                leads[1] = True  # now the port is free: here both are on one host
                 await second.until(lambda: second.state == "exact" and second.holds(engine))
                 assert [change.state for change in first.changes][-1] == "lost"
                 assert depth(second, text(1)) == 4
