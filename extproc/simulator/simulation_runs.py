@@ -175,8 +175,8 @@ def run_calls(
             for future in futures.as_completed(waiting):
                 yield waiting[future], future.result()
         except BaseException:
-            # Without this, leaving would wait for the runs in progress.
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Without this, leaving would wait for the runs in progress. It waits for the thread of
+            # the pool, whose pipe the end of the interpreter would otherwise find half closed.
             for child in multiprocessing.active_children():
                 child.terminate()
             raise
