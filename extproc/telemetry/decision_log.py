@@ -62,8 +62,16 @@ class DecisionRecord:
 
     # No struct, whose fields are written by a call each; the interpreter writes slots itself.
     __slots__ = (
-        *("answer_ids", "at", "decision", "first_token_s", "headers_s"),
-        *("id", "seconds", "status", "trace_id", "usage"),
+        "answer_ids",
+        "at",
+        "decision",
+        "first_token_s",
+        "headers_s",
+        "id",
+        "seconds",
+        "status",
+        "trace_id",
+        "usage",
     )
 
     def __init__(self, request_id: str, at: float, decision: Decision) -> None:

@@ -28,6 +28,7 @@ from extproc.telemetry.request_series import (
     UNOBSERVED_STATUS,
     UNPARSED,
     RequestSeries,
+    WaitingValues,
 )
 
 if TYPE_CHECKING:
@@ -85,18 +86,24 @@ class RequestRecorder(DecisionRecord):
     """
 
     __slots__ = (
-        *("_series", "_streams", "is_ttft_due"),
-        *("endpoint", "first_chunk_s", "is_chunked", "is_routed", "is_served", "is_stream"),
-        *(
-            "labels",
-            "last_chunk_s",
-            "logged_at",
-            "number",
-            "pool_counters",
-            "queue_s",
-            "refusal_status",
-        ),
-        *("response_s", "routing_s"),
+        "_series",
+        "_streams",
+        "endpoint",
+        "first_chunk_s",
+        "is_chunked",
+        "is_routed",
+        "is_served",
+        "is_stream",
+        "is_ttft_due",
+        "labels",
+        "last_chunk_s",
+        "logged_at",
+        "number",
+        "pool_counters",
+        "queue_s",
+        "refusal_status",
+        "response_s",
+        "routing_s",
     )
 
     routing_s: float
@@ -232,9 +239,9 @@ class RequestRecorder(DecisionRecord):
             if self.is_ttft_due:
                 self.is_ttft_due = False
                 self.first_token_s = elapsed_s - self.routed_s
-                self._streams.timings.add_ttft(self, elapsed_s)
+                self._streams.add_ttft(self, elapsed_s)
         else:
-            self._streams.timings.add(self.find_series(), "itl", elapsed_s - self.last_chunk_s)
+            self._streams.values.add(self.find_series(), "itl", elapsed_s - self.last_chunk_s)
         self.last_chunk_s = elapsed_s
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
@@ -278,41 +285,6 @@ class RequestRecorder(DecisionRecord):
         self.add_answer_ids(ids)
 
 
-class _Timings:
-    """Values for histograms of series, which are counted together."""
-
-    def __init__(self) -> None:
-        self._values: defaultdict[tuple[RequestSeries, str], list[float]] = defaultdict(list)
-
-    def add(self, series: RequestSeries, name: str, value: float, trace_id: str = "") -> None:
-        """Count a value; of a sampled trace, where it has an id."""
-        values = self._values[series, name]
-        values.append(value)
-        if len(values) >= _BATCH:
-            series.record(name, values)
-            values.clear()
-        if trace_id:
-            series.set_exemplar(name, value, trace_id)
-
-    def add_ttft(self, request: RequestRecorder, ttft_s: float) -> None:
-        """Count the time to the first token, and what was predicted of a stream."""
-        series, trace_id = request.find_series(), request.trace_id
-        if not request.is_stream:
-            self.add(series, "complete_ttft", ttft_s, trace_id)
-            return
-        self.add(series, "stream_ttft", ttft_s, trace_id)
-        predicted_s = request.decision.predicted_ttft_s
-        if predicted_s:
-            self.add(series, "predicted_ttft", predicted_s)
-            self.add(series, "ttft_ratio", (ttft_s - request.routed_s) / predicted_s)
-
-    def settle(self) -> None:
-        """Count what waits."""
-        for (series, name), values in self._values.items():
-            series.record(name, values)
-        self._values.clear()
-
-
 def model_of(labels: RequestLabels | None) -> str:
     """Model of a refused request; empty where it names none or was not read."""
     return "" if labels is None or labels.target_model == UNNAMED else labels.target_model
@@ -329,7 +301,7 @@ class StreamRecorder:
         routed: Requests that were routed and wait to be counted and recorded, a few at most.
         answered: The same whose response headers came.
         ended: The same that ended.
-        timings: Values that wait to be counted.
+        values: Values of series that wait to be counted.
         recordings: Recordings under way; None without any.
     """
 
@@ -347,7 +319,7 @@ class StreamRecorder:
         self.routed: list[RequestRecorder] = []
         self.answered: list[RequestRecorder] = []
         self.ended: list[RequestRecorder] = []
-        self.timings = _Timings()
+        self.values = WaitingValues()
         self.recordings: Recordings | None = None
         #: Event loop that settles in a moment; None without.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -386,25 +358,37 @@ class StreamRecorder:
         """Count, record and remember what waits."""
         routed, answered, ended = self.routed, self.answered, self.ended
         self.routed, self.answered, self.ended = [], [], []
-        for counters, requests in self._by_pool(routed):
-            self._settle_routed(counters, requests)
-        for counters, requests in self._by_pool(answered):
-            counters.response_headers_s.add_all(
-                [request.headers_s for request in requests if request.headers_s is not None]
-            )
-            for request in requests:
-                if request.is_served and not request.is_chunked and request.is_routed:
-                    self.timings.add_ttft(request, request.response_s)
-        for counters, requests in self._by_pool(ended):
-            self._settle_ended(counters, requests)
-        self.timings.settle()
+        steps = (
+            (self._settle_routed, routed),
+            (self._settle_answered, answered),
+            (self._settle_ended, ended),
+        )
+        for step, waiting in steps:
+            for counters, requests in self._by_pool(waiting):
+                self._attempt(step, counters, requests)
+        self.values.settle()
         if self.recordings is not None:
-            self.recordings.encode()
-        lines = [
-            (request.logged_at, request.build_line()) for request in ended if request.logged_at
-        ]
-        if lines:
-            log_requests(lines)
+            self._attempt(self.recordings.encode)
+        if any(request.logged_at for request in ended):
+            self._attempt(self._log, ended)
+
+    def _attempt(self, step: Callable[..., None], *arguments: object) -> None:
+        """Do a part of the work on a batch: a bug there must not keep the others from being counted."""
+        try:
+            step(*arguments)
+        except Exception as error:  # noqa: BLE001
+            self.on_exception(error)
+
+    def _log(self, ended: Sequence[RequestRecorder]) -> None:
+        """Log the requests that are to be, all but those whose line a bug prevents."""
+        lines: list[tuple[float, RequestLine]] = []
+        for request in ended:
+            if request.logged_at:
+                try:
+                    lines.append((request.logged_at, request.build_line()))
+                except Exception as error:  # noqa: BLE001
+                    self.on_exception(error)
+        log_requests(lines)
 
     def settle_soon(self) -> None:
         """Settle in a moment, so that no line is late; at once where no event loop runs."""
@@ -432,6 +416,18 @@ class StreamRecorder:
             by_pool[request.pool_counters].append(request)
         return by_pool.items()
 
+    def add_ttft(self, request: RequestRecorder, ttft_s: float) -> None:
+        """Count the time to the first token, and what was predicted of a stream."""
+        series, trace_id, add = request.find_series(), request.trace_id, self.values.add
+        if not request.is_stream:
+            add(series, "complete_ttft", ttft_s, trace_id)
+            return
+        add(series, "stream_ttft", ttft_s, trace_id)
+        predicted_s = request.decision.predicted_ttft_s
+        if predicted_s:
+            add(series, "predicted_ttft", predicted_s)
+            add(series, "ttft_ratio", (ttft_s - request.routed_s) / predicted_s)
+
     def _settle_routed(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
         """Count routed requests of a pool, record their decisions, and remember them."""
         self.counters.routing_duration_s.add_all([request.routing_s for request in requests])
@@ -440,12 +436,25 @@ class StreamRecorder:
         for request in requests:
             decision = request.decision
             request.decision = decision.without_prompt(name)
-            if recordings is not None:
-                request.number = recordings.add_routed(
-                    decision, request.decision, now=request.at, queued_s=request.queue_s or 0.0
-                )
             request.find_series().change_running(1)
+            if recordings is not None:
+                self._attempt(self._record, recordings, request, decision)
         self.decisions.extend(requests)
+
+    def _record(self, recordings: Recordings, request: RequestRecorder, decision: Decision) -> None:
+        """Record a decision, with its prompt."""
+        request.number = recordings.add_routed(
+            decision, request.decision, now=request.at, queued_s=request.queue_s or 0.0
+        )
+
+    def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
+        """Count times to response headers, which are those to the first token without chunks."""
+        counters.response_headers_s.add_all(
+            [request.headers_s for request in requests if request.headers_s is not None]
+        )
+        for request in requests:
+            if request.is_served and not request.is_chunked and request.is_routed:
+                self.add_ttft(request, request.response_s)
 
     def _settle_ended(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
         """Count ends of requests of a pool and their tokens, and record them."""
@@ -461,12 +470,27 @@ class StreamRecorder:
             if not request.is_routed:
                 continue
             if request.number and self.recordings is not None:
-                self.recordings.add_end(_to_end_row(request))
+                self._attempt(self._record_end, self.recordings, request)
             if request.endpoint and request.is_served and request.headers_s is not None:
                 headers_s[request.endpoint].append(request.headers_s)
             self._count_end(request)
         for address, durations_s in headers_s.items():
             counters.record_headers(address, durations_s)
+
+    def _record_end(self, recordings: Recordings, request: RequestRecorder) -> None:
+        """Record an end; only chunks of a stream show the first token."""
+        read, routed_s = request.usage.get, request.routed_s
+        has_token = request.first_chunk_s >= 0.0 and request.is_chunked
+        row = EndRow(
+            request.number,
+            request.status,
+            request.first_chunk_s - routed_s if has_token else None,
+            (request.seconds or 0.0) - routed_s,
+            read("prompt"),
+            read("cached"),
+            read("completion"),
+        )
+        recordings.add_end(row)
 
     def _count_end(self, request: RequestRecorder) -> None:
         """Count the end of a routed request in its series."""
@@ -474,7 +498,7 @@ class StreamRecorder:
         if request.usage:
             self._count_tokens(request, series)
         if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
-            self.timings.add_ttft(request, request.response_s)
+            self.add_ttft(request, request.response_s)
         series.change_running(-1)
         if request.is_served and series.labels != request.labels:
             # The engine serves the model, even if it does not list it.
@@ -484,28 +508,13 @@ class StreamRecorder:
             is_watched = request.decision.request.api not in surfaces.UNOBSERVED
             status = NO_STATUS if is_watched else UNOBSERVED_STATUS
         name = series.name_status(status)
-        self.timings.add(series, name, request.seconds or 0.0, request.trace_id)
+        self.values.add(series, name, request.seconds or 0.0, request.trace_id)
 
     def _count_tokens(self, request: RequestRecorder, series: RequestSeries) -> None:
         """Count the tokens of a request, and the time that each took."""
         for kind, tokens in request.usage.items():
-            self.timings.add(series, kind, tokens)
+            self.values.add(series, kind, tokens)
         gaps = request.usage.get("completion", 0) - 1
         span_s = request.last_chunk_s - request.first_chunk_s
         if gaps > 0 and span_s > 0.0:
-            self.timings.add(series, "tpot", span_s / gaps)
-
-
-def _to_end_row(request: RequestRecorder) -> EndRow:
-    """The end of a request in recordings; only chunks of a stream show the first token."""
-    read, routed_s = request.usage.get, request.routed_s
-    has_token = request.first_chunk_s >= 0.0 and request.is_chunked
-    return EndRow(
-        request.number,
-        request.status,
-        request.first_chunk_s - routed_s if has_token else None,
-        (request.seconds or 0.0) - routed_s,
-        read("prompt"),
-        read("cached"),
-        read("completion"),
-    )
+            self.values.add(series, "tpot", span_s / gaps)

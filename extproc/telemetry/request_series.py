@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
@@ -35,6 +36,9 @@ TOKEN_BOUNDS = (1, *(2**power for power in range(3, 21)))
 #: Bounds of actual over predicted values.
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
+
+#: Values of one kind that wait to be counted (count).
+_MAX_WAITING: Final = 128
 
 #: The last value of a sampled trace, and the id of that trace, by bucket.
 Exemplars = dict[int, tuple[str, float]]
@@ -322,3 +326,26 @@ class RequestSeriesTable:
         if series is None:
             series = overflow[merged] = RequestSeries(merged)
         return series
+
+
+class WaitingValues:
+    """Values for histograms of series, which are counted together."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[tuple[RequestSeries, str], list[float]] = defaultdict(list)
+
+    def add(self, series: RequestSeries, name: str, value: float, trace_id: str = "") -> None:
+        """Count a value; of a sampled trace, where it has an id."""
+        values = self._values[series, name]
+        values.append(value)
+        if len(values) >= _MAX_WAITING:
+            series.record(name, values)
+            values.clear()
+        if trace_id:
+            series.set_exemplar(name, value, trace_id)
+
+    def settle(self) -> None:
+        """Count what waits."""
+        for (series, name), values in self._values.items():
+            series.record(name, values)
+        self._values.clear()

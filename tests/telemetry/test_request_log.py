@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -97,6 +98,23 @@ def test_a_line_has_times_tokens_and_the_pick(caplog):
             },
         )
     ]
+
+
+def test_a_line_that_a_bug_prevents_takes_no_other_with_it(caplog):
+    """The bug is counted as an exception."""
+    scene = RequestLogFixture(caplog, "all")
+    requests = scene.route(), scene.route()
+    scene.recorder.settle()
+    requests[0].first_chunk_s = None
+
+    async def end_together():
+        for request in requests:
+            request.on_finished(endpoint=ADDRESS, status="200", duration_s=2.0)
+        scene.recorder.settle()
+
+    asyncio.run(end_together())
+    assert [record.message for record in caplog.records].count("request") == 1
+    assert sum(scene.recorder.counters.exceptions.values()) == 1
 
 
 def test_a_line_of_a_stream_has_the_first_token(caplog):

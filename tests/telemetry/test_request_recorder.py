@@ -304,3 +304,42 @@ def test_open_requests_that_the_log_dropped_keep_two_candidates(strategy):
     assert explanation.format_short(slim) == texts[0]
     assert len(ended.decision.candidates) == 20
     assert explanation.format_short(ended.decision) == texts[1]
+
+
+def test_a_bug_in_the_recording_of_a_request_keeps_no_other_from_being_counted():
+    """It is an exception that is counted; the requests are counted, remembered and recorded."""
+
+    class BrokenRecordings:
+        """Recordings that cannot take every second decision, and no end."""
+
+        def __init__(self):
+            self.num_tried = self.num_ends = 0
+
+        def add_routed(self, *_, **__):
+            self.num_tried += 1
+            if self.num_tried % 2:
+                raise ZeroDivisionError
+            return self.num_tried
+
+        def add_end(self, _):
+            self.num_ends += 1
+            raise ZeroDivisionError
+
+        def encode(self):
+            raise ZeroDivisionError
+
+    subject, recordings = RecorderFixture(), BrokenRecordings()
+    subject.recorder.set_recordings(recordings)
+    requests = [subject.route() for _ in range(4)]
+    counters = subject.counters.pools["default"]
+    assert counters.routed_total == 4
+    assert len(subject.decisions) == 1  # all have the same id
+    running = next(name for name in page(subject.counters) if "running" in name)
+    assert page(subject.counters)[running] == 4
+    for request in requests:
+        respond(request, 0.1)
+        request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=0.2)
+    assert subject.counters.pools["default"].answered_total == 4
+    assert page(subject.counters)[running] == 0
+    assert (recordings.num_tried, recordings.num_ends) == (4, 2)
+    assert sum(subject.counters.exceptions.values()) >= 4  # and those of `encode`
