@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import signal
 import sys
 from pathlib import Path
@@ -28,29 +27,6 @@ SEED = 7
 REQUEST_TIMEOUT_S = 120.0
 #: Everything after the installation; many times what it takes on two free cores.
 TOTAL_TIMEOUT_S = 2400.0
-
-
-def cache() -> Path:
-    """Default path of the virtualenv."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "extproc-real-vllm"
-
-
-def outside(folder: Path) -> Path:
-    """The folder, if it is not inside the repository.
-
-    Raises:
-        ConfigError: It is.
-    """
-    resolved = folder.expanduser().resolve()
-    if resolved.is_relative_to(rig.ROOT):
-        raise ConfigError(
-            "--folder",
-            wanted="a folder outside the repository",
-            got=str(folder),
-            fix="leave it out, or name one elsewhere",
-        )
-    return resolved
 
 
 async def compare(python: Path, model: Path) -> dict[str, Any]:
@@ -118,17 +94,11 @@ async def _bounded(python: Path, model: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.real_vllm", description=__doc__)
-    parser.add_argument(
-        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
-    )
-    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+    install.add_flags(parser)
     parser.add_argument("--write", action="store_true", help="write bench/results/real_vllm.json")
     args = parser.parse_args()
     try:
-        folder = outside(args.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        python, installed = install.ensure(folder / "venv", base=args.python)
-        model = tiny.build(folder)
+        python, model, installed = install.prepare(args)
         figures = asyncio.run(_bounded(python, model))
     except ConfigError as error:
         print(f"bench.real_vllm: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from bench import rig
 from bench.real_vllm import conversations, install, replicas, tiny
-from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S, cache, outside
+from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S
 from extproc.demo import stack
 
 FILE = rig.ROOT / "tests" / "prefix_cache" / "captures" / f"vllm-{install.VERSION}.json"
@@ -250,18 +250,14 @@ def _hex(messages: Sequence[Sequence[bytes]]) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.real_vllm.capture", description=__doc__)
-    parser.add_argument(
-        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
-    )
-    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+    install.add_flags(parser)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     args = parser.parse_args()
-    folder = outside(args.folder)
-    python, installed = install.ensure(folder / "venv", base=args.python)
+    python, model, installed = install.prepare(args)
 
     async def bounded() -> dict[str, Any]:
         async with asyncio.timeout(TOTAL_TIMEOUT_S):
-            return await capture(python, tiny.build(folder))
+            return await capture(python, model)
 
     result = {
         "engine": installed["vllm"],

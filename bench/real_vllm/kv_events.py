@@ -22,7 +22,7 @@ import msgspec
 
 from bench import rig
 from bench.real_vllm import capture, conversations, install, replicas, tiny
-from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S, cache, outside
+from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S
 from extproc.demo import stack
 from extproc.prefix_cache import kv_events
 from extproc.prefix_cache.kv_events import BlockRemoved, BlockStored
@@ -211,10 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.real_vllm.kv_events", description=__doc__
     )
-    parser.add_argument(
-        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
-    )
-    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+    install.add_flags(parser)
     parser.add_argument(
         "--engines",
         default="",
@@ -222,11 +219,8 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help=f"write bench/results/{RESULT}.json")
     args = parser.parse_args()
-    folder = outside(args.folder)
-    python, installed = install.ensure(folder / "venv", base=args.python)
-    results = asyncio.run(
-        run(python, tiny.build(folder), args.engines.split(",") if args.engines else ())
-    )
+    python, model, installed = install.prepare(args)
+    results = asyncio.run(run(python, model, args.engines.split(",") if args.engines else ()))
     is_met = results["KV events"]["equal_ratio"] >= WANTED_RATIO
     print(
         f"{'met' if is_met else 'MISSED'}: {results['KV events']['equal_ratio']} of {WANTED_RATIO}"

@@ -21,8 +21,8 @@ from typing import Any, Final
 import aiohttp
 
 from bench import rig
-from bench.real_vllm import install, replicas, report, runs, tiny, workload
-from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, SEED, cache, outside
+from bench.real_vllm import install, replicas, report, runs, workload
+from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, SEED
 from extproc.demo import stack
 
 RESULT: Final = "real_vllm_rounds"
@@ -208,10 +208,7 @@ async def measure(
 def main() -> int:
     names = list(workload.tight(replicas.MODEL, seed=SEED))
     parser = argparse.ArgumentParser(prog="python -m bench.real_vllm.rounds", description=__doc__)
-    parser.add_argument(
-        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
-    )
-    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+    install.add_flags(parser)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each workload (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these workloads")
     parser.add_argument(
@@ -221,11 +218,9 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help=f"write bench/results/{RESULT}.json")
     args = parser.parse_args()
-    folder = outside(args.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    python, installed = install.ensure(folder / "venv", base=args.python)
+    python, model, installed = install.prepare(args)
     running = args.engines.split(",") if args.engines else ()
-    workloads = asyncio.run(measure(python, tiny.build(folder), args.only, args.rounds, running))
+    workloads = asyncio.run(measure(python, model, args.only, args.rounds, running))
     wrong = missed(workloads)
     for line in wrong:
         print(f"MISSED: {line}")

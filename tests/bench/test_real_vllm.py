@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import bench.real_vllm.__main__
 from bench import rig
 from bench.real_vllm import counters, install, replicas, report, tiny, workload
 from extproc.endpoint import EngineCounters, Load
@@ -182,9 +181,9 @@ def test_an_engine_listens_on_loopback_with_both_adapters():
 
 def test_the_folder_is_outside_the_repository(tmp_path):
     """Gigabytes of packages do not land in the tree."""
-    assert bench.real_vllm.__main__.outside(tmp_path) == tmp_path.resolve()
+    assert install.outside(tmp_path) == tmp_path.resolve()
     with pytest.raises(ConfigError, match="outside the repository"):
-        bench.real_vllm.__main__.outside(rig.ROOT / "venv")
+        install.outside(rig.ROOT / "venv")
 
 
 def one_run(**changes):
