@@ -3,17 +3,20 @@
     python -m bench.traces [--transport native] [--rounds 12] [--seconds 1.0] [--write]
 
 A picker process for each row is loaded in turns by streams of `bench.stream_load`, 1,000 a second, each
-round in another order, and spans go to a receiver in this process. Ratios are taken to the picker without
-traces, within a round: the machine may be busy. Traces of 1 % of the requests have a bar.
+round in another order, and spans go to a receiver in this process. The pickers are started several times,
+as those of `bench.metrics` are. Ratios are taken to the picker without traces, within a round: the machine
+may be busy. Traces of 1 % of the requests have a bar.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import uvloop
@@ -49,8 +52,11 @@ ROWS: Mapping[str, tuple[Mapping[str, str], str]] = {
 }
 
 
-async def compare(transport: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for each way to trace: CPU of a request (µs), and its ratio to that without traces."""
+async def measure_processes(
+    transport: str, rounds: int, seconds: float
+) -> Mapping[str, Sequence[float]]:
+    """CPU of a request (µs) by round, for each way to trace, of one start of the pickers."""
+    used: dict[str, list[float]] = {name: [] for name in ROWS}
     with otlp_receiver.receiving() as receiver:
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{receiver.grpc_port}"}
         async with stack.stack() as children:
@@ -65,13 +71,22 @@ async def compare(transport: str, rounds: int, seconds: float) -> list[dict[str,
                     *("--grpc-health-port", "0", "--drain-timeout", "0s", "--config-text", CONFIG),
                 )
                 running[name] = rig.Rig(port, 0, child.process.pid, children)
-            used: dict[str, list[float]] = {name: [] for name in ROWS}
             rng = random.Random(1)
             for number in range(-metrics.WARM_UP_ROUNDS, rounds):
                 for name in rng.sample(list(ROWS), len(ROWS)):
                     cpu_us = await _load(running[name], ROWS[name][1], seconds)
                     if number >= 0:
                         used[name].append(cpu_us)
+    return used
+
+
+async def compare(transport: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for each way to trace: CPU of a request (µs), and its ratio to that without traces."""
+    rounds_per_start = math.ceil(rounds / metrics.STARTS)
+    parts = [
+        await measure_processes(transport, rounds_per_start, seconds) for _ in range(metrics.STARTS)
+    ]
+    used = {name: [*itertools.chain(*(part[name] for part in parts))] for name in ROWS}
     rows = []
     for name, values in used.items():
         ratios = [value / plain for value, plain in zip(values, used["off"], strict=True)]
