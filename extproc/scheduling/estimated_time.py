@@ -130,8 +130,9 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       that need not be done delays those who run, those who wait, and as many later ones. Less by the
       share of requests that other pickers sent: they may have copied the prefix to where we know
       nothing of it.
-    - crowding = `crowding` r K p' v((A + u + g) / K), not where the prompt went that this one goes on
-      from, or beside other pickers where all of them expect it. A is the prompt tokens of the open
+    - crowding = `crowding` r K p' v((A + u + g) / K) (u + g) / (L + g), not where the prompt went that
+      this one goes on from, or beside other pickers where all of them expect it. Of a conversation
+      that is cached there in part, only the rest moves in. A is the prompt tokens of the open
       requests there, those of others taken to be like ours, and what they will grow by, as this one
       will by g: young conversations grow to the size of the others. r is the share of requests that
       go on from an earlier one. v rises from 0 at `crowding_start` to 1 where the cache is full and
@@ -430,7 +431,8 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         rises = (wanted - self.crowding_start) / (1.0 - self.crowding_start)
         falls = (self.crowding_end - share) / (self.crowding_end - 1.0)
         value = min(1.0, rises, falls)
-        return self.crowding * continued * capacity * c.rates.evicted_s * value
+        moving = uncached / max(1.0, tokens)
+        return self.crowding * continued * moving * capacity * c.rates.evicted_s * value
 
     def _stall(self, c: Candidate, wanted: float, answer: float) -> tuple[float, float]:
         """Seconds until `wanted` more KV tokens are free, and what others wait; see the class."""

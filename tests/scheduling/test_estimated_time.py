@@ -147,6 +147,25 @@ def test_crowding_costs_what_evicted_prefixes_do():
     assert computed > 0.0
 
 
+def test_crowding_costs_the_part_of_a_conversation_that_moves_in():
+    """A quarter of the cost where three quarters of it are cached, at a cache that gets as full."""
+    load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 1.0}
+    load |= {"in_flight": 1, "estimated_requests": 1}
+    candidates = builders.candidates(
+        {
+            "cached": load | {"active_context_tokens": 1_550.0, "matched_tokens": 150},
+            "elsewhere": load | {"active_context_tokens": 1_400.0},
+        }
+    )
+    context = builders.context(prompt_tokens=200, continuation_ratio=0.8)
+    priced = EstimatedTime().cost(context, candidates)
+    cached, elsewhere = dict(priced.terms)["crowding"]
+    assert cached == pytest.approx(elsewhere / 4)
+    assert elsewhere > 0.0
+    columns = zip(*(values for _, values in priced.terms), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
+
+
 def test_queued_requests_are_delayed_by_this_prompt():
     """Of 1,000 tokens a request, 5,000 queued are five who wait 0.1 s, and no more than are there."""
     cost = EstimatedTime()

@@ -193,15 +193,16 @@ class OraclePicker:
         if candidate.home:
             return 0.0
         machine = candidate.node.engine.profile
-        wanted = candidate.work.prompt_tokens - candidate.cached + growth
+        tokens = candidate.work.prompt_tokens + growth
+        wanted = tokens - candidate.cached
         share = (candidate.held + wanted) / machine.kv_tokens
         low, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_end
         value = min((share - low) / (1.0 - low), (lost - share) / (lost - 1.0), 1.0)
         per_token = machine.prefill_s_per_token
         if candidate.node.engine.pool.host is not None:
             per_token = min(per_token, machine.reload_s_per_token)
-        cache_s = machine.kv_tokens * per_token
-        return _WEIGHTS.crowding * self._recurrence.continuation_ratio * cache_s * max(0.0, value)
+        moving_s = machine.kv_tokens * per_token * wanted / tokens
+        return _WEIGHTS.crowding * self._recurrence.continuation_ratio * moving_s * max(0.0, value)
 
     def _stall_s(self, candidate: _CandidateState) -> float:
         """Seconds until the cache has room for this request and all ahead of it."""

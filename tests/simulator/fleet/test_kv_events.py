@@ -65,7 +65,7 @@ def test_an_engine_that_dies_is_known_to_be_empty_when_it_is_back(noticed_s):
 
 def test_what_hosts_hold_is_known_with_the_time_to_load_it():
     """By events of another medium, and counters of the page: a fifth of the time to compute it."""
-    run = a_run(is_exact=True, machine=HOST, users=12)
+    run = a_run(is_exact=True, machine=HOST, users=16)
     exact = run.pickers[0].parts.exact
     while exact.index.sweep(1_000_000):
         pass
