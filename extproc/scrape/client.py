@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import cast
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -23,6 +23,9 @@ _HEAD_BYTES = 16_384
 
 #: Bytes of a response in which chunk sizes, extensions and trailers may exceed the body.
 _FRAMING_BYTES = 65_536
+
+#: Reason of a failure: a body, or what frames it, is above its bound.
+TOO_LARGE: Final = "too large"
 
 #: Pieces of a body at most (count): a chunk of a byte costs as much as one of a page, and the event loop
 #: may read megabytes of them in one turn.
@@ -118,7 +121,7 @@ class HttpResponseParser:
         ):
             self._fail("encoded")
         elif int(headers.get(b"content-length", b"0")) > self._left:
-            self._fail("too large")
+            self._fail(TOO_LARGE)
 
     def on_body(self, body: bytes) -> None:
         """Called by the parser for every piece of the body."""
@@ -126,7 +129,7 @@ class HttpResponseParser:
         if self.done:
             return
         if self._left < 0 or len(self._body) >= _MAX_PIECES:
-            self._fail("too large")
+            self._fail(TOO_LARGE)
         else:
             self._body.append(body)
 
@@ -143,7 +146,7 @@ class HttpResponseParser:
         if not self._in_body and self._received_bytes > _HEAD_BYTES:
             self._fail("not HTTP")
         elif self._received_bytes > self._max_bytes:
-            self._fail("too large")
+            self._fail(TOO_LARGE)
 
     def _fail(self, reason: str) -> None:
         self.done, self.failure, self.reusable = True, reason, False

@@ -43,6 +43,10 @@ _PATHS: Final[Mapping[str, Sequence[str]]] = {
     "completions": ("/v1/completions/render", "/tokenize"),
 }
 
+#: Fields behind those of a body with images: an answer without their pixels, which are megabytes. vLLM
+#: 0.32 knows both, versions before it at most the second.
+_NO_PIXELS: Final = b',"mm_payload":"none","return_mm_kwargs":false}'
+
 #: Statuses of a path that an engine does not have.
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 
@@ -55,8 +59,8 @@ _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 #: Bytes of a body at most, and of an answer.
 _MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
 
-#: Prompts of too many blocks that are remembered (count), so that they, and what goes on from them, are
-#: not rendered again.
+#: Prompts of too many blocks, or with too large answers, that are remembered (count), so that they, and
+#: what goes on from them, are not rendered again.
 _MAX_TOO_LONG = 256
 
 #: Characters of the identifier of an image at most, which is in the key of every block of it; a client
@@ -325,7 +329,8 @@ class PromptRenderer:
         paths = _PATHS[prompt.api]
         while engine.path < len(paths):
             url = f"{self._scheme}://{prompt.address}{paths[engine.path]}"
-            answer = await self._engine_client.post(client.post_target(url), prompt.body)
+            body = prompt.body if engine.path else _without_pixels(prompt, prompt.body)
+            answer = await self._engine_client.post(client.post_target(url), body)
             if isinstance(answer, client.FetchFailed) and answer.status in _ABSENT:
                 engine.path += 1
                 continue
@@ -352,15 +357,20 @@ class PromptRenderer:
             )
             body = body if edit is None else edit.apply(body)
         target = client.post_target(f"{settings.render_url}{_PATHS[prompt.api][0]}")
-        answer = await self._server_client.post(target, body)
+        answer = await self._server_client.post(target, _without_pixels(prompt, body))
         return self._conclude(prompt, answer, settings.render_url)
 
     def _conclude(
         self, prompt: _UnmappedPrompt, answer: bytes | client.FetchFailed, address: str
     ) -> PromptResult | None:
         """Map a prompt by an answer; None for one of no use, after which its sender rests."""
+        result: PromptResult | None
         if isinstance(answer, client.FetchFailed):
-            result: PromptResult | None = "failed" if _is_refused(answer.status) else None
+            if answer.reason == client.TOO_LARGE and prompt.num_media:
+                # With pixels, by an engine that cannot leave them out.
+                result = self._note_too_long(prompt)
+            else:
+                result = "failed" if _is_refused(answer.status) else None
         else:
             result = self._map_answer(prompt, answer)
         engine = self._engine(address)
@@ -388,7 +398,7 @@ class PromptRenderer:
     ) -> PromptResult:
         if not tokens:
             return "failed"
-        # `/tokenize` leaves the tokens of images out.
+        # `/tokenize` names no images.
         if len(placeholders) < prompt.num_media or any(
             len(identifier) > _MAX_IDENTIFIER for *_, identifier in placeholders
         ):
@@ -401,11 +411,13 @@ class PromptRenderer:
             prompt_bytes=prompt.prompt_bytes,
             placeholders=placeholders,
         )
-        if not is_mapped:
-            self._too_long[prompt.chain[-1]] = None
-            if len(self._too_long) > _MAX_TOO_LONG:
-                self._too_long.popitem(last=False)
-        return "mapped" if is_mapped else "unsupported"
+        return "mapped" if is_mapped else self._note_too_long(prompt)
+
+    def _note_too_long(self, prompt: _UnmappedPrompt) -> PromptResult:
+        self._too_long[prompt.chain[-1]] = None
+        if len(self._too_long) > _MAX_TOO_LONG:
+            self._too_long.popitem(last=False)
+        return "unsupported"
 
     def _engine(self, address: str) -> _Engine:
         if len(self._engines) >= _MAX_ENGINES:
@@ -423,6 +435,11 @@ class PromptRenderer:
 def _is_refused(status: int) -> bool:
     """True if the prompt is at fault, such as one that is too long, and not who renders it."""
     return 400 <= status < 500 and status not in _ABSENT and status not in (401, 429)
+
+
+def _without_pixels(prompt: _UnmappedPrompt, body: bytes) -> bytes:
+    """A body to be rendered, which asks for no pixels of its images."""
+    return body.rstrip().removesuffix(b"}") + _NO_PIXELS if prompt.num_media else body
 
 
 def _read_salt(body: bytes | bytearray) -> str | None:

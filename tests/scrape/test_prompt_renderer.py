@@ -251,6 +251,41 @@ def test_a_prompt_is_rendered_once_with_the_bytes_of_the_client():
     asyncio.run(test())
 
 
+def test_images_are_rendered_without_their_pixels():
+    """An engine answers with megabytes of an image otherwise; nothing changes in a prompt without any."""
+
+    async def bodies():
+        script = reply(RENDERED | {"features": features("x")}), reply(RENDERED)
+        async with running(*script) as (server, _, renderer):
+            body = b'{"model": "m", "mm_payload": "tensors"} \n'
+            await mapped(server, renderer, media=IMAGE, body=body)
+            await mapped(server, renderer, chain=[13, 14])
+            await mapped(server, renderer, chain=[15, 16])
+            # The server reads heads alone, so a body precedes the next one.
+            return [request.partition(b"POST ")[0] for request in server.requests[1:]]
+
+    images, text = asyncio.run(bodies())
+    # Of a field that is there twice, the last one counts.
+    assert json.loads(images) == {"model": "m", "mm_payload": "none", "return_mm_kwargs": False}
+    assert text == b'{"a": 1}'
+
+
+def test_an_answer_with_pixels_does_not_stop_the_others():
+    """An engine that cannot leave them out is asked for texts on, and for that prompt once."""
+    pixels = b"HTTP/1.1 200 OK\r\ncontent-length: 6553403\r\n\r\n"
+
+    async def results():
+        async with running(pixels, reply(RENDERED)) as (server, _, renderer):
+            for chain, media in (([1, 2], IMAGE), ([1, 2, 3], IMAGE), ([4, 5], ())):
+                yield await mapped(server, renderer, chain=chain, media=media)
+            yield len(server.requests)
+
+    async def listed():
+        return [result async for result in results()]
+
+    assert asyncio.run(listed()) == [["unsupported"], ["unsupported"], ["mapped"], 2]
+
+
 def test_a_prompt_of_too_many_blocks_is_rendered_once(monkeypatch):
     """Nor is what goes on from it; it counts as unsupported each time."""
     monkeypatch.setattr("extproc.prefix_cache.exact_prefixes._MAX_PROMPT_BLOCKS", 2)
