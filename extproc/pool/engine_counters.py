@@ -180,58 +180,24 @@ class CounterReader:
 #: went within some two seconds.
 _ALPHA = 0.02
 
-#: Prompt tokens that the hit ratio is taken over: of some hundred prompts, because caches that are
-#: still cold say nothing of how well pickers agree.
-_RECENT_TOKENS = 1e6
-
-#: Prompt tokens without a hit that it begins with: a prefix counts as cached only after hits.
-_FIRST_TOKENS = 2e4
-
 
 class ForeignTraffic:
-    """Moving averages of foreign requests and of the prefix hit ratio, over the pool.
-
-    Mutable; owned by `PoolStore`.
+    """Moving average of foreign requests, over the pool. Mutable; owned by `PoolStore`.
 
     Attributes:
         share: Share of the requests in the engines that others sent, 0..1.
-        hit_ratio: Share of all prompt tokens that engines find in their caches, 0..1; 0 before any.
     """
 
-    __slots__ = ("_matched", "_others", "_ours", "_prompts", "_tokens", "hit_ratio", "share")
+    __slots__ = ("_others", "_ours", "share")
 
     def __init__(self) -> None:
         self._ours = 0.0
         self._others = 0.0
-        self._tokens = _FIRST_TOKENS
-        self._prompts = self._matched = 0.0
         self.share = 0.0
-        self.hit_ratio = 0.0
 
-    def record_match(self, prompt_tokens: int, matched_tokens: int) -> None:
-        """Count what we expect of a prompt by what we sent ourselves."""
-        self._prompts += prompt_tokens
-        self._matched += matched_tokens
-        if self._prompts > _RECENT_TOKENS:
-            self._matched *= _RECENT_TOKENS / self._prompts
-            self._prompts = _RECENT_TOKENS
-
-    @property
-    def unknown_hit_ratio(self) -> float:
-        """Share of what we do not know to be cached that engines find nevertheless, 0..1."""
-        known = self._matched / self._prompts if self._prompts else 0.0
-        return max(0.0, self.hit_ratio - known) / (1.0 - known) if known < 1.0 else 0.0
-
-    def update(self, own: float, foreign: float, *, before: Load, after: Load) -> None:
+    def update(self, own: float, foreign: float) -> None:
         """Fold one scrape of one endpoint into the averages."""
         self._ours += _ALPHA * (own - self._ours)
         self._others += _ALPHA * (foreign - self._others)
         requests = self._ours + self._others
         self.share = self._others / requests if requests else 0.0
-        queries = (after.prefix_queries or 0.0) - (before.prefix_queries or 0.0)
-        hits = (after.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
-        if before.prefix_queries is not None and queries > 0.0 <= hits <= queries:
-            # By tokens and not by pages: those come as often as they are asked for.
-            self._tokens += queries
-            self.hit_ratio += (hits - queries * self.hit_ratio) / self._tokens
-            self._tokens = min(self._tokens, _RECENT_TOKENS)

@@ -232,7 +232,7 @@ class PoolStore:
         is_void = bool(flaws & plausibility.VOID)
         foreign = 0.0 if is_void else max(0.0, scraped - own)
         if not is_void:
-            self.foreign_traffic.update(own, foreign, before=member.load, after=load)
+            self.foreign_traffic.update(own, foreign)
         # Pages do not say whose requests wait. Others first: what is ours drains between pages, and an
         # engine on which we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)

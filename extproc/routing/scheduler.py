@@ -22,7 +22,6 @@ from extproc.parsing import surfaces
 from extproc.pool import candidate_builder, inference_policy, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import OutlierDetectionSettings
-from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
@@ -113,11 +112,6 @@ MIN_PEER_SHARE = 0.1
 #: Largest share of a prompt that is expected on its affinity endpoint; its last turn is new.
 _MAX_EXPECTED_SHARE = 0.95
 
-#: Expected hits on the affinity endpoint, as a multiple of those that are found and not known of.
-#: Replicas that do not agree yet find half of what they will find; prompts that share nothing have no
-#: such endpoint.
-_HIT_RATIO_FACTOR = 2.0
-
 #: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
 _MIN_HOLDERS, _MIN_HELD_SHARE = 2, 0.9
 
@@ -137,25 +131,28 @@ def with_expected_hits(
     members: Sequence[EndpointSnapshot],
     *,
     matched: Sequence[int],
-    peers: ForeignTraffic,
+    share: float,
 ) -> tuple[Sequence[int], int | None]:
     """Add the hits to expect where other replicas sent the earlier turns.
+
+    Of what this replica did not send itself, others sent their share, if the prompt goes on from an
+    earlier one. What engines find does not say how much that is: replicas that do not agree yet find
+    less than they would.
 
     Args:
         key: Identity of the conversation; empty for none.
         matched: Per member, prompt tokens that our own index predicts as cached there.
+        share: Share of the requests that others send, times that of those that go on from an earlier
+            one, 0..1.
 
     Returns:
         `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
         None if it has none, or our own index knows more.
     """
-    if not key or peers.share < MIN_PEER_SHARE:
+    if not key or not share:
         return matched, None
     min_tokens = _MIN_HELD_SHARE * tokens
     if sum([held_tokens >= min_tokens for held_tokens in matched]) >= _MIN_HOLDERS:
-        return matched, None
-    share = min(1.0, _HIT_RATIO_FACTOR * peers.unknown_hit_ratio)
-    if not share:
         return matched, None
     index = rendezvous_endpoint(key, members)
     expected_tokens = int(
@@ -326,8 +323,8 @@ class Scheduler:
         read_first_message: _ReadText,
     ) -> tuple[Sequence[int], InflightLoad | None, tuple[float, float, float, float]]:
         """`matched` with hits to expect, the last turn's account, and the context's last values."""
-        peers, tracker = self._store.foreign_traffic, self._conversation_tracker
-        foreign_share, last_account = peers.share, tracker.last_endpoint(chain)
+        foreign_share, tracker = self._store.foreign_traffic.share, self._conversation_tracker
+        last_account = tracker.last_endpoint(chain)
         conversation_stats = (
             tracker.continuation_ratio,
             tracker.expected_growth_tokens(request.prompt_tokens),
@@ -335,11 +332,12 @@ class Scheduler:
             tracker.idle_per_open(foreign_share),
         )
         if chain and foreign_share >= MIN_PEER_SHARE:
-            if tokens := request.prompt_tokens:
-                peers.record_match(tokens, min(tokens, max(matched)))
-            key = request.session or read_first_message(request)
             matched, affinity_index = with_expected_hits(
-                key, request.prompt_tokens, members, matched=matched, peers=peers
+                request.session or read_first_message(request),
+                request.prompt_tokens,
+                members,
+                matched=matched,
+                share=foreign_share * tracker.continuation_ratio,
             )
             # Where our own last turn of it went, the others do not know.
             if affinity_index is not None:

@@ -5,9 +5,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from extproc.endpoint import NO_LOAD, Endpoint, Load, StepTimeModel
+from extproc.endpoint import Endpoint, Load, StepTimeModel
 from extproc.pool import candidate_builder
-from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest
 from extproc.routing import scheduler
@@ -35,35 +34,23 @@ def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
     ]
 
 
-def others(own: float = 1.0, foreign: float = 3.0, hit_ratio: float = 0.5) -> ForeignTraffic:
-    """Peers that send so much."""
-    peers = ForeignTraffic()
-    peers.update(own, foreign, before=NO_LOAD, after=NO_LOAD)
-    peers.hit_ratio = hit_ratio
-    return peers
-
-
-def test_without_peers_no_hits_are_expected():
-    """If all requests are ours, or a request has no key, the index counts as it is."""
-    known = [0, 0, 0]
-    alone = others(foreign=0.0)
-    assert scheduler.with_expected_hits("a", 1000, members(3), matched=known, peers=alone) == (
-        known,
-        None,
-    )
-    assert scheduler.with_expected_hits("", 1000, members(3), matched=known, peers=others()) == (
-        known,
-        None,
-    )
+def test_without_others_or_a_key_no_hits_are_expected():
+    """If all requests are ours, or none goes on from another, or a request has no key: the index counts."""
+    known, store = [0, 0, 0], members(3)
+    for key, share in (("a", 0.0), ("", 0.5)):
+        assert scheduler.with_expected_hits(key, 1000, store, matched=known, share=share) == (
+            known,
+            None,
+        )
 
 
 def test_hits_are_expected_at_the_rendezvous_endpoint():
-    """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
+    """Tokens that others sent of a prompt are believed at its affinity endpoint, and no more elsewhere."""
     store = members(4)
-    expected, at = scheduler.with_expected_hits("a", 1000, store, matched=[100] * 4, peers=others())
-    assert at == scheduler.rendezvous_endpoint("a", store)
-    assert expected[at] == 950
-    assert sorted(expected) == [100, 100, 100, 950]
+    at = scheduler.rendezvous_endpoint("a", store)
+    for share, tokens in ((0.1, 190), (0.5, 550), (1.0, 950)):
+        expected = scheduler.with_expected_hits("a", 1000, store, matched=[100] * 4, share=share)
+        assert expected == ([tokens if n == at else 100 for n in range(4)], at)
 
 
 def test_half_of_a_surrogate_pair_is_a_key():
@@ -72,30 +59,11 @@ def test_half_of_a_surrogate_pair_is_a_key():
     assert 0 <= scheduler.rendezvous_endpoint("a\ud83d", store) < 4
 
 
-def test_expected_hits_follow_the_hit_ratio():
-    """Twice what engines find beyond what we know is expected: nothing where prompts share nothing."""
-    store = members(4)
-    little, _ = scheduler.with_expected_hits(
-        "a", 1000, store, matched=[0] * 4, peers=others(hit_ratio=0.1)
-    )
-    assert max(little) == 200
-    peers = others(hit_ratio=0.6)
-    peers.record_match(1000, 500)
-    little, _ = scheduler.with_expected_hits("a", 1000, store, matched=[200] * 4, peers=peers)
-    assert max(little) == 200 + int(2 * 0.2 * 800)
-    none = [0] * 4
-    peers = others(hit_ratio=0.0)
-    assert scheduler.with_expected_hits("a", 1000, store, matched=none, peers=peers) == (
-        none,
-        None,
-    )
-
-
 @pytest.mark.parametrize("hits", [None, 0.0])
 def test_affinity_needs_evidence_of_hits(hits):
     """An engine without prefix hits, or without their counter, gets no expected hits."""
     store, known = members(4, hits=hits), [0] * 4
-    assert scheduler.with_expected_hits("a", 1000, store, matched=known, peers=others()) == (
+    assert scheduler.with_expected_hits("a", 1000, store, matched=known, share=0.5) == (
         known,
         None,
     )
@@ -120,13 +88,13 @@ def test_a_widely_cached_prompt_has_no_affinity():
     """If two endpoints hold a prompt, or its affinity endpoint does, nothing is added."""
     store = members(4)
     spread = [900, 900, 0, 0]
-    assert scheduler.with_expected_hits("a", 1000, store, matched=spread, peers=others()) == (
+    assert scheduler.with_expected_hits("a", 1000, store, matched=spread, share=0.5) == (
         spread,
         None,
     )
     at = scheduler.rendezvous_endpoint("a", store)
     queued = [960 if n == at else 0 for n in range(4)]
-    assert scheduler.with_expected_hits("a", 1000, store, matched=queued, peers=others()) == (
+    assert scheduler.with_expected_hits("a", 1000, store, matched=queued, share=0.5) == (
         queued,
         at,
     )
@@ -147,9 +115,7 @@ def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
     there = msgspec.structs.replace(chosen, endpoints=(store[went].endpoint,))
     pool_fixture.director.reserve(there, pool_fixture.now)
     if beside:
-        pool_fixture.store.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
-        pool_fixture.store.foreign_traffic.hit_ratio = 0.5
-        pool_fixture.store.foreign_traffic.record_match(100_000, 0)
+        pool_fixture.store.foreign_traffic.update(1.0, 3.0)
     built = []
 
     def keep(*arguments, look=candidate_builder.build_candidates, **more):
