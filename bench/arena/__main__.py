@@ -2,11 +2,12 @@
 
     python -m bench.arena [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
+    python -m bench.arena --knowledge [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --test [--jobs N]
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
-`--ablate` the default is played beside itself without each constant of its cost. Without
-arguments the first forty scenarios of the training set are played. The test set is for releases: it is played as a
+`--ablate` the default is played beside itself without each constant of its cost, with `--knowledge`
+beside itself with inputs of its cost exact. Without arguments the first forty scenarios of the training set are played. The test set is for releases: it is played as a
 whole, from a committed tree, and always written.
 """
 
@@ -20,7 +21,7 @@ import sys
 import time
 
 from bench import rig
-from bench.arena import ablation, report, saturation, scenarios, score, tournament
+from bench.arena import ablation, knowledge, report, saturation, scenarios, score, tournament
 
 NAME = "arena"
 
@@ -36,9 +37,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--test", action="store_true", help="the test set, once for a release")
     parser.add_argument("--ablate", action="store_true", help="the default without each constant")
+    parser.add_argument("--knowledge", action="store_true", help="the default with inputs exact")
     args = parser.parse_args()
-    if args.test and args.ablate:
-        parser.error("the test set is for scores; leave out --ablate")
+    if args.test + args.ablate + args.knowledge > 1:
+        parser.error("--test, --ablate and --knowledge exclude each other")
     name, count = ("test", TEST) if args.test else (args.set, args.count)
     writes = args.write or args.test
     if writes and is_dirty():
@@ -50,20 +52,25 @@ def main() -> None:
     def progress(line: str) -> None:
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
-    rows = tournament.tournament(
-        seeds,
-        ablation.variants() if args.ablate else tournament.default_variants(),
-        jobs=args.jobs,
-        may_test=args.test,
-        progress=progress,
-    )
-    if args.ablate:
-        entry = ablation.record(rows)
-        entry["elsewhere"] = ablation.elsewhere(jobs=args.jobs, progress=progress)
+    part = "ablations" if args.ablate else "knowledge" if args.knowledge else "sets"
+    if args.knowledge:
+        rows = knowledge.rows(seeds, jobs=args.jobs, progress=progress)
+        entry = knowledge.record(rows)
     else:
-        entry = report.record(rows)
-    print(f"\r\x1b[K{count} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        rows = tournament.tournament(
+            seeds,
+            ablation.variants() if args.ablate else tournament.default_variants(),
+            jobs=args.jobs,
+            may_test=args.test,
+            progress=progress,
+        )
+        entry = ablation.record(rows) if args.ablate else report.record(rows)
     if args.ablate:
+        entry["elsewhere"] = ablation.elsewhere(jobs=args.jobs, progress=progress)
+    print(f"\r\x1b[K{count} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if args.knowledge:
+        print(knowledge.block({"command": "", "date": "", "commit": "", **entry}))
+    elif args.ablate:
         for constant, values in [*entry["constants"].items(), *entry["elsewhere"].items()]:
             print(constant, values)
     else:
@@ -72,19 +79,19 @@ def main() -> None:
         for row in entry["worst"]:
             print(row)
     if writes:
-        flags = "--ablate " if args.ablate else ""
+        flags = {"ablations": "--ablate ", "knowledge": "--knowledge ", "sets": ""}[part]
         about = f"{flags}--set {name} --count {count} --write"
         command = f"python -m bench.arena {'--test' if args.test else about}"
-        _write("ablations" if args.ablate else "sets", name, command, entry, rows)
+        _write(part, name, command, entry, rows)
 
 
 def _write(part: str, name: str, command: str, entry: dict, rows: list[score.ScenarioRow]) -> None:
     """Put the scores or the ablation of a set into the record, and keep the rates of its scenarios."""
     path = rig.RESULTS / f"{NAME}.json"
-    parts = {"sets": {}, "ablations": {}}
+    parts: dict[str, dict] = {"sets": {}, "ablations": {}, "knowledge": {}}
     if path.exists():
         before = json.loads(path.read_text())
-        parts = {key: before[key] for key in parts}
+        parts = {key: before.get(key, {}) for key in parts}
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()

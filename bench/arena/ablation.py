@@ -64,7 +64,7 @@ def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
         "scenarios": len(rows),
         "seeds": [min(row.seed for row in rows), max(row.seed for row in rows)],
         "constants": {
-            constant: {figure: _ratios(rows, figure, f"no {constant}") for figure in FIGURES}
+            constant: {figure: ratios(rows, figure, f"no {constant}") for figure in FIGURES}
             for constant in WITHOUT
         },
     }
@@ -130,10 +130,7 @@ def block(entry: Mapping[str, Any]) -> str:
     default = EstimatedTime()
 
     def row(constant: str, figures: Sequence[str], values: Mapping[str, Any]) -> str:
-        cells = [
-            f"{values[figure]['mean']:.3f} ({values[figure]['low']:.3f} to {values[figure]['high']:.3f})"
-            for figure in figures
-        ]
+        cells = [cell(values[figure]) for figure in figures]
         return " | ".join([f"| `{constant}`", f"{getattr(default, constant):g}", *cells]) + " |"
 
     rows = [
@@ -158,6 +155,11 @@ def block(entry: Mapping[str, Any]) -> str:
     return "\n".join([*rows, "", f"{about}scenarios, seeds {low} to {high}."])
 
 
+def cell(values: Mapping[str, float]) -> str:
+    """A mean with its interval, as tables have it."""
+    return f"{values['mean']:.3f} ({values['low']:.3f} to {values['high']:.3f})"
+
+
 def _without(constant: str) -> scenario.Variant:
     return _variant(f"no {constant}", {constant: WITHOUT[constant]})
 
@@ -172,7 +174,7 @@ def _variant(name: str, changed: Mapping[str, float]) -> scenario.Variant:
     return scenario.Variant(name=name, settings={"scheduling": {"profile": profile}})
 
 
-def _ratios(rows: Sequence[score.ScenarioRow], figure: str, name: str) -> dict[str, float]:
+def ratios(rows: Sequence[score.ScenarioRow], figure: str, name: str) -> dict[str, float]:
     """Geometric mean and 95 % interval of a variant over the default."""
     return _interval([score.ratio(row, figure, name, [score.ADAPTIVE]) for row in rows])
 

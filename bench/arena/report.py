@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.arena import ablation, score, traffic
+from bench.arena import ablation, knowledge, score, traffic
 
 #: What people read, by figure.
 NAMES = {
@@ -120,6 +120,8 @@ def block(result: Mapping[str, Any]) -> str:
         ]
     for name, entry in result["ablations"].items():
         parts += [f"### Ablation on the {name} set", "", ablation.block(entry), ""]
+    for name, entry in result.get("knowledge", {}).items():
+        parts += [f"### What knowledge is worth on the {name} set", "", knowledge.block(entry), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -162,9 +164,7 @@ def _kinds(entry: Mapping[str, Any]) -> list[str]:
         if not values["ttft_mean_s"]["scenarios"]:
             continue
         cells = " | ".join(
-            f"{values[figure]['mean']:.3f} ({values[figure]['low']:.3f} to {values[figure]['high']:.3f})"
-            if values[figure]["scenarios"]
-            else ""
+            ablation.cell(values[figure]) if values[figure]["scenarios"] else ""
             for figure in BAD_FIGURES
         )
         rows.append(f"| {kind} | {values['ttft_mean_s']['scenarios']} | {cells} |")

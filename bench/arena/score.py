@@ -125,10 +125,14 @@ def interval(values: Sequence[float], *, seed: int = 1) -> tuple[float, float]:
     return means[round(0.025 * _RESAMPLES)], means[round(0.975 * _RESAMPLES) - 1]
 
 
-def share_worse(rows: Sequence[ScenarioRow], figures: Iterable[str]) -> float:
-    """Share of scenarios in which any of the figures is above 1.05 of the best published."""
-    names = list(figures)
-    bad = sum(
-        any(ratio(row, figure, ADAPTIVE, PUBLISHED) > 1.05 for figure in names) for row in rows
-    )
+def share_worse(
+    rows: Sequence[ScenarioRow],
+    figures: Iterable[str],
+    *,
+    ours: str = ADAPTIVE,
+    others: Iterable[str] = PUBLISHED,
+) -> float:
+    """Share of scenarios in which any of the figures is above 1.05 of the best of the others."""
+    names, beside = list(figures), list(others)
+    bad = sum(any(ratio(row, figure, ours, beside) > 1.05 for figure in names) for row in rows)
     return bad / len(rows) if rows else math.nan

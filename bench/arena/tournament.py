@@ -18,6 +18,7 @@ from bench import rig
 from bench.arena import saturation, scenarios, score
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import scenario, simulation
+from extproc.simulator.fleet.run_metrics import RunMetrics
 
 FOLDER = rig.ROOT / "build" / "arena"
 
@@ -84,7 +85,11 @@ def play(
     drawn = scenarios.draw(seed, may_test=may_test)
     definition = drawn.at_rate(rate_per_s * drawn.load)
     column = simulation_runs.column(variant, folder=rig.ROOT, where="arena")
-    metrics = simulation.Simulation(definition, column.settings, seed=seed).run()
+    return figures(drawn, simulation.Simulation(definition, column.settings, seed=seed).run())
+
+
+def figures(drawn: scenarios.ArenaScenario, metrics: RunMetrics) -> dict[str, float | None]:
+    """Figures of a run by name, as `play` returns them."""
     summary = metrics.summary()
     times = saturation.idle_times(drawn)
     good = sum(
@@ -93,7 +98,7 @@ def play(
         and _tpot_s(sent.took_s - sent.first_s, sent.work.output_tokens) <= GOOD_TPOT * times.tpot_s
         for sent in metrics.requests
     )
-    figures = {
+    values = {
         "ttft_mean_s": summary.ttft_s.mean,
         "ttft_p99_s": summary.ttft_s.p99,
         "e2e_mean_s": summary.e2e_s.mean,
@@ -107,8 +112,7 @@ def play(
         "requests_max_over_mean": summary.requests_max_over_mean,
     }
     return {
-        name: None if math.isnan(value) else float(f"{value:.6g}")
-        for name, value in figures.items()
+        name: None if math.isnan(value) else float(f"{value:.6g}") for name, value in values.items()
     }
 
 

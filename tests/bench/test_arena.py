@@ -11,6 +11,7 @@ from bench import rig
 from bench.arena import (
     __main__,
     ablation,
+    knowledge,
     plots,
     report,
     saturation,
@@ -231,6 +232,32 @@ def test_every_constant_of_the_default_cost_has_a_row():
     """In the ablation on random traffic, or where the constant is made for."""
     constants = set(EstimatedTime.__struct_fields__) - {"goal"}
     assert constants == set(ablation.WITHOUT) | set(ablation.MEDIA_WITHOUT)
+
+
+def test_a_picker_that_knows_the_caches_predicts_what_engines_find():
+    """With exact prefixes few tokens are found that were not predicted, or the other way round."""
+    figures = {known: knowledge.play(4, known, rate_per_s=4.0) for known in ("prefix", "answer")}
+    missed = {
+        known: abs(values["predicted_ratio"] - values["hit_ratio"])
+        for known, values in figures.items()
+    }
+    assert missed["prefix"] < 0.005 < missed["answer"]
+
+
+def test_knowledge_is_compared_with_the_default():
+    """An input that halves the time to the first token has a ratio of a half, also in groups of scenarios."""
+    columns = dict.fromkeys((*knowledge.KNOWN, "clairvoyant"), 1.0) | {"queue": 0.5}
+    entry = row(1, adaptive=1.0)
+    figures = {name: row(1, x=value).columns["x"] for name, value in columns.items()}
+    entry = dataclasses.replace(
+        entry, columns={**entry.columns, **figures}, traits=("several pickers",)
+    )
+    about = {"command": "c", "commit": "abc", "date": "2026-01-01"}
+    text = knowledge.block(about | knowledge.record([entry]))
+    half, same = "0.500 (0.500 to 0.500)", "1.000 (1.000 to 1.000)"
+    assert f"| queue | {half} | {half} | {half} | {same} | 0% |" in text
+    assert "| exact; TTFT, mean and p99 | a single picker (0) | several pickers (1) |" in text
+    assert "| queue |  | 0.50, 0.50 |" in text
 
 
 FLAT = [name.replace("-", "_") for name in score.PUBLISHED]
