@@ -1,7 +1,7 @@
-"""`python -m bench.real_vllm.capture --write`: what a real vLLM sends of its KV cache, byte by byte.
+"""`python -m bench.real_vllm.capture [--images] --write`: what vLLM sends of its KV cache, by bytes.
 
 One engine with 24 blocks runs a few requests that store, reuse, copy and evict blocks, with an adapter,
-a salt and an answer; then its cache is reset, and it is started again. The capture has the frames of
+a salt and an answer, or with images; then its cache is reset, and it is started again. The capture has the frames of
 every message, those of replays, answers of `/render` and `/tokenize`, and per request the batches
 published until its end and the cached tokens that the engine reports. Tests of the decoder and of the
 index read it (`tests/prefix_cache/captures`).
@@ -14,7 +14,7 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,22 @@ import zmq
 import zmq.asyncio
 
 from bench import rig
-from bench.real_vllm import conversations, install, replicas, tiny
+from bench.real_vllm import conversations, install, replicas, tiny, tiny_vision
 from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S
 from extproc.demo import stack
+from extproc.parsing import canonical_prompt
 
-FILE = rig.ROOT / "tests" / "prefix_cache" / "captures" / f"vllm-{install.VERSION}.json"
+FOLDER = rig.ROOT / "tests" / "prefix_cache" / "captures"
 
-#: Blocks of the engine, of which one is never used.
-BLOCKS = 25
-MAX_MODEL_LEN = 512
+#: Blocks of the engine, of which one is never used, and tokens of a request at most; both with images.
+BLOCKS, MAX_MODEL_LEN = 25, 512
+IMAGE_BLOCKS, IMAGE_MAX_MODEL_LEN = 41, 1200
 
 #: Seconds without a message after which a request has published everything.
 _QUIET_S = 1.0
+
+#: Field of a body to be rendered: the answer has no pixels of its images.
+_NO_PIXELS = {"mm_payload": "none"}
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -85,6 +89,28 @@ def steps() -> Iterator[CaptureStep]:
         yield completion("evicts", text(number, 130))
     yield completion("after evictions", text(1, 100))
     yield completion("copy after evictions", text(3, 64))
+
+
+def image_steps() -> Iterator[CaptureStep]:
+    """The same with images."""
+
+    def chat(name: str, *parts: Mapping[str, Any] | str) -> CaptureStep:
+        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+        body = {"model": tiny_vision.NAME, "messages": [{"role": "user", "content": content}]}
+        return CaptureStep(name=name, path=_CHAT, body=body)
+
+    image, other = (tiny_vision.image(224, 224, seed) for seed in (1, 2))
+    yield chat("new", image, text(1, 40))
+    yield chat("again", image, text(1, 40))
+    yield chat("another image", other, text(1, 40))
+    yield chat("another question", image, text(2, 40))
+    yield chat("another size", tiny_vision.image(300, 200, 1), text(1, 40))
+    yield chat("two images", image, text(1, 40), other, text(2, 30))
+    yield chat("behind a text", text(3, 70), image, text(1, 10))
+    yield chat("named", image | {"uuid": "image-7"}, text(1, 40))
+    yield chat("another image of that name", other | {"uuid": "image-7"}, text(1, 40))
+    yield chat("evicts", tiny_vision.image(1000, 800, 1), text(1, 20))
+    yield chat("after evictions", image, text(1, 40))
 
 
 class EventListener:
@@ -148,7 +174,7 @@ class CapturedEngine:
 
     async def run(self, step: CaptureStep) -> str:
         """Send a request once its tokens are known; returns the text of the answer."""
-        rendered = await self.post(f"{step.path}/render", step.body)
+        rendered = await self.post(f"{step.path}/render", step.body | _NO_PIXELS)
         tokenized = await self.post("/tokenize", step.body)
         first = rendered[0] if isinstance(rendered, list) else rendered
         known = await self.listener.settle()
@@ -169,6 +195,7 @@ class CapturedEngine:
                 "body": step.body,
                 "token_ids": first["token_ids"],
                 "tokenize_agrees": tokenized["tokens"] == first["token_ids"],
+                "placeholders": canonical_prompt.read_placeholders(first["features"]),
                 "prompt_tokens": usage["prompt_tokens"],
                 "cached_tokens": details.get("cached_tokens") or 0,
                 "batches_before": known,
@@ -182,13 +209,21 @@ class CapturedEngine:
         """Answers of `/render` and `/tokenize` as they are."""
         return {
             "body": step.body,
-            "render": await self.post(f"{step.path}/render", step.body),
+            "render": await self.post(f"{step.path}/render", step.body | _NO_PIXELS),
             "tokenize": await self.post("/tokenize", step.body),
         }
 
 
-async def capture(python: Path, model: Path) -> dict[str, Any]:
+async def capture(python: Path, model: Path, *, images: bool) -> dict[str, Any]:
     """Run the requests on an engine, and again on a second one in its place."""
+    planned = list(image_steps() if images else steps())
+    flags: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": MAX_MODEL_LEN}
+    if images:
+        flags = {
+            "num_gpu_blocks_override": IMAGE_BLOCKS,
+            "max_model_len": IMAGE_MAX_MODEL_LEN,
+            "served_model_name": tiny_vision.NAME,
+        }
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     lives: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
@@ -203,22 +238,22 @@ async def capture(python: Path, model: Path) -> dict[str, Any]:
                     model=model,
                     count=1,
                     events=True,
-                    num_gpu_blocks_override=BLOCKS,
-                    max_model_len=MAX_MODEL_LEN,
+                    images=images,
+                    **flags,
                 ) as (address,),
             ):
                 listener = EventListener(await replicas.event_ports(session, address))
                 engine = CapturedEngine(session, address, listener)
                 try:
                     if life:
-                        await engine.run(next(steps()))
+                        await engine.run(planned[0])
                     else:
                         result["samples"] = [
                             await engine.samples(step)
-                            for step in steps()
-                            if step.name in ("fills its blocks", "chat")
+                            for step in planned
+                            if step.name in ("fills its blocks", "chat", "two images")
                         ]
-                        await _first_life(engine)
+                        await _first_life(engine, planned)
                         result["replay_from_5"] = _hex(await listener.replay(5))
                     lives.append({"messages": _hex(listener.messages), "requests": engine.requests})
                 finally:
@@ -226,9 +261,9 @@ async def capture(python: Path, model: Path) -> dict[str, Any]:
     return {**result, "lives": lives}
 
 
-async def _first_life(engine: CapturedEngine) -> None:
+async def _first_life(engine: CapturedEngine, planned: Sequence[CaptureStep]) -> None:
     """Every step, the next turn of the chat right behind it, and a reset."""
-    for step in steps():
+    for step in planned:
         answer = await engine.run(step)
         if step.name == "chat":
             messages = [
@@ -239,7 +274,7 @@ async def _first_life(engine: CapturedEngine) -> None:
             body = step.body | {"messages": messages}
             await engine.run(CaptureStep(name="next turn", path=step.path, body=body))
     await engine.post("/reset_prefix_cache", {})
-    first = next(steps())
+    first = planned[0]
     await engine.run(msgspec.structs.replace(first, name="after a reset"))
     await engine.run(msgspec.structs.replace(first, name="again after a reset"))
 
@@ -251,27 +286,29 @@ def _hex(messages: Sequence[Sequence[bytes]]) -> list[list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.real_vllm.capture", description=__doc__)
     install.add_flags(parser)
-    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    parser.add_argument("--images", action="store_true", help="requests with images")
+    parser.add_argument("--write", action="store_true", help=f"write it to {FOLDER.name}")
     args = parser.parse_args()
-    python, model, installed = install.prepare(args)
+    python, model, installed = install.prepare(args, images=args.images)
+    file = FOLDER / f"vllm-{install.VERSION}{'-images' if args.images else ''}.json"
 
     async def bounded() -> dict[str, Any]:
         async with asyncio.timeout(TOTAL_TIMEOUT_S):
-            return await capture(python, model)
+            return await capture(python, model, images=args.images)
 
     result = {
         "engine": installed["vllm"],
         "block_tokens": replicas.BLOCK_TOKENS,
-        "blocks": BLOCKS - 1,
+        "blocks": (IMAGE_BLOCKS if args.images else BLOCKS) - 1,
         **asyncio.run(bounded()),
     }
     for life in result["lives"]:
         for row in life["requests"]:
             print(f"{row['name']:24} {row['cached_tokens']:4} of {row['prompt_tokens']} cached")
     if args.write:
-        FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps(result, separators=(",", ":")) + "\n")
-        print(f"wrote {FILE.relative_to(rig.ROOT)}, {FILE.stat().st_size} bytes")
+        FOLDER.mkdir(exist_ok=True)
+        file.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+        print(f"wrote {file.relative_to(rig.ROOT)}, {file.stat().st_size} bytes")
     return 0
 
 

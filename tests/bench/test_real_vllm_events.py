@@ -2,14 +2,19 @@
 
 import json
 
-from bench.real_vllm import capture, conversations, kv_events, replicas, tiny
+from bench.real_vllm import capture, conversations, kv_events, replicas, tiny, tiny_vision
 from bench.real_vllm.counters import EngineAnswer
+from tests.parsing.builders import CHAT, parsed
 
 
 def turn(number, predicted, cached, status=200):
     decision = f"adaptive; chose=h:1; cost=1.0ms; cached={predicted}/500"
     answer = EngineAnswer(status=status, prompt_tokens=500, cached_tokens=cached, decision=decision)
     return conversations.ConversationTurn(number, answer)
+
+
+def user_turn(part):
+    return {"model": tiny_vision.NAME, "messages": [{"role": "user", "content": [part]}]}
 
 
 def test_follow_up_turns_are_compared():
@@ -46,6 +51,28 @@ def test_the_capture_asks_for_what_it_shows():
     names = [step.name for step in capture.steps()]
     assert {"again", "copies its last block", "adapter", "salt", "chat"} < set(names)
     assert capture.text(1, 4) == capture.text(1, 4) != capture.text(2, 4)
+    assert {"another image", "named", "after evictions"} < {s.name for s in capture.image_steps()}
+
+
+def test_a_model_with_images_has_no_weights_and_no_adapters(tmp_path):
+    """Tokens of images come behind those of the model of texts, whose ids stay."""
+    model = tiny_vision.build(tmp_path)
+    words = replicas.command(tmp_path, model, 8000, images=True)
+    assert words[-2:] == ["--load-format", "dummy"]
+    assert "--enable-lora" not in words
+    tokens = json.loads((model / "tokenizer.json").read_text())
+    ids, _ = tiny.vocabulary()
+    assert ids.items() < tokens["model"]["vocab"].items()
+    config = json.loads((model / "config.json").read_text())
+    assert config["vocab_size"] == len(tokens["model"]["vocab"]) == config["video_token_id"] + 1
+
+
+def test_images_are_of_the_size_that_is_asked_for():
+    """And other seeds are other images."""
+    part, other = tiny_vision.image(300, 200, 1), tiny_vision.image(300, 200, 2)
+    (item,) = parsed(CHAT, user_turn(part)).media
+    assert (item.tokens, item.is_sized) == (77, True)
+    assert part != other
 
 
 def test_answers_are_of_words():

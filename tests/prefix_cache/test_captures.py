@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from bench.real_vllm import tiny
 from extproc.prefix_cache import kv_events
 from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from extproc.prefix_cache.token_blocks import TokenBlockIndex
+from tests.parsing.builders import CHAT, parsed
 
-FILES = sorted((Path(__file__).parent / "captures").glob("*.json"))
+FOLDER = Path(__file__).parent / "captures"
+FILES = sorted(FOLDER.glob("*.json"))
 
 
 @pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
@@ -31,12 +34,15 @@ def events(message):
 def prompt_keys(row, block_tokens):
     """Keys of the blocks of a request that an engine can find, by its token ids."""
     body, tokens = row["body"], row["token_ids"]
-    adapter = "" if body["model"] == "tiny" else body["model"]
+    adapter = body["model"] if body["model"] in tiny.ADAPTERS else ""
     packed = array("I", tokens).tobytes()
     count = (len(tokens) - 1) // block_tokens
-    extras = ()
-    if "cache_salt" in body:
-        extras = (b"\xa8" + body["cache_salt"].encode(), *[b""] * (len(tokens) // block_tokens - 1))
+    extras = kv_events.block_extras(
+        row.get("placeholders", ()),
+        block_tokens,
+        len(tokens) // block_tokens,
+        salt=body.get("cache_salt", ""),
+    )
     keys = kv_events.block_keys(kv_events.root_key(adapter), packed, block_tokens, extras)
     return keys[:count]
 
@@ -99,9 +105,35 @@ def test_the_index_predicts_what_the_engine_finds(capture):
         index.close(engine)
 
 
-def test_the_capture_shows_what_it_is_for(capture):
+def rows_of(name):
+    """Requests of the first life of a capture, by name."""
+    capture = json.loads((FOLDER / f"{name}.json").read_text())
+    return {row["name"]: row for row in capture["lives"][0]["requests"]}
+
+
+def test_images_keep_blocks_apart_by_what_the_engine_calls_them():
+    """By their content, or by the name that a client chose, and not by their size."""
+    rows = rows_of("vllm-0.32.0-images")
+    cached = {name: row["cached_tokens"] for name, row in rows.items()}
+    assert cached["again"] == cached["again after a reset"] == cached["two images"] == 96
+    assert cached["another image"] == cached["another size"] == cached["behind a text"] == 0
+    assert cached["another question"] == 64
+    assert cached["named"] == cached["after evictions"] == 0
+    assert cached["another image of that name"] == 96
+
+
+def test_tokens_of_images_are_counted_by_their_size():
+    """As many as a running engine of that family puts into the prompt."""
+    rows = rows_of("vllm-0.32.0-images").values()
+    for row in rows:
+        items = parsed(CHAT, row["body"]).media
+        assert [item.tokens for item in items] == [p[1] for p in row["placeholders"]]
+    assert {p[1] for row in rows for p in row["placeholders"]} == {64, 77, 1044}
+
+
+def test_the_capture_shows_what_it_is_for():
     """Hits, evictions, an adapter, a salt, and a block that was stored twice."""
-    rows = {row["name"]: row for row in capture["lives"][0]["requests"]}
+    rows = rows_of("vllm-0.32.0")
     assert rows["again"]["cached_tokens"] == 96
     assert rows["copies its last block"]["cached_tokens"] == 32
     assert rows["adapter"]["cached_tokens"] == rows["salt"]["cached_tokens"] == 0
