@@ -87,9 +87,9 @@ def real_rounds_block() -> str:
 
 def real_events_block() -> str:
     """Predictions by KV events beside real engines."""
-    if not (rig.RESULTS / f"{kv_events.RESULT}.json").exists():
-        return "Nothing measured yet."
-    return kv_events.block(run.read(kv_events.RESULT))
+    names = (kv_events.RESULT, kv_events.IMAGES_RESULT)
+    results = [run.read(name) for name in names if (rig.RESULTS / f"{name}.json").exists()]
+    return kv_events.block(results) if results else "Nothing measured yet."
 
 
 def agreement_block() -> str:

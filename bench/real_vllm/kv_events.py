@@ -171,28 +171,33 @@ def figures(turns: Sequence[conversations.ConversationTurn]) -> dict[str, Any]:
     }
 
 
-def block(result: Mapping[str, Any]) -> str:
-    """The text of `docs/benchmarks` about a result as it was written."""
+def block(results: Sequence[Mapping[str, Any]]) -> str:
+    """The text of `docs/benchmarks` about results as they were written."""
     rows = [
         "| prediction | equal to the engine's | within a block | mean error | hit ratio | blocks evicted |",
         "|---|---|---|---|---|---|",
     ]
-    for name in ("KV events", "estimate"):
-        run = result["runs"][name]
-        rows.append(
-            f"| {name} | {100 * run['equal_ratio']:.1f} % | {100 * run['within_a_block_ratio']:.1f} % "
-            f"| {run['mean_absolute_error_tokens']:.1f} tokens | {run['hit_ratio']:.3f} "
-            f"| {run['blocks_evicted']} |"
+    captions = []
+    for result in results:
+        images = ", images" if "torchvision" in result else ""
+        for name, row in result["runs"].items():
+            rows.append(
+                f"| {name}{images} | {100 * row['equal_ratio']:.1f} % "
+                f"| {100 * row['within_a_block_ratio']:.1f} % "
+                f"| {row['mean_absolute_error_tokens']:.1f} tokens | {row['hit_ratio']:.3f} "
+                f"| {row['blocks_evicted']} |"
+            )
+        captions.append(
+            f"`{result['command']}`, {result['vllm']}, 2 replicas of {result['kv_tokens']} KV "
+            f"tokens in blocks of {replicas.BLOCK_TOKENS}; {result['date']}, "
+            f"{result['machine']['cores']} cores of {result['machine']['cpu']}."
         )
-    machine = result["machine"]
-    text = (
-        f"`{result['command']}`, {result['vllm']}, 2 replicas of {result['kv_tokens']} KV tokens in "
-        f"blocks of {replicas.BLOCK_TOKENS}; {result['date']}, {machine['cores']} cores of "
-        f"{machine['cpu']}. {conversations.CONVERSATIONS} conversations of {conversations.TURNS} "
-        f"turns, {conversations.AT_ONCE} requests at once, in random order: "
-        f"{result['runs']['KV events']['follow_ups']} follow-up turns."
+    captions.append(
+        f"{conversations.CONVERSATIONS} conversations of {conversations.TURNS} turns, "
+        f"{conversations.AT_ONCE} requests at once, in random order: "
+        f"{results[0]['runs']['KV events']['follow_ups']} follow-up turns."
     )
-    return "\n".join([*rows, "", text])
+    return "\n".join([*rows, "", " ".join(captions)])
 
 
 async def run(python: Path, model: Path, running: Sequence[str], *, images: bool) -> dict[str, Any]:
