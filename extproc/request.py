@@ -45,12 +45,14 @@ def shorten_id(text: str) -> str:
     return f"{head}~{hashlib.sha256(written).hexdigest()}"
 
 
-def hash_affinity_key(key: str) -> int:
+def hash_affinity_key(key: str | bytes) -> int:
     """Hash of a session or of the beginning of a message, 32 bits (MurmurHash3).
 
     Of bytes: mmh3 crashes on a string that has half of a surrogate pair.
     """
-    return mmh3.hash(key.encode("utf-8", "surrogatepass"), 0, signed=False)
+    if isinstance(key, str):
+        key = key.encode("utf-8", "surrogatepass")
+    return mmh3.hash(key, 0, False)
 
 
 def is_long_name(name: str) -> bool:

@@ -303,6 +303,7 @@ _SEPARATOR = len(canonical_prompt.SEPARATOR)
 
 #: How a user's message starts in a framed prompt.
 _USER = canonical_prompt.MESSAGE + b"user"
+_USER_TEXT = _USER + canonical_prompt.TEXT
 
 #: Bytes of the first user message that are looked at; four for each character of the longest
 #: prefix that may be configured.
@@ -322,6 +323,12 @@ def first_user_message(request: InferenceRequest) -> str:
     Returns:
         At most `USER_MESSAGE_BYTES` bytes as text; empty when the surface has none.
     """
+    text = find_first_user_message(request)
+    return text if isinstance(text, str) else text.decode()
+
+
+def find_first_user_message(request: InferenceRequest) -> str | bytes:
+    """The same, as bytes where it is a single part in ASCII, which need not be copied."""
     prompt = request.prompt
     if request.api in PLAIN_TEXT:
         # The first text of a prompt has no marker; a cache salt before it ends with a separator.
@@ -331,14 +338,21 @@ def first_user_message(request: InferenceRequest) -> str:
             else 0
         )
         return _text(prompt, at, len(prompt))
-    begin = _find_user_message(prompt)
-    if begin < 0:
-        return ""
-    end = prompt.find(canonical_prompt.MESSAGE, begin + 1)
+    begin, at = 0, len(_USER)
+    if not prompt.startswith(_USER_TEXT):  # without a system prompt
+        begin = _find_user_message(prompt)
+        at = prompt.find(canonical_prompt.TEXT, begin) if begin >= 0 else -1
+        if at < 0 or prompt.find(canonical_prompt.MESSAGE, begin + 1, at) >= 0:
+            return ""
+    limit = begin + len(_USER) + 2 * USER_MESSAGE_BYTES  # markers count, too
+    if at < limit:
+        part = prompt[at + 1 : at + 1 + USER_MESSAGE_BYTES]
+        if part.isascii():  # and so without a marker
+            return part
+    end = prompt.find(canonical_prompt.MESSAGE, at + 1)
     if end < 0:
-        end = begin + len(_USER) + 2 * USER_MESSAGE_BYTES  # markers count, too
-    at = prompt.find(canonical_prompt.TEXT, begin, end)
-    if at < 0:
+        end = limit
+    if at >= end:
         return ""
     following = prompt.find(canonical_prompt.TEXT, at + 1, end)
     text = _text(prompt, at + 1, following if following >= 0 else end)

@@ -137,7 +137,7 @@ def hash_session(session: str) -> int:
 
 def affinity_seed(request: InferenceRequest) -> int | None:
     """Hash of session or first user message, as pickers break ties by it; None without either."""
-    key = request.session or surfaces.first_user_message(request)
+    key = request.session or surfaces.find_first_user_message(request)
     return hash_affinity_key(key) if key else None
 
 

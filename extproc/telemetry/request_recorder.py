@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +22,10 @@ from extproc.telemetry.decision_log import (
     DecisionRecord,
     RejectionRecord,
 )
-from extproc.telemetry.log_format import RequestLine, log_requests
+from extproc.telemetry.log_format import DelayedCall, RequestLine, log_requests
 from extproc.telemetry.request_series import (
     NO_STATUS,
+    TOKEN_KINDS,
     UNOBSERVED_STATUS,
     UNPARSED,
     RequestSeries,
@@ -55,8 +56,9 @@ _LINE_DELAY_S: Final = 0.125
 #: Statuses that are numbers; empty where there was none.
 _STATUS: Final = re.compile("[1-9][0-9]{2}")
 
-#: Bytes of a prompt that does not wait for others: what waits is outside of any budget.
-_MAX_PROMPT_BYTES: Final = 16_384
+
+#: Tokens by `TOKEN_KINDS` of a response that reported none.
+_NO_TOKENS: Final[Sequence[None]] = (None,) * len(TOKEN_KINDS)
 
 
 class RequestRecorder(DecisionRecord):
@@ -131,6 +133,11 @@ class RequestRecorder(DecisionRecord):
         """Seconds from the first message to the choice of the endpoint; 0 before response headers."""
         return 0.0 if self.headers_s is None else self.response_s - self.headers_s
 
+    @property
+    def tokens(self) -> Sequence[int | None]:
+        """Prompt, cached and output tokens that the response reported; None for those it did not."""
+        return tuple(map(self.usage.get, TOKEN_KINDS)) if self.usage else _NO_TOKENS
+
     def on_traced(
         self, trace: TraceContext, *, started_s: float
     ) -> RequestRecorder | TracedRequest:
@@ -190,15 +197,18 @@ class RequestRecorder(DecisionRecord):
         now: float,
         duration_s: float,
     ) -> None:
-        """Note a routed request and its decision."""
-        self.id, self.at, self.decision, self.labels = request_id, now, decision, labels
+        """Note a routed request and its decision, without the prompt, which waits for no other."""
+        self.id, self.at, self.labels = request_id, now, labels
+        self.decision = decision.without_prompt(self.pool_counters.name)
         self.routing_s, self.is_routed = duration_s, True
         if trace_id:
             self.trace_id = trace_id
         streams = self._streams
+        if streams.recordings is not None:
+            streams.record(self, decision)
         routed = streams.routed
         routed.append(self)
-        if len(routed) >= _BATCH or len(decision.request.prompt) > _MAX_PROMPT_BYTES:
+        if len(routed) >= _BATCH:
             streams.settle()
 
     def find_series(self) -> RequestSeries:
@@ -255,18 +265,18 @@ class RequestRecorder(DecisionRecord):
 
     def build_line(self) -> RequestLine:
         """The line of a request that ended and is in the log of decisions, which shortened its id."""
-        decision, read, status = self.decision, self.usage.get, self.status
+        decision, (prompt, cached, output) = self.decision, self.tokens
         request = decision.request
         # By position, which is ten times as fast: in the order of the fields.
         return RequestLine(
             self.id,
             decision.pool or self.pool_counters.name or None,
-            request.target or None,
+            request.adapter or request.model or None,
             self.endpoint or decision.endpoints[0].address,
-            int(status) if _STATUS.fullmatch(status) else None,
-            read("prompt"),
-            read("cached"),
-            read("completion"),
+            _to_number(self.status),
+            prompt,
+            cached,
+            output,
             request.prompt_tokens,
             decision.matched_tokens,
             self.queue_s,
@@ -276,6 +286,20 @@ class RequestRecorder(DecisionRecord):
             explanation.format_short(decision),
         )
 
+    def build_end(self) -> EndRow:
+        """The row of a recorded request that ended; only chunks of a stream show the first token."""
+        routed_s, (prompt, cached, output) = self.routed_s, self.tokens
+        has_token = self.first_chunk_s >= 0.0 and self.is_chunked
+        return EndRow(
+            self.number,
+            self.status,
+            self.first_chunk_s - routed_s if has_token else None,
+            (self.seconds or 0.0) - routed_s,
+            prompt,
+            cached,
+            output,
+        )
+
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Note the tokens that the response reported, which are counted at the end."""
         self.usage = usage
@@ -283,6 +307,12 @@ class RequestRecorder(DecisionRecord):
     def on_answer_ids(self, ids: Sequence[str]) -> None:
         """Note ids of the answer."""
         self.add_answer_ids(ids)
+
+
+@functools.lru_cache(maxsize=64)
+def _to_number(status: str) -> int | None:
+    """A status as a number, cached; None where it is not."""
+    return int(status) if _STATUS.fullmatch(status) else None
 
 
 def model_of(labels: RequestLabels | None) -> str:
@@ -321,8 +351,7 @@ class StreamRecorder:
         self.ended: list[RequestRecorder] = []
         self.values = WaitingValues()
         self.recordings: Recordings | None = None
-        #: Event loop that settles in a moment; None without.
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._due_lines = DelayedCall(self.settle)
         self._recorder_type = recorder_type
         self._exceptions = ExceptionLog(counters.exceptions, clock)
         counters.before_reading(self.settle)
@@ -336,6 +365,17 @@ class StreamRecorder:
         """Put requests into recordings from the next decision on; None ends that."""
         self.settle()
         self.recordings = recordings
+
+    def record(self, request: RequestRecorder, decision: Decision) -> None:
+        """Put a decision with its prompt into recordings; a bug there must not cost the request."""
+        if self.recordings is None:
+            return
+        try:
+            request.number = self.recordings.add_routed(
+                decision, request.decision, now=request.at, queued_s=request.queue_s or 0.0
+            )
+        except Exception as error:  # noqa: BLE001
+            self.on_exception(error)
 
     def on_stream_opened(self) -> None:
         """Count an open stream."""
@@ -392,18 +432,8 @@ class StreamRecorder:
 
     def settle_soon(self) -> None:
         """Settle in a moment, so that no line is late; at once where no event loop runs."""
-        if self._loop is not None and not self._loop.is_closed():
-            return
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError:
+        if not self._due_lines.schedule(_LINE_DELAY_S):
             self.settle()
-        else:
-            self._loop.call_later(_LINE_DELAY_S, self._settle_now)
-
-    def _settle_now(self) -> None:
-        self._loop = None
-        self.settle()
 
     def _by_pool(
         self, requests: Sequence[RequestRecorder]
@@ -429,23 +459,12 @@ class StreamRecorder:
             add(series, "ttft_ratio", (ttft_s - request.routed_s) / predicted_s)
 
     def _settle_routed(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
-        """Count routed requests of a pool, record their decisions, and remember them."""
+        """Count routed requests of a pool, and remember their decisions."""
         self.counters.routing_duration_s.add_all([request.routing_s for request in requests])
         counters.record_routed([request.decision for request in requests])
-        recordings, name = self.recordings, counters.name
         for request in requests:
-            decision = request.decision
-            request.decision = decision.without_prompt(name)
             request.find_series().change_running(1)
-            if recordings is not None:
-                self._attempt(self._record, recordings, request, decision)
         self.decisions.extend(requests)
-
-    def _record(self, recordings: Recordings, request: RequestRecorder, decision: Decision) -> None:
-        """Record a decision, with its prompt."""
-        request.number = recordings.add_routed(
-            decision, request.decision, now=request.at, queued_s=request.queue_s or 0.0
-        )
 
     def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
         """Count times to response headers, which are those to the first token without chunks."""
@@ -469,28 +488,22 @@ class StreamRecorder:
         for request in requests:
             if not request.is_routed:
                 continue
-            if request.number and self.recordings is not None:
-                self._attempt(self._record_end, self.recordings, request)
             if request.endpoint and request.is_served and request.headers_s is not None:
                 headers_s[request.endpoint].append(request.headers_s)
             self._count_end(request)
         for address, durations_s in headers_s.items():
             counters.record_headers(address, durations_s)
+        if self.recordings is not None:
+            self._record_ends(self.recordings, requests)
 
-    def _record_end(self, recordings: Recordings, request: RequestRecorder) -> None:
-        """Record an end; only chunks of a stream show the first token."""
-        read, routed_s = request.usage.get, request.routed_s
-        has_token = request.first_chunk_s >= 0.0 and request.is_chunked
-        row = EndRow(
-            request.number,
-            request.status,
-            request.first_chunk_s - routed_s if has_token else None,
-            (request.seconds or 0.0) - routed_s,
-            read("prompt"),
-            read("cached"),
-            read("completion"),
-        )
-        recordings.add_end(row)
+    def _record_ends(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
+        """Record ends; a bug at one of them must not keep the others from it."""
+        for request in requests:
+            if request.number:
+                try:
+                    recordings.add_end(request.build_end())
+                except Exception as error:  # noqa: BLE001
+                    self.on_exception(error)
 
     def _count_end(self, request: RequestRecorder) -> None:
         """Count the end of a routed request in its series."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.parsing import surfaces
-from extproc.request import HttpRequest, InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest, hash_affinity_key
 
 
 def plain(prompt, api):
@@ -34,9 +34,11 @@ pieces = st.sampled_from(
 )
 def test_first_user_message_follows_the_rule(prompt, api):
     """Any mixture of fields reads as a plain statement of the rule reads it."""
-    assert surfaces.first_user_message(InferenceRequest(api=api, prompt=prompt)) == plain(
-        prompt, api
-    )
+    request = InferenceRequest(api=api, prompt=prompt)
+    text = surfaces.first_user_message(request)
+    assert text == plain(prompt, api)
+    raw_text = surfaces.find_first_user_message(request)
+    assert hash_affinity_key(raw_text) == hash_affinity_key(text)
 
 
 def test_a_cut_character_is_dropped():

@@ -65,6 +65,15 @@ def test_text_quotes_what_could_be_another_field_or_line(lines, text):
     assert lines[0].isprintable()
 
 
+@pytest.mark.parametrize("pick", ["a; cost=1", "ü", 'a "b" \\c', "a\x7fb", "\x1b[2J", "\ud800"])
+def test_the_reason_of_a_pick_is_quoted_in_ascii(pick):
+    """A profile may have any name."""
+    line = log_format.RequestLine("id", total_s=1.0, pick=pick)
+    text = log_format.TextFormatter().format_request(line, 0.0)
+    assert text.endswith(f" pick={json.dumps(pick)}")
+    assert text.isprintable()
+
+
 @pytest.mark.parametrize("lines", ["json"], indirect=True)
 def test_json_is_an_object_for_each_line(lines):
     """Fields stand beside time, level, logger and message."""

@@ -157,6 +157,19 @@ def test_facts_of_requests_are_counted_before_they_are_read():
     assert held.routed_total > 800
 
 
+def test_a_request_whose_facts_wait_holds_no_prompt():
+    """Any number of requests may be open, and their prompts are outside of any budget."""
+    scene = RecorderFixture()
+    request = scene.recorder.observe_request("default")
+    decision = msgspec.structs.replace(
+        decided(), request=InferenceRequest("chat", "m", prompt=b"secret"), block_hashes=[1, 2]
+    )
+    request.on_routed(
+        decision, request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+    )
+    assert (request.decision.request.prompt, request.decision.block_hashes) == (b"", ())
+
+
 def test_a_removed_endpoint_gets_no_series_later():
     """Waiting counts are settled before the series of an endpoint are dropped."""
     scene = RecorderFixture()
