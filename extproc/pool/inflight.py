@@ -303,13 +303,23 @@ class InflightLoad:
         self.iteration_s = rates.iteration_s(requests)
         self.tokens_per_s = 1.0 / (rates.prefill_s + self.iteration_s / _BUDGET_TOKENS)
 
-    def record_scrape(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
+    def record_scrape(
+        self,
+        *,
+        sent: int,
+        written: int,
+        waiting: float | None,
+        now: float,
+        running: float | None = None,
+    ) -> None:
         """Correct the queue by what a scrape shows.
 
         Args:
             sent: `sent` when the scrape was requested.
             written: `kv_tokens_sent` then.
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
+            running: Requests in its batch; None when the page did not say. Of ours that are open, more
+                than these wait: an engine reads and tokenizes a request before its page shows it.
         """
         self.kv_tokens_scraped = written
         self._drain(now)
@@ -318,6 +328,8 @@ class InflightLoad:
         before = [reservation for reservation in self._open if reservation.sent <= sent]
         largest = max((reservation.uncached_tokens for reservation in before), default=0)
         queueing = min(int(waiting), len(before))
+        if running is not None:
+            queueing = max(queueing, len(before) - int(running))
         # The first of those that wait, counted from the end, has everything before it admitted.
         admitted = sent
         for reservation in islice(reversed(before), queueing - 1, queueing) if queueing else ():

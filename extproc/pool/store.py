@@ -237,7 +237,9 @@ class PoolStore:
         # engine on which we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
-        account.record_scrape(sent=token.sent, written=token.written, waiting=queued, now=now)
+        account.record_scrape(
+            sent=token.sent, written=token.written, waiting=queued, running=load.running, now=now
+        )
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now, load)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)

@@ -63,6 +63,17 @@ def test_a_scrape_shows_which_requests_are_queued():
     assert inflight.queued(1.0) == 5000
 
 
+@pytest.mark.parametrize(("running", "queued"), [(0.0, 9000), (1.0, 5000), (3.0, 0)])
+def test_requests_that_an_engine_neither_runs_nor_queues_wait_before_it(running, queued):
+    """It reads and tokenizes them first; of three that are open, it runs the first ones."""
+    inflight = account(tokens_per_s=1e9)
+    for tokens in (4000, 3000, 2000):
+        send(inflight, tokens, 0.0)
+    sent, written = inflight.sent, inflight.kv_tokens_sent
+    inflight.record_scrape(sent=sent, written=written, waiting=0.0, running=running, now=1.0)
+    assert inflight.queued(1.0) == queued
+
+
 def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
     """With no request waiting everything is admitted; the largest may be in the middle of it."""
     inflight = account(tokens_per_s=1e-9)
@@ -106,6 +117,7 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
                 sent=inflight.sent,
                 written=inflight.kv_tokens_sent,
                 waiting=float(number % 7),
+                running=float(number % 5),
                 now=now,
             )
         elif reservations:
