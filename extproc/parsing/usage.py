@@ -48,9 +48,9 @@ _decoder = msgspec.json.Decoder(_Usage)
 
 
 def read(tail: bytes) -> Mapping[str, int]:
-    """Tokens the engine reported, by kind: `prompt`, `completion`, `cached`.
+    """Tokens the engine reported, by kind: `prompt`, `completion`, `cached`, `media`.
 
-    Reads OpenAI chat, completions and responses and Anthropic messages, whole or as SSE. Chunk
+    `media` are those of images, videos and audio in the prompt, where vLLM says so. Reads OpenAI chat, completions and responses and Anthropic messages, whole or as SSE. Chunk
     borders do not matter, since the bytes are joined before.
 
     Returns:
@@ -109,12 +109,21 @@ def _parse_usage(tail: bytes, at: int) -> Mapping[str, int]:
             usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
         ),
         "cached": cached if details else usage.cache_read_input_tokens,
+        "media": _sum_media(details),
     }
     return {
         kind: tokens
         for kind, tokens in kinds.items()
         if type(tokens) is int and 0 <= tokens <= MAX_TOKENS
     }
+
+
+def _sum_media(details: Any) -> int | None:
+    """Tokens of all kinds of media (`multimodal_tokens`); None where they are not reported."""
+    by_kind = details.get("multimodal_tokens") if type(details) is dict else None
+    if type(by_kind) is not dict or not all(type(tokens) is int for tokens in by_kind.values()):
+        return None
+    return sum(by_kind.values())
 
 
 def _find_end(tail: bytes, opened: int) -> int:

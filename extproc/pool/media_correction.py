@@ -1,8 +1,8 @@
 """Corrects estimated tokens of images, videos and audio by the usage that engines report.
 
 The estimate is by the name of a model (`parsing.media`); deployments rename models, and set other
-bounds for images. An answer says how many tokens its prompt had: what its text does not account for are
-those of its media.
+bounds for images. An answer says how many tokens its prompt had, and vLLM how many of them are media; else what its text
+does not account for are those of its media.
 """
 
 from __future__ import annotations
@@ -102,14 +102,17 @@ class MediaCorrection:
             prompt_tokens: By the engine.
             text_tokens: Estimate for the text beside them.
         """
+        estimated = sum([span.tokens for span in media])
+        if max(sum(self.tokens(model, media)), estimated) >= _MIN_MEDIA * text_tokens:
+            self.observe_tokens(model, media, prompt_tokens - text_tokens)
+
+    def observe_tokens(self, model: str, media: Sequence[MediaSpan], observed: float) -> None:
+        """Record the tokens that all media of a prompt took."""
         expected = self.tokens(model, media)
-        total, observed = sum(expected), prompt_tokens - text_tokens
+        total = sum(expected)
         low, high = _BOUNDS
         estimated = sum([span.tokens for span in media])
-        if (
-            max(total, estimated) < _MIN_MEDIA * text_tokens
-            or not low * estimated <= observed <= high * estimated
-        ):
+        if not 0.0 < low * estimated <= observed <= high * estimated:
             return
         by_key = self._models.pop(model, None) or {}
         self._models[model] = by_key

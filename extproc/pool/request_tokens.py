@@ -387,17 +387,29 @@ class BytesPerTokenEstimator:
         return {model: sums.ratio for model, sums in self._by_model.items() if sums.known}
 
     def observe_usage(
-        self, model: str, *, prompt_bytes: int, tokens: int, media: Sequence[MediaSpan] = ()
+        self,
+        model: str,
+        *,
+        prompt_bytes: int,
+        tokens: int,
+        media: Sequence[MediaSpan] = (),
+        media_tokens: int | None = None,
     ) -> None:
         """Record the prompt tokens that the `usage` of an answer reports.
 
         Args:
-            media: Images, videos and audio in the prompt; they are learned, and not the text.
+            media: Images, videos and audio in the prompt.
+            media_tokens: Of the tokens, those of media. None where the engine does not say: then
+                media are learned by what the text does not account for, and not the text.
         """
-        if media:
+        if media and media_tokens is None:
             text_tokens = prompt_bytes / self.ratio_for(model, prompt_bytes)
             self.media.observe_usage(model, media, prompt_tokens=tokens, text_tokens=text_tokens)
-        elif prompt_bytes and tokens:
+            return
+        if media and media_tokens is not None:
+            self.media.observe_tokens(model, media, media_tokens)
+            tokens -= media_tokens
+        if prompt_bytes and tokens > 0:
             self._add(model, prompt_bytes, tokens, 1.0)
 
     def record_scrape(

@@ -434,6 +434,7 @@ class Director:
                 prompt_bytes=request.prompt_bytes,
                 tokens=prompt,
                 media=request.media,
+                media_tokens=usage.get("media"),
             )
         if not self.routing.hashes_prompts or not prompt or cached is None:
             return

@@ -56,8 +56,10 @@ _NUM_WORKERS, _MAX_PER_ENGINE = 8, 2
 #: Prompts that wait (count), and bytes of their bodies; beyond, prompts are not mapped.
 _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 
-#: Bytes of a body at most, and of an answer.
-_MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
+#: Bytes of a body at most, of one with images, which every turn of a conversation repeats, and of an
+#: answer.
+_MAX_BODY_BYTES, _MAX_MEDIA_BODY_BYTES = 1024 * 1024, 4 * 1024 * 1024
+_MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 #: Prompts of too many blocks, or with too large answers, that are remembered (count), so that they, and
 #: what goes on from them, are not rendered again.
@@ -218,7 +220,8 @@ class PromptRenderer:
         is_paused = not settings.render_url or self._is_paused(settings.render_url)
         if is_paused and not settings.tokenizer_path and self._is_paused(address):
             return None
-        if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
+        most = _MAX_MEDIA_BODY_BYTES if request.media else _MAX_BODY_BYTES
+        if request.api not in _PATHS or not raw.body or len(raw.body) > most:
             return None
         salt = _read_salt(raw.body)
         if salt is None or not self._too_long.keys().isdisjoint(chain):

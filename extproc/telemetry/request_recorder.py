@@ -525,8 +525,9 @@ class StreamRecorder:
 
     def _count_tokens(self, request: RequestRecorder, series: RequestSeries) -> None:
         """Count the tokens of a request, and the time that each took."""
-        for kind, tokens in request.usage.items():
-            self.values.add(series, kind, tokens)
+        for kind in TOKEN_KINDS:
+            if kind in request.usage:
+                self.values.add(series, kind, request.usage[kind])
         gaps = request.usage.get("completion", 0) - 1
         span_s = request.last_chunk_s - request.first_chunk_s
         if gaps > 0 and span_s > 0.0:

@@ -19,6 +19,14 @@ OPENAI = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17'
             OPENAI + b',"prompt_tokens_details":{"cached_tokens":5}}}',
             {"prompt": 7, "completion": 10, "cached": 5},
         ),
+        (
+            OPENAI + b',"prompt_tokens_details":{"multimodal_tokens":{"image":4,"audio":1}}}}',
+            {"prompt": 7, "completion": 10, "media": 5},
+        ),
+        (
+            OPENAI + b',"prompt_tokens_details":{"multimodal_tokens":{"image":"4"}}}}',
+            {"prompt": 7, "completion": 10},
+        ),
         (b"data: " + OPENAI + b"}}\n\ndata: [DONE]\n\n", {"prompt": 7, "completion": 10}),
         (b'data: {"usage":null}\n\ndata: [DONE]\n\n', {}),
         (b'data: {"usage" : {"prompt_tokens": 7}}\n\ndata: {"usage":null}\n\n', {"prompt": 7}),

@@ -3,6 +3,7 @@
 import pytest
 
 from extproc.pool.media_correction import MediaCorrection
+from extproc.pool.request_tokens import BytesPerTokenEstimator
 from extproc.request import MediaSpan
 
 
@@ -49,6 +50,20 @@ def test_long_texts_teach_nothing():
     correction = MediaCorrection()
     observe(correction, image(), prompt=10_000, text=8000)
     assert correction.factors == {}
+
+
+def test_tokens_that_the_engine_counts_are_learned_beside_any_text():
+    """Its count has no error of the text, which is learned as well."""
+    ratios = BytesPerTokenEstimator()
+    for _ in range(100):
+        ratios.observe_usage(
+            "m", prompt_bytes=20_000, tokens=10_500, media=[image()], media_tokens=500
+        )
+    assert ratios.media.factors == {("m", "image"): pytest.approx(0.5)}
+    assert ratios.ratios == {"m": pytest.approx(2.0)}
+    ratios.observe_usage("n", prompt_bytes=0, tokens=7, media=[image(0)], media_tokens=0)
+    ratios.observe_usage("n", prompt_bytes=9, tokens=7, media=[image()], media_tokens=2**31 - 1)
+    assert set(ratios.ratios) == {"m"}
 
 
 @pytest.mark.parametrize("prompt", [0, 10, 62, 100_000])

@@ -270,6 +270,23 @@ def test_images_are_rendered_without_their_pixels():
     assert text == b'{"a": 1}'
 
 
+def test_longer_bodies_are_rendered_with_images_than_without():
+    """Of a few megabytes, and no more."""
+
+    async def results():
+        answers = reply(RENDERED | {"features": features("x")})
+        async with running(answers) as (server, _, renderer):
+            for size, media in ((2, ()), (2, IMAGE), (5, IMAGE)):
+                body = json.dumps({"image": "x" * (size << 20)}).encode()
+                chain = [size, len(media)]
+                yield await mapped(server, renderer, chain=chain, media=media, body=body)
+
+    async def listed():
+        return [result async for result in results()]
+
+    assert asyncio.run(listed()) == [[], ["mapped"], []]
+
+
 def test_an_answer_with_pixels_does_not_stop_the_others():
     """An engine that cannot leave them out is asked for texts on, and for that prompt once."""
     pixels = b"HTTP/1.1 200 OK\r\ncontent-length: 6553403\r\n\r\n"
