@@ -309,7 +309,7 @@ class _Grid(msgspec.Struct, frozen=True):
 
     def __call__(self, width: int, height: int) -> int:
         side = self.side
-        columns, rows = max(1, round(width / side)), max(1, round(height / side))
+        columns, rows = round(width / side), round(height / side)
         scale = math.sqrt(self.side * self.side / (width * height))
         if columns * rows > self.most:
             scale *= math.sqrt(self.most)
@@ -369,7 +369,12 @@ def _llama4(width: int, height: int) -> int:
     return 144 + 3 + ((144 + 1) * tiles if tiles > 1 else 0)
 
 
-_LLAVA_NEXT_SHAPES: Final = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+#: Columns and rows; of equally good ones the first counts.
+_LLAVA_NEXT_SHAPES: Final = ((2, 1), (1, 2), (2, 2), (1, 3), (3, 1))
+
+
+#: What a count of patches may be below a whole number by rounding.
+_LLAVA_NEXT_ERROR: Final = 5e-8
 
 
 def _llava_next(width: int, height: int) -> int:
@@ -382,10 +387,11 @@ def _llava_next(width: int, height: int) -> int:
 
     columns, rows = max(_LLAVA_NEXT_SHAPES, key=fit_pixels)
     columns, rows = 24 * columns, 24 * rows
+    # Borders are left out in pairs, as many above as below.
     if width / height > columns / rows:
-        rows = max(1, round(height * columns / width))
+        rows -= (rows - int(height * columns / width + _LLAVA_NEXT_ERROR)) // 2 * 2
     else:
-        columns = max(1, round(width * rows / height))
+        columns -= (columns - int(width * rows / height + _LLAVA_NEXT_ERROR)) // 2 * 2
     return 576 + rows * (columns + 1)
 
 
