@@ -122,9 +122,10 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       that came after it, twice, because Q is an estimate where neither a scrape nor an answer has
       confirmed it. What is not seen is taken to wait; others' requests are as the scrape shows them. A
       scrape younger than a tenth of o s + u p counts as of now, and e rises from 0 there. Where memory
-      stalls and the share h of what is evicted has copies on the host, h (1 + w) o s (u + o/2) / K
-      besides, w requests waiting for the batch: those that wait for memory, and the next one, wait for
-      what this request takes. Elsewhere `crowding` says so.
+      stalls, o s ((1 - h) (u + o/2) + h (1 + w) (u + o/2 + m)) / K besides, h the share of what is
+      evicted that has copies on the host, and m only where the conversation lives: the next request
+      waits for what this one takes; of copies m may have to be loaded, and those w that wait for
+      memory already wait as well.
     - waste = `waste_share` (n + w) ((m* - m) p + l), with w of the n requests waiting for the batch, m*
       the most tokens cached on any candidate, and l only where another candidate has the adapter: work
       that need not be done delays those who run, those who wait, and as many later ones. Less by the
@@ -451,8 +452,10 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         rates = c.rates
         answer_s = answer * rates.iteration_s(c.estimated_requests)
         own = wanted - 0.5 * answer * c.estimated_requests
-        others = self.waiting_share * rates.copied_ratio * (1.0 + (c.load.waiting or 0.0))
-        return answer_s * excess, answer_s * others * own / capacity
+        copied = rates.copied_ratio
+        others = copied * (1.0 + (c.load.waiting or 0.0)) * own
+        others += (1.0 - copied) * (own - c.matched_tokens if c.conversation_local else own)
+        return answer_s * excess, answer_s * self.waiting_share * others / capacity
 
 
 class _Explanation(LazySequence[tuple[str, Sequence[float]]]):

@@ -116,7 +116,7 @@ def test_a_full_cache_adds_a_cost_term():
 
 
 def test_those_who_wait_for_memory_wait_for_what_this_request_takes():
-    """They count where evicted blocks are loaded again, and so does the next request."""
+    """They count where evicted blocks are loaded again, and the next request everywhere."""
     load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16, "estimated_requests": 4}
     terms = []
     for copied_ratio, waiting in ((0.0, 3), (0.5, 3), (1.0, 3), (1.0, 7)):
@@ -128,8 +128,23 @@ def test_those_who_wait_for_memory_wait_for_what_this_request_takes():
     none, half, full, longer = [values["waiting"][0] for values in terms]
     # A request of 350 prompt tokens and half an answer takes a quarter of the 1,600.
     assert full == pytest.approx(4 * 0.25 * 100 * rates.iteration_s(4.0))
-    assert (none, half, longer) == (0.0, pytest.approx(full / 2), pytest.approx(2 * full))
+    assert (none, half, longer) == pytest.approx((full / 4, 2.5 * full / 4, 2 * full))
     assert len({values["memory"][0] for values in terms}) == 1
+
+
+def test_a_conversation_takes_no_room_for_what_is_there():
+    """The next request waits for what it adds where it lives, and elsewhere for all of it."""
+    load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16, "estimated_requests": 4}
+    rates = StepTimeModel(output_tokens=100.0)
+    candidates = builders.candidates(
+        {
+            "home": load | {"rates": rates, "matched_tokens": 200, "conversation_local": True},
+            "new": load | {"rates": rates},
+        }
+    )
+    terms = dict(EstimatedTime().cost(builders.context(prompt_tokens=350), candidates).terms)
+    home, new = terms["waiting"]
+    assert (home, new) == pytest.approx((new * 200 / 400, new))
 
 
 def test_crowding_costs_what_evicted_prefixes_do():
