@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
 from typing import Final, Literal, TypeAlias, TypeVar, overload
@@ -113,11 +112,6 @@ class LazySequence(Sequence[Item]):
     def __repr__(self) -> str:
         """As the sequence it is."""
         return repr(self._items)
-
-
-def _pack(values: Sequence[float]) -> Sequence[float]:
-    """The same values in an array, where they are a list."""
-    return array("d", values) if type(values) is list else values
 
 
 class CostResult(msgspec.Struct, frozen=True, gc=False):
@@ -310,18 +304,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         )
 
     def without_prompt(self, pool: str = "") -> Decision:
-        """Without prompt and blocks, which are as large as the body; `pool` where it names none.
-
-        Scores and totals become arrays: as objects, they are no longer in the caches when a decision
-        is dropped that was kept for a while, and each costs an access to memory then.
-        """
-        request, scores, totals, cost = self.request, self.scores, self.totals, self.cost
-        if scores:
-            scores = [ScorerResult(part.name, part.weight, _pack(part.scores)) for part in scores]
-        if cost is not None:
-            cost = CostResult(
-                cost.name, cost.unit, _pack(cost.costs), cost.terms, cost.predict_ttft
-            )
+        """Without prompt and blocks, which are as large as the body; `pool` where it names none."""
+        request = self.request
         if request.prompt:
             request = msgspec.structs.replace(request, prompt=b"")
         # By position: `replace` takes six times as long, and every request passes here.
@@ -332,9 +316,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             self.candidates,
             self.filters,
             self.scored_candidates,
-            scores,
-            cost,
-            _pack(totals),
+            self.scores,
+            self.cost,
+            self.totals,
             self.picker,
             (),
             self.matched_tokens,

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from extproc.decision import NO_ENDPOINTS, SATURATED, CostResult, Decision, ScorerResult
+from extproc.decision import NO_ENDPOINTS, SATURATED, Decision
 from extproc.errors import ConfigError
 from extproc.request import InferenceRequest
 from extproc.scheduling import registry
@@ -224,28 +224,9 @@ def test_a_decision_without_its_prompt_has_everything_else():
     """Only prompt and blocks go, and a pool is named where it named none."""
     fields = {name: f"value of {name}" for name in Decision.__struct_fields__}
     fields["request"] = InferenceRequest(api="chat", model="m", prompt=b"prompt")
-    fields |= {"scores": (), "cost": None}
     decision = Decision(**fields)
     request = InferenceRequest(api="chat", model="m")
     slim = decision.without_prompt("other")
     assert msgspec.structs.asdict(slim) == fields | {"request": request, "block_hashes": ()}
     unnamed = msgspec.structs.replace(decision, pool="")
     assert unnamed.without_prompt("other").pool == "other"
-
-
-def test_a_decision_without_its_prompt_has_the_same_scores_and_costs():
-    """They are packed, and read as before."""
-    terms = [("queue", [0.25, 0.5])]
-    decision = Decision(
-        InferenceRequest(api="chat", prompt=b"prompt"),
-        FLEET[:1],
-        scores=[ScorerResult("a", 2.0, [1.0, 0.1])],
-        cost=CostResult("time", "s", [0.3, 0.7], terms, len),
-        totals=[-0.3, -0.7],
-    )
-    slim = decision.without_prompt()
-    (scored,), priced = slim.scores, slim.cost
-    assert (scored.name, scored.weight, list(scored.scores)) == ("a", 2.0, [1.0, 0.1])
-    assert (priced.name, priced.unit, list(priced.costs)) == ("time", "s", [0.3, 0.7])
-    assert (priced.terms, priced.predict_ttft) == (terms, len)
-    assert list(slim.totals) == [-0.3, -0.7]
