@@ -7,8 +7,9 @@
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
 `--ablate` the default is played beside itself without each constant of its cost, with `--knowledge`
-beside itself with inputs of its cost exact. Without arguments the first forty scenarios of the training set are played. The test set is for releases: it is played as a
-whole, from a committed tree, and always written.
+beside itself with inputs of its cost exact. Without arguments the first forty scenarios of the
+training set are played. The test set is for releases: it is played as a whole, from a committed tree,
+and always written.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def _write(part: str, name: str, command: str, entry: dict, rows: list[score.ScenarioRow]) -> None:
-    """Put the scores or the ablation of a set into the record, and keep the rates of its scenarios."""
+    """Put the entry of a set into its part of the record, and keep the rates of its scenarios."""
     path = rig.RESULTS / f"{NAME}.json"
     parts: dict[str, dict] = {"sets": {}, "ablations": {}, "knowledge": {}}
     if path.exists():

@@ -1,10 +1,10 @@
 """`python -m bench.real_vllm.capture [--images] --write`: what vLLM sends of its KV cache, by bytes.
 
 One engine with 24 blocks runs a few requests that store, reuse, copy and evict blocks, with an adapter,
-a salt and an answer, or with images; then its cache is reset, and it is started again. The capture has the frames of
-every message, those of replays, answers of `/render` and `/tokenize`, and per request the batches
-published until its end and the cached tokens that the engine reports. Tests of the decoder and of the
-index read it (`tests/prefix_cache/captures`).
+a salt and an answer; with `--images`, one with 40 blocks runs requests with images. Then its cache is
+reset, and it is started again. The capture has the frames of every message, those of replays, answers of
+`/render` and `/tokenize`, and per request the batches published until its end and the cached tokens that
+the engine reports. Tests of the decoder and of the index read it (`tests/prefix_cache/captures`).
 """
 
 from __future__ import annotations

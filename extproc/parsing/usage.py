@@ -50,8 +50,10 @@ _decoder = msgspec.json.Decoder(_Usage)
 def read(tail: bytes) -> Mapping[str, int]:
     """Tokens the engine reported, by kind: `prompt`, `completion`, `cached`, `media`.
 
-    `media` are those of images, videos and audio in the prompt, where vLLM says so. Reads OpenAI chat, completions and responses and Anthropic messages, whole or as SSE. Chunk
-    borders do not matter, since the bytes are joined before.
+    `media` are those of images, videos and audio in the prompt, which vLLM reports
+    (`prompt_tokens_details.multimodal_tokens`). Reads OpenAI chat, completions and responses and
+    Anthropic messages, whole or as SSE. Chunk borders do not matter, since the bytes are joined
+    before.
 
     Returns:
         The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports

@@ -1,8 +1,8 @@
 """Corrects estimated tokens of images, videos and audio by the usage that engines report.
 
 The estimate is by the name of a model (`parsing.media`); deployments rename models, and set other
-bounds for images. An answer says how many tokens its prompt had, and vLLM how many of them are media; else what its text
-does not account for are those of its media.
+bounds for images. An answer says how many tokens its prompt had, and vLLM how many of them are media. Of
+other engines, what the text does not account for are those of its media.
 """
 
 from __future__ import annotations
