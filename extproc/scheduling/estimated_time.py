@@ -432,7 +432,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         rises = (wanted - self.crowding_start) / (1.0 - self.crowding_start)
         falls = (self.crowding_end - share) / (self.crowding_end - 1.0)
         value = min(1.0, rises, falls)
-        moving = uncached / max(1.0, tokens)
+        moving = uncached / tokens if tokens > 1.0 else 1.0
         return self.crowding * continued * moving * capacity * c.rates.evicted_s * value
 
     def _stall(self, c: Candidate, wanted: float, answer: float) -> tuple[float, float]:
