@@ -1,14 +1,19 @@
 """Export of traces over OTLP with the OpenTelemetry SDK; imported only if traces are sent.
 
-The event loop builds the spans of a sampled request; a thread of the SDK encodes and sends them in
+The event loop builds and encodes the spans of a sampled request; a thread of the SDK sends them in
 batches. What the SDK logs goes into a line of ours, at the first failure and at its end.
+
+The encoder is ours, because that of the SDK takes most of the time of a trace. Field numbers are those
+of https://github.com/open-telemetry/opentelemetry-proto (trace.proto and common.proto at v1.7.0).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import random
+import struct
 import sys
 import threading
 import time
@@ -16,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
+from opentelemetry.exporter.otlp.proto.common import trace_encoder
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import (
@@ -32,7 +39,12 @@ from extproc import distribution
 from extproc.protocol.trace_context import TraceContext
 from extproc.telemetry.log_format import log_event
 from extproc.telemetry.request_recorder import RequestRecorder
-from extproc.telemetry.request_trace import SpanRecord, TracedRequest
+from extproc.telemetry.request_trace import (
+    AttributeValue,
+    SpanEvent,
+    SpanRecord,
+    TracedRequest,
+)
 
 _log = logging.getLogger("extproc.traces")
 
@@ -47,6 +59,148 @@ _MAX_CAUSE: Final = 200
 
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _UNSET: Final = Status(StatusCode.UNSET)
+
+#: Numbers below this one have their encoding kept.
+_MAX_KEPT: Final = 4096
+
+_pack_double: Final = struct.Struct("<d").pack
+_pack_fixed64: Final = struct.Struct("<Q").pack
+
+#: Flags of a span that say whether its parent is of another process, behind their tag.
+_LOCAL_PARENT: Final = b"\x85\x01" + struct.pack("<I", 0x100)
+_REMOTE_PARENT: Final = b"\x85\x01" + struct.pack("<I", 0x300)
+
+
+class _Varints(dict[int, bytes]):
+    """Numbers of 64 bits in the encoding of protobuf; small ones, as most lengths are, are kept."""
+
+    def __missing__(self, value: int) -> bytes:
+        data, rest = bytearray(), value
+        while rest > 0x7F:
+            data.append(rest & 0x7F | 0x80)
+            rest >>= 7
+        data.append(rest)
+        if value < _MAX_KEPT:
+            self[value] = bytes(data)
+        return bytes(data)
+
+
+class _Names(dict[str, bytes]):
+    """Names of spans, events and attributes with their lengths; the configuration bounds them."""
+
+    def __missing__(self, name: str) -> bytes:
+        data = name.encode(errors="replace")
+        field = self[name] = _VARINTS[len(data)] + data
+        return field
+
+
+_VARINTS: Final = _Varints()
+_NAMES: Final = _Names()
+
+
+def _encode_field(tag: bytes, data: bytes) -> bytes:
+    return tag + _VARINTS[len(data)] + data
+
+
+def _encode_value(value: AttributeValue) -> bytes:
+    """A value as an AnyValue.
+
+    Raises:
+        ValueError: It is half of a surrogate pair, or has more than 64 bits.
+    """
+    if isinstance(value, str):
+        data = value.encode()
+        return b"\x0a" + _VARINTS[len(data)] + data
+    if isinstance(value, bool):
+        return b"\x10\x01" if value else b"\x10\x00"
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError
+        return b"\x18" + _VARINTS[value & 0xFFFF_FFFF_FFFF_FFFF]
+    if isinstance(value, float):
+        return b"\x21" + _pack_double(value)
+    items = [_encode_field(b"\x0a", _encode_value(item)) for item in value]
+    return _encode_field(b"\x2a", b"".join(items))
+
+
+def _encode_attributes(tag: bytes, attributes: Mapping[str, AttributeValue]) -> bytes:
+    """Attributes as fields, but those that cannot be encoded, as the SDK has it."""
+    parts: list[bytes] = []
+    for name, value in attributes.items():
+        try:
+            data = _encode_value(value)
+        except ValueError:
+            continue
+        key, size = _NAMES[name], _VARINTS[len(data)]
+        num_bytes = len(key) + len(size) + len(data) + 2
+        parts += (tag, _VARINTS[num_bytes], b"\x0a", key, b"\x12", size, data)
+    return b"".join(parts)
+
+
+def _encode_event(event: SpanEvent, offset_ns: int) -> bytes:
+    return (
+        b"\x09"
+        + _pack_fixed64(offset_ns + round(event.at_s * 1e9))
+        + b"\x12"
+        + _NAMES[event.name]
+        + _encode_attributes(b"\x1a", event.attributes)
+    )
+
+
+def encode_span(span: SpanRecord, trace: TraceContext, *, state: str, offset_ns: int) -> bytes:
+    """A span as a field of ScopeSpans.
+
+    Args:
+        state: Members of the trace state, without those that are invalid.
+        offset_ns: Unix time less monotonic time.
+    """
+    parent = span.parent_span_id
+    error = _encode_field(b"\x12", span.error.encode(errors="replace")) + b"\x18\x02"
+    fields = (
+        b"\x0a\x10",
+        bytes.fromhex(trace.trace_id),
+        b"\x12\x08",
+        bytes.fromhex(span.span_id),
+        _encode_field(b"\x1a", state.encode(errors="replace")) if state else b"",
+        b"\x22\x08" + bytes.fromhex(parent) if parent else b"",
+        b"\x2a",
+        _NAMES[span.name],
+        b"\x30\x02\x39" if span.is_server else b"\x30\x01\x39",
+        _pack_fixed64(offset_ns + round(span.start_s * 1e9)),
+        b"\x41",
+        _pack_fixed64(offset_ns + round(span.end_s * 1e9)),
+        _encode_attributes(b"\x4a", span.attributes),
+        *[_encode_field(b"\x5a", _encode_event(event, offset_ns)) for event in span.events],
+        _encode_field(b"\x7a", error) if span.error else b"\x7a\x00",
+        _REMOTE_PARENT if parent and parent == trace.parent_span_id else _LOCAL_PARENT,
+    )
+    return _encode_field(b"\x12", b"".join(fields))
+
+
+class EncodedSpan(ReadableSpan):
+    """A span as the field that is sent, which takes the place of a span of the SDK in its queue.
+
+    Args:
+        frame: What the field is added to: a request with resource and scope, and without spans.
+    """
+
+    #: Read by the queue of the SDK, which takes sampled spans only.
+    context = SpanContext(1, 1, is_remote=False, trace_flags=_SAMPLED)
+
+    def __init__(self, data: bytes, frame: ExportTraceServiceRequest) -> None:
+        self.data = data
+        self.frame = frame
+
+
+def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
+    """A request with encoded spans, or with those of the SDK of whatever else in the process uses it."""
+    if not spans or not isinstance(spans[0], EncodedSpan):
+        return trace_encoder.encode_spans(spans)
+    request = ExportTraceServiceRequest()
+    request.CopyFrom(spans[0].frame)
+    fields = [span.data for span in spans if isinstance(span, EncodedSpan)]
+    request.resource_spans[0].scope_spans[0].MergeFromString(b"".join(fields))
+    return request
 
 
 class _LastMessage(logging.Filter):
@@ -153,7 +307,8 @@ class OtlpTracer:
         version = distribution.installed_version()
         self._resource = _build_resource(version)
         self._scope = InstrumentationScope("extproc", version)
-        build_exporter = _load_exporter(exporter, protocol)
+        build_exporter, takes_encoded = _load_exporter(exporter, protocol)
+        self._frame = self._build_frame() if takes_encoded else None
         messages = _capture_log()
         messages.clear()
         self._processor = BatchSpanProcessor(
@@ -183,28 +338,16 @@ class OtlpTracer:
             return
         self._num_added += len(spans)
         offset_ns = time.time_ns() - round(self._clock() * 1e9)
-        state = TraceState.from_header([trace.tracestate]) if trace.tracestate else None
-        trace_id = int(trace.trace_id, 16)
-        contexts = {
-            span.span_id: SpanContext(
-                trace_id,
-                int(span.span_id, 16),
-                is_remote=False,
-                trace_flags=_SAMPLED,
-                trace_state=state,
-            )
-            for span in spans
-        }
-        if trace.parent_span_id:
-            contexts[trace.parent_span_id] = SpanContext(
-                trace_id,
-                int(trace.parent_span_id, 16),
-                is_remote=True,
-                trace_flags=_SAMPLED,
-                trace_state=state,
-            )
+        state = TraceState.from_header([trace.tracestate]) if trace.tracestate else TraceState()
+        frame, queue = self._frame, self._processor.on_end
+        if frame is None:
+            for span in spans:
+                queue(self._build_span(span, trace, state, offset_ns))
+            return
+        text = ",".join([f"{key}={value}" for key, value in state.items()])
         for span in spans:
-            self._processor.on_end(self._build_span(span, contexts, offset_ns))
+            data = encode_span(span, trace, state=text, offset_ns=offset_ns)
+            queue(EncodedSpan(data, frame))
 
     def close(self, timeout_s: float) -> None:
         """Send what waits, as far as the time allows; blocks."""
@@ -212,13 +355,33 @@ class OtlpTracer:
         closing.start()
         closing.join(timeout_s)
 
+    def _build_frame(self) -> ExportTraceServiceRequest:
+        """The request around spans, which the SDK makes."""
+        span = ReadableSpan(
+            "",
+            SpanContext(1, 1, is_remote=False),
+            resource=self._resource,
+            instrumentation_scope=self._scope,
+        )
+        request = trace_encoder.encode_spans([span])
+        request.resource_spans[0].scope_spans[0].ClearField("spans")
+        return request
+
     def _build_span(
-        self, span: SpanRecord, contexts: Mapping[str, SpanContext], offset_ns: int
+        self, span: SpanRecord, trace: TraceContext, state: TraceState, offset_ns: int
     ) -> ReadableSpan:
+        """A span of the SDK, for exporters that do not encode it."""
+        trace_id, parent_id = int(trace.trace_id, 16), span.parent_span_id
+
+        def build_context(span_id: str, *, is_remote: bool) -> SpanContext:
+            return SpanContext(trace_id, int(span_id, 16), is_remote, _SAMPLED, state)
+
         return ReadableSpan(
             name=span.name,
-            context=contexts[span.span_id],
-            parent=contexts.get(span.parent_span_id),
+            context=build_context(span.span_id, is_remote=False),
+            parent=build_context(parent_id, is_remote=parent_id == trace.parent_span_id)
+            if parent_id
+            else None,
             resource=self._resource,
             attributes=span.attributes,
             events=[
@@ -233,32 +396,13 @@ class OtlpTracer:
         )
 
 
-class _HashedResource(Resource):
-    """Resource whose hash is computed once; the encoder hashes it for every span.
-
-    Delete it once https://github.com/open-telemetry/opentelemetry-python caches it: 10 % of an export.
-    """
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    def __eq__(self, other: object) -> bool:
-        """Equal to a resource with the same attributes."""
-        return self is other or super().__eq__(other)
-
-    def __hash__(self) -> int:
-        """As of any resource."""
-        return self._hash
-
-
 def _build_resource(version: str | None) -> Resource:
     """Build what the spans are of; names of the environment come before ours."""
     ours: dict[str, str] = {SERVICE_VERSION: version} if version else {}
     resource = Resource.create(ours)
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith(_UNKNOWN_SERVICE):
         resource = Resource.create({SERVICE_NAME: _SERVICE, **ours})
-    return _HashedResource(resource.attributes, resource.schema_url)
+    return resource
 
 
 def _capture_log() -> _LastMessage:
@@ -271,14 +415,14 @@ def _capture_log() -> _LastMessage:
 
 def _load_exporter(
     exporter: Literal["otlp", "console"], protocol: Literal["grpc", "http/protobuf"]
-) -> Callable[[], SpanExporter]:
-    """Load what builds the exporter; each loads a transport of its own."""
+) -> tuple[Callable[[], SpanExporter], bool]:
+    """Load what builds the exporter, with a transport, and say whether it takes encoded spans."""
     if exporter == "console":
-        return functools.partial(ConsoleSpanExporter, out=sys.stdout)
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc  # noqa: PLC0415
-
-        return over_grpc.OTLPSpanExporter
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http  # noqa: PLC0415
-
-    return over_http.OTLPSpanExporter
+        return functools.partial(ConsoleSpanExporter, out=sys.stdout), False
+    name = f"opentelemetry.exporter.otlp.proto.{protocol.partition('/')[0]}.trace_exporter"
+    module = importlib.import_module(name)
+    # The exporters have no setting for it. Of a version without that name, spans go to its encoder.
+    takes_encoded = hasattr(module, "encode_spans")
+    if takes_encoded:
+        vars(module)["encode_spans"] = encode_spans
+    return module.OTLPSpanExporter, takes_encoded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import Counter
@@ -165,7 +166,7 @@ class HeldExporter:
 def test_queue_is_bounded(build_tracer, monkeypatch):
     """Spans beyond the bound are dropped and counted, those being sent included."""
     exporter = HeldExporter()
-    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: lambda: exporter)
+    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: (lambda: exporter, False))
     tracer = build_tracer(max_queued_spans=10)
     for _ in range(7):
         tracer.add(TRACE, spans())
@@ -177,7 +178,7 @@ def test_queue_is_bounded(build_tracer, monkeypatch):
 def test_exporter_that_raises_costs_its_spans(build_tracer, monkeypatch, caplog):
     """A bug of an exporter is a failure like any other."""
     exporter = HeldExporter()
-    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: lambda: exporter)
+    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: (lambda: exporter, False))
 
     def broken(_):
         exporter.began.set()
@@ -209,3 +210,73 @@ def test_console_prints_spans(build_tracer, capsys):
     tracer.add(TRACE, spans())
     tracer.close(otlp_receiver.LIMIT_S)
     assert TRACE.trace_id in capsys.readouterr().out
+
+
+class CollectingExporter:
+    """An exporter that keeps the request of what it is to send."""
+
+    def __init__(self):
+        self.requests = []
+
+    def export(self, batch):
+        self.requests.append(otlp.encode_spans(batch))
+        return otlp.SpanExportResult.SUCCESS
+
+    def shutdown(self):
+        pass
+
+
+def random_attributes(rng):
+    values = [
+        lambda: rng.choice(["", "plain", "é\n☃", "x" * rng.randrange(20_000), "half \ud800"]),
+        lambda: rng.choice([0, 1, 127, 128, -1, 1 << 63, -(1 << 63), rng.getrandbits(62)]),
+        lambda: rng.choice([0.0, -0.0, 1e300, math.inf, rng.random()]),
+        lambda: rng.random() < 0.5,
+        lambda: [f"endpoint {n}" for n in range(rng.randrange(4))],
+        lambda: [rng.random() for _ in range(rng.randrange(30))],
+    ]
+    names = [f"name.{n}" for n in range(12)] + ["é" * 100]
+    return {name: rng.choice(values)() for name in rng.sample(names, rng.randrange(len(names)))}
+
+
+def random_trace(rng):
+    """A trace of up to three spans, of which the first one is of the request."""
+    parent = rng.choice(["", f"{rng.getrandbits(64) or 1:016x}"])
+    state = rng.choice(["", "a=1", "b=2,a=1", "a@b=c d", "not a state", "a=1,a=2"])
+    trace = TraceContext(f"{rng.getrandbits(128) or 1:032x}", "b" * 16, 1, parent, state)
+    spans = [
+        SpanRecord(
+            rng.choice(["gateway.request", "é"]),
+            trace.span_id if number == 0 else f"{number:016x}",
+            parent if number == 0 else trace.span_id,
+            rng.uniform(90.0, 99.0),
+            rng.uniform(99.0, 100.0),
+            random_attributes(rng),
+            [
+                SpanEvent("candidate", rng.uniform(90.0, 99.0), random_attributes(rng))
+                for _ in range(rng.randrange(3))
+            ],
+            is_server=rng.random() < 0.5,
+            error=rng.choice(["", "no response", "é" * 100]),
+        )
+        for number in range(rng.randrange(1, 4))
+    ]
+    return trace, spans
+
+
+def test_encoder_sends_what_that_of_the_sdk_sends(build_tracer, monkeypatch):
+    """Requests of random spans are equal, field by field."""
+    exporters = CollectingExporter(), CollectingExporter()
+    rng = random.Random(1)
+    traces = [random_trace(rng) for _ in range(100)]
+    monkeypatch.setattr(otlp.time, "time_ns", lambda: 1_800_000_000_123_456_789)
+    loaded = [(lambda: exporters[0], True), (lambda: exporters[1], False)]
+    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: loaded.pop(0))
+    for _ in exporters:
+        tracer = build_tracer(OTEL_RESOURCE_ATTRIBUTES="a=b", OTEL_BSP_SCHEDULE_DELAY="3600000")
+        for trace, spans_of_trace in traces:
+            tracer.add(trace, spans_of_trace)
+        tracer.close(otlp_receiver.LIMIT_S)
+    ours, theirs = (exporter.requests for exporter in exporters)
+    assert len(ours[0].resource_spans[0].scope_spans[0].spans) > len(traces)
+    assert ours == theirs
