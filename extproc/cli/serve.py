@@ -15,7 +15,7 @@ from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.recording import parquet
 from extproc.scrape import kv_event_subscriber
-from extproc.server import admin_access, redis_peer_channel, transport
+from extproc.server import admin_access, peer_addresses, redis_peer_channel, transport
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +84,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     steps: list[Callable[[], object]] = [
         lambda: admin_access.read_token(settings.server.admin_token_file),
         lambda: redis_peer_channel.require(settings.peer_sync),
+        lambda: peer_addresses.PeerDirectory(settings, str),
         lambda: kv_event_subscriber.require(settings.kv_events),
     ]
     record = settings.decisions.record

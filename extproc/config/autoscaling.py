@@ -211,10 +211,8 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Autoscaling settings shared by all pools: replicas of extproc, saved state, KEDA.
 
     Attributes:
-        peers: The other replicas of extproc, whose requests count as well: `host:port` of their
-            metrics port (`server.metrics_port`). A name stands for every address that it resolves
-            to, such as that of a headless Service; the own address is skipped. None: there is one
-            replica.
+        peers: The other replicas of extproc, whose requests count as well, as `peer_sync.peers`. None:
+            those of `peer_sync.peers`, so it is only needed without them.
         peer_timeout_s: Time limit of a request to a peer (seconds). 1 is far above what it takes.
         state: Name of the ConfigMap, in the namespace of this process, for learned speeds and
             observed demand, so that a restart changes nothing. Empty: after a restart nothing is

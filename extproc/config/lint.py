@@ -49,6 +49,7 @@ def _bound_events(settings: Settings) -> Iterator[str]:
     if not (events.enabled and events.bind) or settings.cluster.leader_election:
         return
     others = {
+        "peer_sync.peers": settings.peer_sync.peers,
         "peer_sync.url": settings.peer_sync.url,
         "autoscaling.peers": settings.autoscaling.peers,
     }

@@ -298,7 +298,8 @@ def check_compatible(settings: Settings, place: Place) -> None:
 
     Raises:
         ConfigError: Several sources in one pool, a name twice, a pool besides pools, an extra
-            metric without a selector, or KV events of several pools on one port.
+            metric without a selector, KV events of several pools on one port, or two ways of peer
+            synchronization.
     """
     sections = [(place / "pool", settings.pool)]
     sections += [(place / "pools" / at, pool) for at, pool in enumerate(settings.pools)]
@@ -311,6 +312,7 @@ def check_compatible(settings: Settings, place: Place) -> None:
             source.check(pool, spot / source.key)
     _check_discovered(settings, place)
     _check_bound_events(settings, place)
+    _check_peer_sync(settings, place)
     for name, selector in settings.scrape.extra_metrics.items():
         engines.series(selector, where=str(place / "scrape" / "extra_metrics" / name))
     scheduling = settings.scheduling
@@ -340,6 +342,16 @@ def check_compatible(settings: Settings, place: Place) -> None:
                 got="none of them",
                 fix="say where its endpoints come from",
             )
+
+
+def _check_peer_sync(settings: Settings, place: Place) -> None:
+    if settings.peer_sync.url and settings.peer_sync.peers:
+        raise ConfigError(
+            place / "peer_sync",
+            wanted="peers or url",
+            got="both",
+            fix="remove url where replicas reach each other, or else peers",
+        )
 
 
 def _check_bound_events(settings: Settings, place: Place) -> None:

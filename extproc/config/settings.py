@@ -62,8 +62,10 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             no memory of streams that ended.
         admin_token_file: File with a token that every path of `metrics_port` but /metrics, /healthz
             and /readyz requires as `Authorization: Bearer`. It is read again when it changes;
-            replicas that exchange counters need the same. Empty: these paths answer the machine
-            (pod) of extproc only, and /internal also the addresses of `autoscaling.peers`.
+            replicas that exchange requests or
+            counters need the same. Empty: these paths answer the machine
+            (pod) of extproc only, and /internal also the addresses of `peer_sync.peers` and
+            `autoscaling.peers`.
         llmd_metrics: Also serve metrics under the names of the EPP of llm-d. Null: if the pool is
             an InferencePool, as with `--pool-name`, because charts for that EPP then find them.
     """
@@ -372,26 +374,30 @@ class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exchange of started and ended requests between replicas, over a Redis or Valkey stream.
+    """Exchange of started and ended requests between replicas: directly, or over a Redis or Valkey.
 
-    No request waits for it; while the server is away, replicas route without it.
+    No request waits for it; while a peer or the server is away, replicas route without it.
 
     Attributes:
-        url: Address of the server, as `redis://:password@host:6379/0`, `rediss://` or `unix://`.
-            Empty: replicas exchange nothing, and need no store.
+        peers: The other replicas of extproc, for a direct exchange: `host:port` of their metrics port
+            (`server.metrics_port`). A name stands for every address that it resolves to, such as that
+            of a headless Service; the own address is skipped. None: there is one replica, or `url`
+            is used.
+        url: In place of `peers`, where replicas cannot reach each other: address of a server, as `redis://:password@host:6379/0`, `rediss://` or `unix://`.
+            Empty: none is needed.
         password_file: File with the server's password, such as a key of a mounted Secret. It is read
             at every connection, so a new password needs no restart. Empty: the password of `url`.
         stream: Key of the stream. Replicas that share endpoints use the same key. A client that can
             write to it can make endpoints look busy, so the server needs a password.
-        flush_s: Shortest time between two writes (seconds). After a pause an event is written at
-            once; under load, events are collected for this time. 0.002 are at most 500 writes per
-            second.
+        flush_s: Shortest time between two messages (seconds). After a pause an event is sent at once;
+            under load, events are collected for this time. 0.002 are at most 500 messages per second.
         beat_s: Seconds between two complete lists of open requests, which repair lost events.
         silent_s: Seconds without a message after which a replica counts as gone. 5 are five lists.
         max_entries: Entries that the stream retains, approximately (count). 10000 are some seconds;
             a reader that is further behind starts at the end.
     """
 
+    peers: tuple[validation.Name, ...] = ()
     url: str = ""
     password_file: str = ""
     stream: validation.Name = "extproc"

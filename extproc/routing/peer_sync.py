@@ -8,7 +8,7 @@ replica regularly lists its open requests, and a silent replica has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -29,6 +29,9 @@ MAX_OPEN = 50_000
 
 #: Pickers that are listened to (count).
 MAX_PICKERS = 256
+
+#: Facts in a message (count), some 100 KB with long prompts.
+MAX_FACTS: Final = 500
 
 #: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
@@ -132,7 +135,7 @@ class PeerEventLog:
         self._on_waiting = on_waiting
         self._latest = 0
         self._latest_list = 0
-        self._numbers: dict[Reservation, int] = {}
+        self._open: dict[Reservation, RequestStarted] = {}
         self._waiting: list[Fact] = []
 
     def pool_log(self, pool: str) -> PoolEventLog:
@@ -142,39 +145,49 @@ class PeerEventLog:
     def request_started(self, pool: str, reservation: Reservation, blocks: Sequence[int]) -> None:
         """Record a request that was charged to an endpoint."""
         self._latest += 1
-        self._numbers[reservation] = self._latest
-        self._put(
-            RequestStarted(
-                self._latest,
-                pool,
-                reservation.endpoint.address,
-                reservation.target,
-                reservation.prompt_tokens,
-                reservation.prompt_bytes,
-                list(blocks),
-                reservation.has_media,
-            )
+        fact = self._open[reservation] = RequestStarted(
+            self._latest,
+            pool,
+            reservation.endpoint.address,
+            reservation.target,
+            reservation.prompt_tokens,
+            reservation.prompt_bytes,
+            list(blocks),
+            reservation.has_media,
         )
+        self._put(fact)
 
     def request_ended(self, reservation: Reservation, *, answered: bool, ran: bool) -> None:
         """Record that a request ended; does nothing for a request that was not recorded."""
-        number = self._numbers.pop(reservation, None)
-        if number is not None:
-            self._put(RequestEnded(number, answered, ran))
+        started = self._open.pop(reservation, None)
+        if started is not None:
+            self._put(RequestEnded(started.number, answered, ran))
 
     def publish_open(self) -> None:
         """Record the numbers of the open requests."""
-        self._latest_list += 1
-        self._put(OpenRequests(self._latest, list(self._numbers.values()), self._latest_list))
+        self._put(self._list_open())
 
     def publish_left(self) -> None:
         """Record that this replica stops."""
         self._put(PickerLeft())
 
+    def snapshot(self) -> Iterator[PeerMessage]:
+        """Messages for a new reader: the open requests as they are now, then their list."""
+        facts: list[Fact] = [*self._open.values(), self._list_open()]
+        return (
+            PeerMessage(self.picker, facts[at : at + MAX_FACTS])
+            for at in range(0, len(facts), MAX_FACTS)
+        )
+
     def take(self, max_facts: int = MAX_WAITING) -> PeerMessage | None:
         """Remove and return the waiting message, oldest events first; None if it is empty."""
         facts, self._waiting = self._waiting[:max_facts], self._waiting[max_facts:]
         return PeerMessage(self.picker, facts) if facts else None
+
+    def _list_open(self) -> OpenRequests:
+        self._latest_list += 1
+        numbers = [started.number for started in self._open.values()]
+        return OpenRequests(self._latest, numbers, self._latest_list)
 
     def _put(self, fact: Fact) -> None:
         waiting = self._waiting

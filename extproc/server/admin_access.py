@@ -2,8 +2,8 @@
 
 `/metrics`, `/healthz` and `/readyz` are open, as Prometheus and probes expect. Everything else wants
 the bearer token of `server.admin_token_file`; without a token it is for this machine, and what
-pickers exchange is for the addresses of `autoscaling.peers` as well. Whatever reaches the port may
-connect, and send nothing, so connections are bounded.
+pickers exchange is for the addresses of `peer_sync.peers` and `autoscaling.peers` as well. Whatever
+reaches the port may connect, and send nothing, so connections are bounded.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class AdminAccess:
             return None
         return 403, (
             "without server.admin_token_file this page is for the machine of the picker"
-            + (" and autoscaling.peers" if path.startswith(_INTERNAL) else "")
+            + (" and the peers of the configuration" if path.startswith(_INTERNAL) else "")
         )
 
     def middleware(self) -> Middleware:

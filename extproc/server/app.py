@@ -36,10 +36,12 @@ from extproc.server import (
 )
 from extproc.server.decision_recording import DecisionRecorder
 from extproc.server.health import StallMeter
+from extproc.server.http_peer_channel import HttpPeerChannel
 from extproc.server.large_bodies import LargeBodies, free_in_turns
+from extproc.server.peer_addresses import PeerDirectory
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
-from extproc.server.redis_peer_channel import build_peer_channel
+from extproc.server.redis_peer_channel import RedisPeerChannel
 from extproc.supervision import LoopName
 from extproc.telemetry import explanation, pool_log
 from extproc.telemetry.control_plane_metrics import WatchMetrics
@@ -120,13 +122,14 @@ class EndpointPickerProcess:
         )
         self.admin_token = _admin_token(settings)
         self.control_planes = self._build_control_planes()
+        self._peers = PeerDirectory(settings, self._current_token)
         self.autoscaler = self._build_autoscaler()
         self._large_bodies = LargeBodies(
             self.counters, max_prompt_bytes=lambda: self.pool_registry.max_prompt_bytes
         )
         self._transport = self._build_transport()
         self.servicer = self._transport.servicer
-        self._peer_channel = build_peer_channel(settings.peer_sync, self.pool_registry, clock)
+        self._peer_channel = self._build_peer_channel()
         self._servers: list[transport.RpcServer] = []
         self.admin_server = admin.AdminServer()
 
@@ -179,8 +182,23 @@ class EndpointPickerProcess:
             self.counters,
             is_leader=lambda: self._is_leader,
             clock=self._clock,
-            token=self._current_token,
+            addresses=self._peers.counters,
             **listeners,
+        )
+
+    def _build_peer_channel(self) -> RedisPeerChannel | HttpPeerChannel | None:
+        """Build the channel of peer synchronization; None where it is off."""
+        settings = self._settings.peer_sync
+        if settings.url:
+            return RedisPeerChannel(settings, self.pool_registry, self._clock)
+        if not settings.peers:
+            return None
+        return HttpPeerChannel(
+            settings,
+            self.pool_registry,
+            self._clock,
+            addresses=self._peers.requests,
+            failures=self.counters.peer_sync_failures,
         )
 
     def _build_transport(self) -> transport.Transport:
@@ -392,6 +410,8 @@ class EndpointPickerProcess:
         attempt = self.counters.supervisor.attempt
         for rpc_server in self._servers:
             await attempt("drain", rpc_server.stop(_STREAM_END_S))
+        if self._peer_channel is not None:
+            await attempt("drain", self._peer_channel.close())
         await attempt("drain", self.admin_server.close())
         self._http.close()
         await attempt("drain", self._large_bodies.close())
@@ -423,12 +443,14 @@ class EndpointPickerProcess:
             decisions=self.decisions,
             decision_recorder=self.decision_recorder,
             clock=self._clock,
-            access=admin_access.AdminAccess(self._current_token, self.autoscaler.peers.is_peer),
+            access=admin_access.AdminAccess(self._current_token, self._peers.is_peer),
             max_body_bytes=lambda: self.servicer.shared.exchange_settings.max_body_bytes,
             shadows=self.pool_registry.shadows,
         )
         application = pages.application()
         application.add_routes(self.autoscaler.peers.routes())
+        if self._peer_channel is not None:
+            application.add_routes(self._peer_channel.routes())
         console_pages = console.ConsolePages(
             counters=self.counters,
             views=self.pool_registry.views,

@@ -187,6 +187,8 @@ class ProcessCounters:
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         trace_spans: Spans of traced requests, by result: `exported`, `failed`, `dropped`.
+        peer_sync_failures: Connections to peers that failed or ended, and messages dropped for slow
+            ones, by reason.
         recorded_rows: Decisions and ends of requests for recordings, by result: `recorded`,
             `dropped`, `failed`.
         http2_limits: Calls and connections that the native transport ended, by limit or violation.
@@ -210,6 +212,7 @@ class ProcessCounters:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
         self.trace_spans: Counter[str] = Counter()
+        self.peer_sync_failures: Counter[str] = Counter()
         self.recorded_rows: Counter[str] = Counter()
         self.http2_limits: Counter[str] = Counter()
         self.direct_responses = 0

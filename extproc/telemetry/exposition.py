@@ -23,8 +23,8 @@ from extproc.telemetry.request_series import (
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
     "extproc_leader": "1 while this replica holds the Lease, else 0; only with leader election.",
-    "extproc_peer_sync_peers": "Other replicas that share their requests; only with `peer_sync.url`.",
-    "extproc_peer_sync_inflight_requests": "Requests in flight of other replicas, as they report; only with `peer_sync.url`.",
+    "extproc_peer_sync_peers": "Other replicas that share their requests; only with peer synchronization.",
+    "extproc_peer_sync_inflight_requests": "Requests in flight of other replicas, as they report; only with peer synchronization.",
     "extproc_body_buffer_bytes": "Bytes of request bodies in buffers.",
     "extproc_http2_connections_open": "Open connections to the ports of ext_proc and gRPC health; only with the native transport.",
     "extproc_http2_unsent_bytes": "Bytes of answers that wait for the windows of peers or the network; only with the native transport.",
@@ -128,6 +128,13 @@ class Exposition:
             "Spans of traced requests, by result; none without tracing.",
             "result",
             counters.trace_spans,
+        )
+        yield _counter(
+            "extproc_peer_sync_failures",
+            "Connections to peers that failed or ended, and messages dropped for slow peers, by reason; "
+            "only with `peer_sync.peers`.",
+            "reason",
+            counters.peer_sync_failures,
         )
         yield _counter(
             "extproc_recorded_rows",

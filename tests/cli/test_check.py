@@ -295,6 +295,13 @@ def test_missing_extras_and_files_are_refused_before_serving(
         assert fact in err
 
 
+def test_an_unreadable_address_of_a_peer_is_refused(capsys):
+    """With the name of the setting, and before anything listens."""
+    text = HEAD + "peer_sync: {peers: [extproc-peers]}\n"
+    assert main.main(["check", "--endpoints", "10.0.0.1:1", "--config-text", text]) == 2
+    assert "peer_sync.peers: expected host:port" in capsys.readouterr().err
+
+
 def test_check_reports_a_port_in_use(capsys):
     """It may be free where the file is for, so it is no error."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

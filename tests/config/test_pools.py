@@ -101,6 +101,7 @@ def test_all_pools_may_come_from_kubernetes():
             "every name once",
             "a again",
         ),
+        ("peer_sync: {peers: ['p:1'], url: 'redis://r'}", "peer_sync", "peers or url", "both"),
         ("pools: [{name: a}]", "pools[0]", "endpoints, endpoints_file", "none of them"),
         ("pools: [{endpoints: ['10.0.0.2:80']}]", "pools[0]", "the key name", "1 keys"),
         (

@@ -96,6 +96,14 @@ ADVISED = {
         ),
         "kv_events.bind and peer_sync.url",
     ),
+    "bound events of replicas that exchange": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            kv_events=KvEventsSection(enabled=True, bind="tcp://*:5557"),
+            peer_sync=settings.PeerSyncSection(peers=("peers:9090",)),
+        ),
+        "kv_events.bind and peer_sync.peers",
+    ),
     "conformance": (settings.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
     "seed": (settings.Settings(pool=ENDPOINTS, seed=1), "seed"),
     "subset ignored": (

@@ -18,6 +18,7 @@ from extproc.config.settings import XdsSection
 from extproc.discovery import static_discovery
 from extproc.election import ElectionSettings, LeaseRecord
 from extproc.errors import ConfigError
+from extproc.routing import peer_sync
 from extproc.server import app, leader_elector, lifecycle, redis_peer_channel, reload
 from extproc.server.transport import ListenAddresses
 from extproc.supervision import Supervisor
@@ -344,20 +345,22 @@ class OfflineChannel(redis_peer_channel.RedisPeerChannel):
     """A line without a server."""
 
     def __init__(self, registry):
-        self._supervisor = registry.supervisor
-        self._registry = registry
-        self._clock = lambda: 1.0
+        self.supervisor = registry.supervisor
+        self.settings = types.SimpleNamespace(stream="s")
         self.heard = []
+        self._failing_tasks = set()
 
-    def _on_entry(self, data):
-        if data == b"poison":
+    def _apply_message(self, message):
+        if message.picker == "poison":
             raise UnicodeDecodeError("utf-8", b"x", 0, 1, CANARY)
-        self.heard.append(data)
+        self.heard.append(message.picker)
 
 
 async def test_a_stream_entry_that_raises_is_skipped(caplog):
     """Any client with access may write anything to the stream; later entries are read."""
-    batches = [[(b"s", [(b"1", {b"m": b"a"}), (b"2", {b"m": b"poison"}), (b"3", {b"m": b"b"})])]]
+    messages = [peer_sync.encode(peer_sync.PeerMessage(name, [])) for name in ("a", "poison", "b")]
+    entries = [(b"%d" % at, {b"m": data}) for at, data in enumerate([*messages, b"\x00"])]
+    batches = [[(b"s", entries)]]
 
     class Reading:
         async def xrevrange(self, stream, count):
@@ -370,12 +373,10 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
 
     supervisor = Supervisor()
     line = OfflineChannel(types.SimpleNamespace(supervisor=supervisor))
-    line._settings = types.SimpleNamespace(stream="s")
     line._reading = Reading()
-    line._failing_tasks = set()
     with pytest.raises(ConnectionResetError):
-        await line._receive()
-    assert line.heard == [b"a", b"b"]
+        await line.receive()
+    assert line.heard == ["a", "b"]
     assert supervisor.failures["peer_sync"] == 1
     assert CANARY not in caplog.text
 

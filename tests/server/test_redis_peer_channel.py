@@ -16,26 +16,13 @@ import pytest
 from redis import asyncio as redis
 from redis.exceptions import RedisError
 
-from extproc.config import loader
 from extproc.config.settings import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
-from extproc.scheduling.plugin_guard import GuardFactory
-from extproc.scrape import client, schedule
 from extproc.server import redis_peer_channel
-from extproc.server.pool_registry import PoolRegistry
-from extproc.server.pool_runtime import RuntimeContext
-from extproc.telemetry.counters import ProcessCounters
 from tests.routing.test_peer_sync import fact
-from tests.server.test_pool_registry import ask
+from tests.server.peer_replica import Replica, sites, talking, until
 from tests.support.canary import CANARY
-
-POOLS = """apiVersion: extproc/v1alpha1
-kind: ExtProcConfig
-pools:
-- {name: a, endpoints: ['127.0.0.11:9', '127.0.0.12:9'], match: {hosts: [a]}}
-- {name: b, endpoints: ['127.0.0.13:9'], match: {hosts: [b]}}
-"""
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
@@ -90,66 +77,16 @@ def server():
     shutil.rmtree(redis_server.place)
 
 
-def sites():
-    counters = ProcessCounters()
-    guards = GuardFactory(lambda: 0.0, counters.plugins)
-    http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
-    shared = RuntimeContext(counters, guards, http, schedule.EndpointCounts(), time.monotonic)
-    return PoolRegistry(
-        loader.settings(loader.parse(POOLS, where="f")),
-        shared,
-        configured={},
-        is_discovery_synced=lambda: True,
+def redis_replica(url: str, **more: float) -> Replica:
+    settings = PeerSyncSection(url=url, beat_s=0.1, silent_s=1.0, **more)
+    return Replica(
+        lambda registry: redis_peer_channel.RedisPeerChannel(settings, registry, time.monotonic)
     )
-
-
-class Replica:
-    """One picker as far as it talks."""
-
-    def __init__(self, url: str, **more: float) -> None:
-        self.registry = sites()
-        settings = PeerSyncSection(url=url, beat_s=0.1, silent_s=1.0, **more)
-        self.line = redis_peer_channel.RedisPeerChannel(settings, self.registry, time.monotonic)
-
-    def director(self, pool: str = "a"):
-        return self.registry.by_name[pool].parts.director
-
-    def send(self, host: str = "a"):
-        outcome = ask(self.registry, host=host).outcome
-        return self.director(host).reserve(outcome, time.monotonic())
-
-    def in_flight(self, pool: str = "a") -> dict[str, int]:
-        members = self.director(pool).pool.members
-        return {member.endpoint.address: member.account.in_flight for member in members}
-
-    @property
-    def heard(self) -> int:
-        return self.line.replica.pickers
-
-
-@contextlib.asynccontextmanager
-async def talking(*replicas: Replica):
-    for replica in replicas:
-        await replica.registry.sync()
-    tasks = [asyncio.ensure_future(replica.line.run()) for replica in replicas]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(condition) -> None:
-    """Wait for what has to become true."""
-    async with asyncio.timeout(300):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_two_replicas_exchange_requests_in_flight(server):
     """Both accounts show both pickers' requests, per pool, and none once all ended."""
-    first, second = Replica(server.url), Replica(server.url)
+    first, second = redis_replica(server.url), redis_replica(server.url)
     async with talking(first, second):
         await until(lambda: first.heard == second.heard == 1)
         reservations = [first.send(), first.send(), first.send("b"), second.send()]
@@ -173,7 +110,7 @@ async def test_two_replicas_exchange_requests_in_flight(server):
 
 async def test_a_replica_that_stops_is_removed_at_once(server):
     """Its open requests leave the accounts of the others at once."""
-    first, second = Replica(server.url), Replica(server.url)
+    first, second = redis_replica(server.url), redis_replica(server.url)
     async with talking(first, second) as tasks:
         await until(lambda: first.heard == second.heard == 1)
         first.send()
@@ -192,7 +129,7 @@ async def test_an_unreachable_redis_does_not_stop_routing(server):
     async with redis.Redis.from_url(server.url) as writer:
         await until(server.is_listening)
         await writer.xadd(PeerSyncSection().stream, {b"m": b""}, id="9999999999999-0")
-    first, second = Replica(server.url), Replica(server.url)
+    first, second = redis_replica(server.url), redis_replica(server.url)
     async with talking(first, second) as tasks:
         await until(lambda: first.heard == second.heard == 1)
         first.send()
@@ -212,7 +149,7 @@ async def test_an_unreachable_redis_does_not_stop_routing(server):
 async def test_entries_below_those_of_a_lost_stream_are_read(server, monkeypatch):
     """A stream is flushed, its clock was ahead, and no connection breaks."""
     monkeypatch.setattr(redis_peer_channel, "_BLOCK_MS", 300)
-    first, second = Replica(server.url), Replica(server.url)
+    first, second = redis_replica(server.url), redis_replica(server.url)
     async with redis.Redis.from_url(server.url) as client, asyncio.timeout(300):
         await until(server.is_listening)
         await client.xadd(PeerSyncSection().stream, {b"m": b""}, id="9999999999999-0")
@@ -244,7 +181,7 @@ class Deaf:
 
 async def test_a_cancellation_swallowed_by_the_client_still_ends_the_task(tmp_path):
     """A cancellation that is lost inside the client is looked for."""
-    first = Replica(f"unix://{tmp_path}/none")
+    first = redis_replica(f"unix://{tmp_path}/none")
     first.line._reading = deaf = Deaf()
     async with asyncio.timeout(300), talking(first):
         await deaf.reads.wait()
@@ -252,21 +189,21 @@ async def test_a_cancellation_swallowed_by_the_client_still_ends_the_task(tmp_pa
 
 async def test_events_are_written_at_once_and_batched_under_load(server):
     """However long facts are gathered, the first one after a pause does not wait."""
-    first = Replica(server.url, flush_s=3600.0)
+    first = redis_replica(server.url, flush_s=3600.0)
     await until(server.is_listening)
     async with redis.Redis.from_url(server.url) as reader, talking(first), asyncio.timeout(300):
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
         first.send()
-        first.line._event_log.publish_open()
-        waiting = first.line._event_log.take()
+        first.line.event_log.publish_open()
+        waiting = first.line.event_log.take()
         assert len(waiting.facts) >= 2
         assert await reader.xlen("extproc") == 1
 
 
 async def test_foreign_entries_are_ignored(server):
     """Others may write to the stream; a reader goes on."""
-    first = Replica(server.url)
+    first = redis_replica(server.url)
     async with talking(first), redis.Redis.from_url(server.url) as strange:
         await until(server.is_listening)
         message = peer_sync.encode(
@@ -282,15 +219,10 @@ async def test_foreign_entries_are_ignored(server):
         assert sum(first.in_flight("b").values()) == 1
 
 
-async def test_peer_sync_is_off_by_default():
-    """The default needs no Redis and publishes nothing."""
-    assert redis_peer_channel.build_peer_channel(PeerSyncSection(), sites(), time.monotonic) is None
-
-
 async def test_a_url_of_another_kind_is_refused():
     """The error does not repeat the URL, which may carry a password."""
     with pytest.raises(ConfigError, match=r"redis://") as raised:
-        redis_peer_channel.build_peer_channel(
+        redis_peer_channel.RedisPeerChannel(
             PeerSyncSection(url=f"http://:{CANARY}@x"), sites(), time.monotonic
         )
     assert CANARY not in str(raised.value)
@@ -358,6 +290,6 @@ async def test_a_missing_redis_package_is_named(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[redis\]'"):
-        redis_peer_channel.build_peer_channel(
+        redis_peer_channel.RedisPeerChannel(
             PeerSyncSection(url="redis://x"), sites(), time.monotonic
         )

@@ -28,6 +28,7 @@ from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes.settings import POOL_GROUP, KubernetesSettings
 from extproc.errors import ConfigError
+from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.telemetry.control_plane_metrics import ScalingMetrics
@@ -52,10 +53,10 @@ class Autoscaler:
     """Scales all pools with autoscaling: configured pools, and discovered pools as they change.
 
     Args:
-        token: Returns the bearer token for requests to peers; empty for none.
+        addresses: The other replicas of extproc.
 
     Raises:
-        ConfigError: A policy or an address of a peer cannot be read.
+        ConfigError: A policy cannot be read.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Autoscaler:
         *,
         is_leader: Callable[[], bool],
         clock: Callable[[], float],
-        token: Callable[[], str],
+        addresses: PeerAddresses,
         on_step: Callable[[ControlLoop], None] = lambda _: None,
         on_removed: Callable[[ControlLoop], None] = lambda _: None,
     ) -> None:
@@ -82,10 +83,9 @@ class Autoscaler:
         identity = kubernetes_plan.process_identity(os.environ)
         self.peers = PeerCounterClient(
             identity,
-            shared.peers,
+            addresses,
             timeout_s=shared.peer_timeout_s,
             own_counters=self._own_counters,
-            token=token,
             on_waiting=self._wake,
         )
         self._scaled: dict[str, ScaledPool] = {}

@@ -15,13 +15,10 @@ import msgspec
 from aiohttp import web
 
 from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservation
-from extproc.discovery.static_discovery import DnsResolver
-from extproc.endpoint import join_host_port, parse_port
-from extproc.errors import ConfigError
 from extproc.pool import step_time_estimator
 from extproc.pool.snapshot import Pool
 from extproc.scrape import client
-from extproc.server.admin_access import normalize_address
+from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.telemetry.counters import PoolCounters
 
@@ -123,14 +120,6 @@ PATH = "/internal/load"
 #: Longest page (bytes): a thousand pools.
 _MAX_BYTES = 1 << 20
 
-_RESOLVER = DnsResolver()
-
-#: Seconds between two looks for an address that is not known yet.
-_RESOLVE_PAUSE_S = 1.0
-
-#: Most addresses of a name that are read, far more than an endpoint picker has replicas.
-_MAX_ADDRESSES = 256
-
 #: What decoding raises on bytes that are no such page: no JSON or numbers out of range, text that
 #: is no UTF-8, and nesting without end.
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -168,37 +157,26 @@ class PeerCounterClient:
     """Client of the other replicas of the endpoint picker.
 
     Args:
-        configured: `host:port` of their pages; a name stands for every address it resolves to.
         own_counters: Returns the counters of this process by pool.
-        token: Returns the bearer token for peers; empty sends none.
         on_waiting: Called with the names of pools in which a request waits elsewhere.
-
-    Raises:
-        ConfigError: An address cannot be read.
     """
 
     def __init__(
         self,
         identity: str,
-        configured: Sequence[str],
+        addresses: PeerAddresses,
         *,
         timeout_s: float,
         own_counters: Callable[[], Mapping[str, PickerCounters]],
-        token: Callable[[], str] = str,
         on_waiting: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
         self.identity = identity
-        self._token = token
         self._on_waiting = on_waiting
-        self._configured = [_split_address(address) for address in configured]
+        self._addresses = addresses
         self._own_counters = own_counters
         self._client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
         self._peers: dict[str, _PolledPeer] = {}
-        self._own_addresses: set[str] = set()
         self._unresolved: frozenset[str] = frozenset()
-        #: IP addresses of each written name, and when they were looked up for a client.
-        self._hosts = [frozenset[str]() for _ in configured]
-        self._hosts_at = -math.inf
 
     def last(self, pool: str) -> dict[str, PickerCounters | None]:
         """Last counters of all peers for a pool, without a request; None where a read failed."""
@@ -209,23 +187,10 @@ class PeerCounterClient:
 
     async def read(self, pool: str) -> dict[str, PickerCounters | None]:
         """Read the counters of all peers at once; None for a peer that cannot be read."""
-        if self._configured:
+        if self._addresses:
             await self.resolve()
             await asyncio.gather(*map(self._poll, list(self._peers)))
         return self.last(pool)
-
-    async def is_peer(self, host: str) -> bool:
-        """Check if a peer has this address; names are resolved again for a new address.
-
-        Args:
-            host: IP address, as `admin_access.normalize_address` writes it.
-        """
-        now = asyncio.get_running_loop().time()
-        if not self._is_known_host(host) and now - self._hosts_at >= _RESOLVE_PAUSE_S:
-            # Before the first await, so that a burst of strangers costs one look.
-            self._hosts_at = now
-            self._update_hosts([await _addresses(*host_port) for host_port in self._configured])
-        return self._is_known_host(host)
 
     async def push(self) -> None:
         """Send our counters to all peers, so that the leader can act at once."""
@@ -259,45 +224,23 @@ class PeerCounterClient:
 
     async def resolve(self) -> None:
         """Look up the addresses of the peers."""
-        peers: dict[str, _PolledPeer] = {}
-        unresolved = set()
-        resolved = []
-        for host, port in self._configured:
-            addresses = await _addresses(host, port)
-            resolved.append(addresses)
-            if not addresses:
-                unresolved.add(f"{host}:{port}")
-            for address in addresses:
-                if address not in self._own_addresses:
-                    peers[address] = self._peers.get(address) or _PolledPeer(address)
+        peers = {
+            address: self._peers.get(address) or _PolledPeer(address)
+            for address in await self._addresses.resolve()
+        }
+        unresolved = self._addresses.unresolved
         for name in unresolved - self._unresolved:
             _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
         for address in self._peers.keys() - peers.keys():
             self._client.forget(self._target(address))
-        self._peers, self._unresolved = peers, frozenset(unresolved)
-        self._update_hosts(resolved)
+        self._peers, self._unresolved = peers, unresolved
 
     def _target(self, address: str, *, method: str = "GET") -> client.ScrapeTarget:
         """Page of a peer, to read or to push to."""
-        host, port = _split_address(address)
-        token = self._token()
-        more = f"authorization: Bearer {token}\r\n" if token else ""
-        if method == "POST":
-            more += "content-type: application/json\r\n"
-        return client.target(
-            host, port, path=PATH, method=method, accept="application/json", more=more
+        more = "content-type: application/json\r\n" if method == "POST" else ""
+        return self._addresses.target(
+            address, path=PATH, method=method, accept="application/json", more=more
         )
-
-    def _is_known_host(self, host: str) -> bool:
-        return any(host in hosts for hosts in self._hosts)
-
-    def _update_hosts(self, resolved: Sequence[Sequence[str]]) -> None:
-        """Replace the known addresses of peers; a name that resolves to none keeps its last."""
-        hosts = [
-            frozenset(normalize_address(_split_address(address)[0]) for address in addresses)
-            for addresses in resolved
-        ]
-        self._hosts = [new or old for new, old in zip(hosts, self._hosts, strict=True)]
 
     async def _poll(self, address: str) -> None:
         answer = await self._client.get(self._target(address))
@@ -310,7 +253,7 @@ class PeerCounterClient:
             report = read_report(answer)
             reason = "" if report else "unreadable"
         if report is not None and report.picker == self.identity:
-            self._own_addresses.add(address)
+            self._addresses.record_own(address)
             del self._peers[address]
             return
         if reason and (peer.report is not None or peer.name == address):
@@ -318,22 +261,3 @@ class PeerCounterClient:
         peer.report = report
         if report is not None:
             peer.name = report.picker
-
-
-def _split_address(address: str) -> tuple[str, int]:
-    host, _, text = address.rpartition(":")
-    port = parse_port(text)
-    if not host or not port:
-        raise ConfigError(
-            "autoscaling.peers",
-            wanted="host:port, the port being that of the other pickers' pages",
-            got=repr(address),
-            fix="write it like extproc-peers:9090",
-        )
-    return host.strip("[]"), port
-
-
-async def _addresses(host: str, port: int) -> list[str]:
-    """Every `ip:port` of a host; none where it cannot be resolved in time."""
-    ips = await _RESOLVER.resolve_name(host)
-    return [join_host_port(ip, port) for ip in sorted(ips)[:_MAX_ADDRESSES]]

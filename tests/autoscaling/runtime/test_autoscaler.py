@@ -15,6 +15,7 @@ from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, schedule
+from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
@@ -51,7 +52,7 @@ class AutoscalerFixture:
             counters,
             is_leader=lambda: True,
             clock=lambda: self.now,
-            token=str,
+            addresses=PeerAddresses((), where="autoscaling.peers"),
             on_step=on_step,
             on_removed=lambda loop: self.gone.append(loop.name),
         )

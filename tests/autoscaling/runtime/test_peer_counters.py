@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 import aiohttp
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.autoscaling.demand_estimator import MAX_REQUESTS, MAX_TOTAL, PickerCounters
-from extproc.autoscaling.runtime import demand_counters
 from extproc.autoscaling.runtime.demand_counters import (
     PATH,
     PeerCounterClient,
@@ -19,8 +17,12 @@ from extproc.autoscaling.runtime.demand_counters import (
     read_report,
 )
 from extproc.demo import stack
-from extproc.discovery.static_discovery import DnsResolver
-from extproc.errors import ConfigError
+from extproc.server import peer_addresses
+from extproc.server.peer_addresses import PeerAddresses
+
+
+def peers_at(*written):
+    return PeerAddresses(written, where="autoscaling.peers")
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +31,11 @@ async def picker(name, *written, held=0, port=0):
     counters = {"p": PickerCounters(held=held, arrived=float(held))}
     received = []
     peers = PeerCounterClient(
-        name, written, timeout_s=300.0, own_counters=lambda: counters, on_waiting=received.extend
+        name,
+        peers_at(*written),
+        timeout_s=300.0,
+        own_counters=lambda: counters,
+        on_waiting=received.extend,
     )
     peers.heard, peers.counters = received, counters
     application = web.Application()
@@ -64,7 +70,7 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as an unknown picker."""
     async with picker("b", held=1) as other:
         subject = PeerCounterClient(
-            "a", [f"127.0.0.1:{other.port}"], timeout_s=300.0, own_counters=dict
+            "a", peers_at(f"127.0.0.1:{other.port}"), timeout_s=300.0, own_counters=dict
         )
         assert await subject.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
         await other.stop()
@@ -75,7 +81,7 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
     subject = PeerCounterClient(
-        "a", ["no-such-name.invalid:9090"], timeout_s=300.0, own_counters=dict
+        "a", peers_at("no-such-name.invalid:9090"), timeout_s=300.0, own_counters=dict
     )
     assert await subject.read("p") == {"no-such-name.invalid:9090": None}
 
@@ -102,7 +108,7 @@ async def test_counters_pushed_by_unknown_addresses_are_ignored():
     async with picker("a") as subject:
         other = PeerCounterClient(
             "stranger",
-            [f"127.0.0.1:{subject.port}"],
+            peers_at(f"127.0.0.1:{subject.port}"),
             timeout_s=300.0,
             own_counters=lambda: {"p": PickerCounters(held=5)},
         )
@@ -120,13 +126,6 @@ async def test_invalid_bodies_are_refused():
         async with http.get(f"http://127.0.0.1:{subject.port}{PATH}") as answer:
             report = msgspec.json.decode(await answer.read(), type=PeerReport)
         assert report.picker == "a"
-
-
-@pytest.mark.parametrize("written", ["host", "host:", ":9", "host:x", "host:0", "host:70000"])
-def test_addresses_need_a_port(written):
-    """Anything else is refused at start."""
-    with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
-        PeerCounterClient("a", [written], timeout_s=300.0, own_counters=dict)
 
 
 @pytest.mark.parametrize(
@@ -173,23 +172,9 @@ def test_any_bytes_are_a_report_or_none(page):
     assert read_report(page) is None or page.lstrip().startswith(b"{")
 
 
-async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
-    """The look ends after its own limit: the resolver's can be minutes."""
-
-    async def silent(*_, **__):
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(demand_counters, "_RESOLVER", DnsResolver(timeout_s=0.0))
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=300.0, own_counters=dict)
-    async with asyncio.timeout(300):
-        assert await subject.read("p") == {"extproc-peers:9090": None}
-        assert not await subject.is_peer("127.0.0.1")
-
-
 async def test_an_address_that_is_no_name_is_unresolved():
     """A name that cannot be written for a resolver is one that does not resolve."""
-    subject = PeerCounterClient("a", ["a..b:9090"], timeout_s=300.0, own_counters=dict)
+    subject = PeerCounterClient("a", peers_at("a..b:9090"), timeout_s=300.0, own_counters=dict)
     assert await subject.read("p") == {"a..b:9090": None}
 
 
@@ -201,40 +186,13 @@ async def test_connections_to_removed_peers_are_closed(monkeypatch):
         async def resolved(host, port):
             return list(addresses)
 
-        monkeypatch.setattr(demand_counters, "_addresses", resolved)
-        subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
+        monkeypatch.setattr(peer_addresses, "_addresses", resolved)
+        subject = PeerCounterClient(
+            "a", peers_at("others:9090"), timeout_s=300.0, own_counters=dict
+        )
         await subject.read("p")
         assert len(subject._client._idle_connections) == 1
         addresses.clear()
         await subject.read("p")
         assert len(subject._client._idle_connections) == 0
         subject.close()
-
-
-async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
-    """Once a second at most, and a name that has none for a moment keeps those of before."""
-    answers = [["10.0.0.1:9090", "[fd00::2]:9090"]]
-    looks = []
-
-    async def addresses(host, port):
-        looks.append((host, port))
-        return answers[0]
-
-    monkeypatch.setattr(demand_counters, "_addresses", addresses)
-    subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
-    assert await subject.is_peer("10.0.0.1")
-    assert await subject.is_peer("fd00::2")
-    for _ in range(100):
-        assert not await subject.is_peer("10.0.0.9")
-    assert looks == [("others", 9090)]
-    answers[0] = []
-    await subject.resolve()
-    assert await subject.is_peer("10.0.0.1")
-    answers[0] = ["10.0.0.9:9090"]
-    await subject.resolve()
-    assert await subject.is_peer("10.0.0.9")
-    assert not await subject.is_peer("10.0.0.1")
-    subject.close()
-    assert not await PeerCounterClient("b", [], timeout_s=300.0, own_counters=dict).is_peer(
-        "10.0.0.1"
-    )

@@ -1,0 +1,198 @@
+"""Peer synchronization: publishes events of this replica, and applies those of others.
+
+Subclasses carry the messages: `redis_peer_channel` and `http_peer_channel`.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import random
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+
+from extproc.config.settings import PeerSyncSection
+from extproc.routing import peer_sync
+from extproc.routing.director import Director
+from extproc.server.pool_registry import PoolRegistry
+
+_log = logging.getLogger("extproc.server")
+
+#: Seconds between attempts to reach what is away, at first and at most.
+_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 5.0
+
+#: Seconds that the last message may take.
+RESPONSE_TIMEOUT_S: Final = 2.0
+
+
+class PeerStreamError(ConnectionError):
+    """The stream of a peer cannot be read; the message is a reason without its bytes."""
+
+
+class PeerChannel(abc.ABC):
+    """Channel between this replica and its peers.
+
+    Attributes:
+        replica: Requests of the peers.
+        connection_errors: Exceptions of a peer or server that is away, restarts or is full.
+    """
+
+    connection_errors: tuple[type[Exception], ...] = (OSError, TimeoutError)
+
+    def __init__(
+        self, settings: PeerSyncSection, registry: PoolRegistry, clock: Callable[[], float]
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.supervisor = registry.supervisor
+        self._registry = registry
+        self._waiting = asyncio.Event()
+        name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
+        # Pickers that lost the same server do not come back in step.
+        self._rng = random.Random(name)
+        self.event_log = peer_sync.PeerEventLog(name, self._waiting.set)
+        self.replica = peer_sync.PeerReplica(name, self._find_director, silent_s=settings.silent_s)
+        self._failing_tasks: set[str] = set()
+        self._flushed_at = -math.inf
+
+    async def run(self) -> None:
+        """Publish and receive until cancelled; then publish the departure."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keep = self.supervisor.keep
+                tasks.create_task(
+                    keep("peer_sync", self._publish_open_requests, instance="beat"),
+                    name="peer sync heartbeat",
+                )
+                for task_name, once in (("tell", self._publish), ("listen", self.receive)):
+                    repeated = functools.partial(self.repeat, task_name, once)
+                    tasks.create_task(
+                        keep("peer_sync", repeated, instance=task_name),
+                        name=f"peer sync {task_name}",
+                    )
+        finally:
+            self.event_log.publish_left()
+            with contextlib.suppress(*self.connection_errors):
+                async with asyncio.timeout(RESPONSE_TIMEOUT_S):
+                    await self.flush()
+            await self.close()
+
+    @abc.abstractmethod
+    async def flush(self) -> None:
+        """Send all events that wait; those of a failed attempt are lost."""
+
+    @abc.abstractmethod
+    async def receive(self) -> None:
+        """Receive messages until that fails."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Close all connections."""
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """HTTP routes by which peers read from this replica."""
+        return ()
+
+    async def repeat(
+        self,
+        task_name: str,
+        once: Callable[[], Awaitable[None]],
+        *,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Repeat a task while it is wanted, with back-off while what it talks to is away."""
+        wait_s = _BACK_OFF_S
+        while is_running() and is_wanted():
+            began = self.clock()
+            try:
+                await once()
+            except self.connection_errors as error:
+                if task_name not in self._failing_tasks:
+                    self._failing_tasks.add(task_name)
+                    # Not the text of others, which may quote a URL with a password.
+                    is_own = isinstance(error, PeerStreamError)
+                    reason = str(error) if is_own else type(error).__name__
+                    _log.warning("peer sync: cannot %s: %s", task_name, reason)
+                if self.clock() - began > _MAX_BACK_OFF_S:
+                    wait_s = _BACK_OFF_S
+                await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
+                wait_s = min(2.0 * wait_s, _MAX_BACK_OFF_S)
+
+    def log_recovery(self, task_name: str) -> None:
+        """Record that a task works."""
+        self.supervisor.record_success("peer_sync", task_name)
+        if task_name in self._failing_tasks:
+            self._failing_tasks.remove(task_name)
+            _log.info("peer sync: can %s again", task_name)
+
+    def forget_task(self, task_name: str) -> None:
+        """Forget that a task failed, which is not repeated any more."""
+        self._failing_tasks.discard(task_name)
+
+    def apply_message(self, message: peer_sync.PeerMessage, *, instance: str) -> None:
+        """Apply a message of a peer; a failure is counted and logged."""
+        # A peer, or any client with access to a store, may have written it.
+        self.supervisor.call(
+            "peer_sync", functools.partial(self._apply_message, message), instance=instance
+        )
+
+    def gauges(self) -> dict[str, Callable[[], float]]:
+        """Gauges for the metrics page, by name."""
+        return {
+            "extproc_peer_sync_peers": lambda: float(self.replica.pickers),
+            "extproc_peer_sync_inflight_requests": lambda: float(self.replica.open),
+        }
+
+    async def _publish_open_requests(self) -> None:
+        """Publish open requests, and drop silent peers."""
+        while True:
+            # Pools come and go.
+            runtimes = self._registry.by_name.items()
+            peer_sync.connect(
+                [(name, runtime.parts.director) for name, runtime in runtimes], self.event_log
+            )
+            self.event_log.publish_open()
+            self._notify_capacity(self.replica.drop_silent(self.clock()))
+            self.supervisor.record_success("peer_sync", "beat")
+            await asyncio.sleep(self.settings.beat_s)
+
+    async def _publish(self) -> None:
+        """Send queued events, until that fails.
+
+        At once after a pause, and not sooner than `flush_s` after the last time.
+        """
+        while is_running():
+            await self._waiting.wait()
+            await asyncio.sleep(max(0.0, self._flushed_at + self.settings.flush_s - self.clock()))
+            self._waiting.clear()
+            await self.flush()
+            self._flushed_at = self.clock()
+            self.log_recovery("tell")
+
+    def _apply_message(self, message: peer_sync.PeerMessage) -> None:
+        self._notify_capacity(self.replica.apply_message(message, self.clock()))
+
+    def _notify_capacity(self, pools: set[str]) -> None:
+        """Notify flow control: requests of peers ended, so capacity may be free."""
+        for name in pools:
+            flow_controller = self._registry.flow_controllers.get(name)
+            if flow_controller is not None:
+                flow_controller.notify_capacity()
+
+    def _find_director(self, pool: str) -> Director | None:
+        runtime = self._registry.by_name.get(pool)
+        return None if runtime is None else runtime.parts.director
+
+
+def is_running() -> bool:
+    """True while this task is not cancelled; a client may swallow a cancellation."""
+    task = asyncio.current_task()
+    return task is None or not task.cancelling()

@@ -1,0 +1,98 @@
+"""Addresses of other replicas: names that resolve, and who is admitted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from extproc.config import loader
+from extproc.discovery.static_discovery import DnsResolver
+from extproc.errors import ConfigError
+from extproc.server import peer_addresses
+from extproc.server.peer_addresses import PeerAddresses, PeerDirectory
+
+
+def peers_at(*written):
+    return PeerAddresses(written, where="peer_sync.peers")
+
+
+@pytest.mark.parametrize("written", ["host", "host:", ":9", "host:x", "host:0", "host:70000"])
+def test_addresses_need_a_port(written):
+    """Anything else is refused at start, with the name of the setting."""
+    with pytest.raises(ConfigError, match=r"peer_sync\.peers"):
+        peers_at(written)
+
+
+async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
+    """The look ends after its own limit: the resolver's can be minutes."""
+
+    async def silent(*_, **__):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(peer_addresses, "_RESOLVER", DnsResolver(timeout_s=0.0))
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+    subject = peers_at("extproc-peers:9090")
+    async with asyncio.timeout(300):
+        assert await subject.resolve() == []
+        assert subject.unresolved == {"extproc-peers:9090"}
+        assert not await subject.is_peer("127.0.0.1")
+
+
+async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
+    """Once a second at most, and a name that has none for a moment keeps those of before."""
+    answers = [["10.0.0.1:9090", "[fd00::2]:9090"]]
+    looks = []
+
+    async def addresses(host, port):
+        looks.append((host, port))
+        return answers[0]
+
+    monkeypatch.setattr(peer_addresses, "_addresses", addresses)
+    subject = peers_at("others:9090")
+    assert await subject.is_peer("10.0.0.1")
+    assert await subject.is_peer("fd00::2")
+    for _ in range(100):
+        assert not await subject.is_peer("10.0.0.9")
+    assert looks == [("others", 9090)]
+    answers[0] = []
+    await subject.resolve()
+    assert await subject.is_peer("10.0.0.1")
+    answers[0] = ["10.0.0.9:9090"]
+    await subject.resolve()
+    assert await subject.is_peer("10.0.0.9")
+    assert not await subject.is_peer("10.0.0.1")
+    assert not await peers_at().is_peer("10.0.0.1")
+
+
+async def test_own_and_repeated_addresses_are_left_out():
+    """A list may name this process, and a peer twice; an address is connected to once."""
+    subject = peers_at("127.0.0.1:1", "127.0.0.2:1", "127.0.0.1:1")
+    assert await subject.resolve() == ["127.0.0.1:1", "127.0.0.2:1"]
+    subject.record_own("127.0.0.1:1")
+    assert await subject.resolve() == ["127.0.0.2:1"]
+    assert await subject.is_peer("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("section", "requests", "counters"),
+    [
+        ("", [], []),
+        ("peer_sync: {peers: ['127.0.0.1:1']}", ["127.0.0.1:1"], ["127.0.0.1:1"]),
+        ("autoscaling: {peers: ['127.0.0.2:1']}", [], ["127.0.0.2:1"]),
+        (
+            "peer_sync: {peers: ['127.0.0.1:1']}\nautoscaling: {peers: ['127.0.0.2:1']}",
+            ["127.0.0.1:1"],
+            ["127.0.0.2:1"],
+        ),
+    ],
+)
+async def test_the_peers_of_requests_count_for_autoscaling(section, requests, counters):
+    """One list is enough; that of autoscaling alone goes on to mean counters only."""
+    text = f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n{section}\n"
+    subject = PeerDirectory(loader.settings(loader.parse(text, where="f")), str)
+    assert await subject.requests.resolve() == requests
+    assert await subject.counters.resolve() == counters
+    for address in (*requests, *counters):
+        assert await subject.is_peer(address.partition(":")[0])
+    assert not await subject.is_peer("127.0.0.9")
