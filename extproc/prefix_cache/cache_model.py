@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -18,8 +19,9 @@ from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
 from extproc.prefix_cache.index import Key, PrefixIndex
 from extproc.request import BYTES_PER_TOKEN
 
-#: Requests of ours in a comparison. Fewer are noise, more correct later.
+#: Requests of ours in a comparison: at least, fewer are noise; and at most, while it may be chance.
 _MIN_REQUESTS = 8
+_MAX_REQUESTS = 64
 
 #: Hit ratios closer than this are equal: counters move by whole blocks and requests.
 _NOISE = 0.01
@@ -27,12 +29,13 @@ _NOISE = 0.01
 #: Share of a scrape window's looked-up tokens that must be ours to compare at all.
 _OWN_SHARE = 0.5
 
-#: How much of a difference of hit ratios is corrected at once, as a share of the capacity.
+#: How much of a difference of hit ratios is corrected at once, in the logarithm of the capacity:
+#: differences up and down bring it back to where it was.
 _GAIN = 1.5
 
 #: Bounds of one correction and of the factor, the last where the host keeps copies of what is evicted:
 #: its memory may hold several times the device's cache.
-_STEP = (0.7, 1.05)
+_STEP = (0.7, 1.15)
 _FACTOR = (0.02, 2.0)
 _MAX_FACTOR_WITH_COPIES = 16.0
 
@@ -61,6 +64,8 @@ class Calibration:
         "_looked_up",
         "_pending",
         "_predicted",
+        "_reported",
+        "_squares",
         "_unmatched_tokens",
         "error",
         "factor",
@@ -78,6 +83,8 @@ class Calibration:
         #: Prompt tokens and cached ones of each request, in one number: thousands may be remembered.
         self._pending: deque[int] = deque()
         self._unmatched_tokens = 0.0
+        #: Answers since the last increase of the counters that said themselves what was cached.
+        self._reported = 0
         self._clear()
 
     def record_sent(self, prompt_tokens: int, cached_tokens: int) -> None:
@@ -94,6 +101,9 @@ class Calibration:
     def observe_counters(self, queries: float, hits: float) -> bool:
         """Record an increase of the engine's counters.
 
+        It corrects nothing where most answers report what was cached: both say the same, and these
+        say it of each request.
+
         Args:
             queries: Prompt tokens looked up since the last scrape.
             hits: Of these, the tokens that were cached.
@@ -104,7 +114,7 @@ class Calibration:
         if queries <= 0:
             return False
         self._unmatched_tokens += queries
-        looked_up = predicted = 0
+        looked_up = predicted = count = longest = 0
         pending = self._pending
         # A request belongs to the window in which most of it was looked up.
         while pending and pending[0] >> _TOKEN_BITS <= 2 * self._unmatched_tokens:
@@ -113,17 +123,25 @@ class Calibration:
             self._unmatched_tokens -= prompt
             looked_up += prompt
             predicted += cached
-            self._count += 1
+            count += 1
+            longest = max(longest, prompt)
         if not pending:
             self._unmatched_tokens = 0.0
         ours = min(1.0, looked_up / queries)
         if ours < _OWN_SHARE:
             return False
-        self._looked_up += looked_up
-        self._predicted += predicted
-        self._hit += hits * looked_up / queries if looked_up else 0.0
         self.predicted += predicted
         self.observed += min(hits, queries) * ours
+        reported, self._reported = self._reported, 0
+        if 2 * reported > count:
+            return False
+        hit_tokens = hits * looked_up / queries
+        self._count += count
+        self._looked_up += looked_up
+        self._predicted += predicted
+        self._hit += hit_tokens
+        # A request at the end of the window may have been looked up in the next one.
+        self._squares += min(abs(predicted - hit_tokens), longest) ** 2
         return self._correct()
 
     def observe_usage(self, prompt_tokens: int, predicted: int, cached: int) -> bool:
@@ -136,9 +154,11 @@ class Calibration:
         Returns:
             Whether `factor` changed.
         """
+        self._reported += 1
         self._looked_up += prompt_tokens
         self._predicted += predicted
         self._hit += cached
+        self._squares += (predicted - cached) ** 2
         self._count += 1
         return self._correct()
 
@@ -146,11 +166,16 @@ class Calibration:
         """Move the factor once enough was compared."""
         if self._count < _MIN_REQUESTS or not self._looked_up:
             return False
-        self.error = (self._predicted - self._hit) / self._looked_up
-        self._clear()
-        if abs(self.error) <= _NOISE:
+        difference = self._predicted - self._hit
+        self.error = difference / self._looked_up
+        # What independent differences of these sizes add up to; a single one is always chance.
+        is_chance = difference**2 <= self._squares
+        if is_chance and self._count < _MAX_REQUESTS:
             return False
-        step = min(_STEP[1], max(_STEP[0], 1.0 - _GAIN * self.error))
+        self._clear()
+        if is_chance or abs(self.error) <= _NOISE:
+            return False
+        step = min(_STEP[1], max(_STEP[0], math.exp(-_GAIN * self.error)))
         before = self.factor
         most = _MAX_FACTOR_WITH_COPIES if self.has_copies else _FACTOR[1]
         self.factor = min(most, max(_FACTOR[0], before * step))
@@ -161,6 +186,7 @@ class Calibration:
         self._looked_up = 0.0
         self._predicted = 0.0
         self._hit = 0.0
+        self._squares = 0.0
 
 
 #: Weight of a request in the means of its endpoint, once there were 1 / _ALPHA of them.

@@ -16,7 +16,7 @@ from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.prefix_cache.token_blocks import EngineBlocks
 
-#: Relative error of the size that the estimate has for a cache: the step by which it grows.
+#: Relative error of the size that the estimate has for a cache.
 _SIZE_ERROR: Final = 0.05
 
 #: Engines beyond those of the first end that are looked at one by one (count).

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +25,7 @@ def test_correct_predictions_change_nothing():
 
 
 def test_overprediction_shrinks_the_factor():
-    """Half predicted, a tenth found: 1 - 1.5 * 0.4 is below the largest step of 0.7."""
+    """Half predicted, a tenth found: exp(-1.5 * 0.4) is below the largest step of 0.7."""
     estimate = Calibration()
     send(estimate, 8)
     assert estimate.observe_counters(8000, 800)
@@ -29,11 +33,11 @@ def test_overprediction_shrinks_the_factor():
 
 
 def test_underprediction_grows_the_factor_slowly():
-    """Half predicted, all found: five percent more."""
+    """Half predicted, all found: 15 percent more."""
     estimate = Calibration()
     send(estimate, 8)
     assert estimate.observe_counters(8000, 8000)
-    assert estimate.factor == 1.05
+    assert estimate.factor == 1.15
 
 
 def test_a_few_requests_are_not_enough():
@@ -42,6 +46,39 @@ def test_a_few_requests_are_not_enough():
     send(estimate, 8)
     assert not estimate.observe_counters(7000, 0)
     assert estimate.observe_counters(1000, 0)
+
+
+def test_a_single_miss_is_chance():
+    """A missed prompt says nothing of the capacity, a second one does."""
+    estimate = Calibration()
+    usual = [(1000, 500, 500)] * 6
+    assert not any(estimate.observe_usage(*row) for row in [*usual, (1000, 500, 0), usual[0]])
+    assert estimate.factor == 1.0
+    assert estimate.error == 0.0625
+    assert estimate.observe_usage(1000, 500, 0)
+    assert estimate.factor == pytest.approx(math.exp(-1.5 * 1000 / 9000))
+
+
+def test_chance_moves_the_factor_nowhere():
+    """Misses and unexpected hits, as often and as large, in any order."""
+    estimate, rng = Calibration(), random.Random(3)
+    for _ in range(2000):
+        estimate.observe_usage(1000, 500, rng.choice((400, 500, 500, 500, 600)))
+    assert estimate.factor == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_miss_counts_once():
+    """Counters say again what answers have reported already."""
+    estimate = Calibration()
+    for _ in range(8):
+        estimate.record_sent(1000, 500)
+        estimate.observe_usage(1000, 500, 300)
+    after_usage = estimate.factor
+    assert not estimate.observe_counters(8000, 2400)
+    assert estimate.factor == after_usage < 1.0
+    assert (estimate.predicted, estimate.observed) == (4000, 2400)
+    send(estimate, 8)
+    assert estimate.observe_counters(8000, 2400)
 
 
 def test_requests_are_compared_when_the_engine_looks_them_up():
