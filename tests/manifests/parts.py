@@ -91,3 +91,15 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     wanted = selector.get("matchLabels", {})
     assert set(selector) <= {"matchLabels"}, selector
     return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def are_peers_allowed(policy: Document, port: int) -> bool:
+    """True if a NetworkPolicy lets its own pods connect to each other on a port."""
+    themselves = {"podSelector": policy["podSelector"]}
+    return all(
+        any(
+            themselves in rule.get(end, ()) and {"port": port, "protocol": "TCP"} in rule["ports"]
+            for rule in policy[way]
+        )
+        for way, end in (("ingress", "from"), ("egress", "to"))
+    )

@@ -30,6 +30,9 @@ SETS = {
     ),
 }
 
+OFF = ("--set", "peerSync.enabled=false")
+SCALES = ("--set", "engineAutoscaling.enabled=true")
+
 
 @pytest.fixture(params=SETS.values(), ids=SETS)
 def arguments(request):
@@ -170,7 +173,7 @@ def test_chart_policy_lets_peer_sync_out(url, port):
     """The policy has the port of the Redis that the configuration names, and of no other."""
     policy = parts.only(tools.charted("--set", f"config.peer_sync.url={url}"), "NetworkPolicy")
     ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
-    plain = parts.only(tools.charted(), "NetworkPolicy")
+    plain = parts.only(tools.charted(*(OFF if url else ())), "NetworkPolicy")
     usual = [port["port"] for rule in plain["spec"]["egress"] for port in rule["ports"]]
     assert sorted(ports) == sorted([*usual, *([port] if port else [])])
 
@@ -271,7 +274,7 @@ def test_tls(values, mount, cert, secure, protocol):
     requested = parts.parsed(container["args"])
     assert (requested.cert_path, requested.secure_serving) == (cert, secure)
     assert any("secret" in volume for volume in pod["volumes"]) is mount
-    port = parts.only(tools.charted(*values), "Service")["spec"]["ports"][0]
+    port = parts.only(tools.charted(*values), "Service", "release-extproc")["spec"]["ports"][0]
     assert port["appProtocol"] == protocol
 
 
@@ -282,25 +285,47 @@ def test_an_autoscaler_takes_the_replicas():
     assert parts.only(tools.charted(), "Deployment")["spec"]["replicas"] == 2
 
 
+@pytest.mark.parametrize(
+    ("values", "exchange", "count"),
+    [
+        ((), True, True),
+        (OFF, False, False),
+        (("--set", "replicaCount=1"), False, False),
+        (("--set", "replicaCount=1", "--set", "autoscaling.enabled=true"), True, True),
+        (("--set", "config.peer_sync.url=redis://redis"), False, False),
+        (SCALES, True, True),
+        ((*SCALES, *OFF), False, True),
+        (SETS["all on"], False, True),
+        (SETS["every engine"], True, True),
+    ],
+)
+def test_replicas_find_and_reach_each_other(values, exchange, count):
+    """By a Service without an address, of the port of their pages, on which the policy lets them.
+
+    They exchange requests unless it is off or Redis is used, and count each other's where they scale.
+    """
+    documents = tools.charted(*values)
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    assert bool(settings.peer_sync.peers) is exchange
+    peers = settings.autoscaling.peers or settings.peer_sync.peers
+    policy = parts.only(documents, "NetworkPolicy")["spec"]
+    assert bool(peers) is count is parts.are_peers_allowed(policy, settings.server.metrics_port)
+    services = [item["metadata"]["name"] for item in parts.of_kind(documents, "Service")]
+    assert any(name.endswith("-peers") for name in services) is count
+    for peer in peers:
+        host, _, port = peer.partition(":")
+        service = parts.only(documents, "Service", host)["spec"]
+        assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+        assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
+
+
 @pytest.mark.parametrize("values", ["all on", "every engine"])
-def test_replicas_that_scale_share_a_headless_service(values):
-    """By a Service without an address, of the port of their pages, which the policy lets them reach."""
+def test_replicas_that_scale_keep_what_they_learned(values):
+    """The ConfigMap that the configuration names is the one that the rights name."""
     documents = tools.charted(*SETS[values])
     ((pod, container),) = parts.pickers(documents)
     settings = parts.resolved(documents, pod, container)
-    (peer,) = settings.autoscaling.peers
-    host, _, port = peer.partition(":")
-    service = parts.only(documents, "Service", host)["spec"]
-    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-    assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
-    policy = parts.only(documents, "NetworkPolicy")["spec"]
-    themselves = {"podSelector": policy["podSelector"]}
-    for way, end in (("ingress", "from"), ("egress", "to")):
-        assert any(
-            themselves in rule.get(end, ())
-            and {"port": int(port), "protocol": "TCP"} in rule["ports"]
-            for rule in policy[way]
-        )
     assert rules.named(documents) == [[settings.autoscaling.state]]
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from extproc.config import loader
-from extproc.config.settings import Settings
+from extproc.config.settings import PeerSyncSection, Settings
 from extproc.discovery.kubernetes import watch_plan
 from tests.manifests import envoy_files, rules, strict, tools
 
@@ -42,9 +42,11 @@ def test_plain_objects_are_valid(path):
 
 
 def test_the_base_configuration_is_valid():
-    """The strict reader takes it, and it says what the defaults are."""
+    """The strict reader takes it, and but for the other replicas it says what the defaults are."""
     text = (tools.MANIFESTS / "base/extproc.yaml").read_text()
-    assert loader.settings(loader.parse(text, where="base/extproc.yaml")) == Settings()
+    peers = PeerSyncSection(peers=("extproc-peers:9090",))
+    settings = loader.settings(loader.parse(text, where="base/extproc.yaml"))
+    assert settings == Settings(peer_sync=peers)
 
 
 @pytest.mark.parametrize("overlay", envoy_files.FILES)

@@ -243,17 +243,15 @@ def test_cluster_wide_scaling_may_write_replicas_only():
     assert settings.cluster.discover_pools == "cluster"
     (rule,) = settings.autoscaling.discovered_pools
     assert rule.annotations
-    (peer,) = settings.autoscaling.peers
-    parts.only(documents, "Service", peer.partition(":")[0])
 
 
-def test_component_peer_sync_lets_extproc_reach_redis(tmp_path):
+def test_component_peer_sync_redis_lets_extproc_reach_redis(tmp_path):
     """The policy of the base does not allow the port of a store, the component does."""
     usual, with_store = (
         parts.only(
             tools.kustomized(place(tmp_path / name, *components, names=False)), "NetworkPolicy"
         )
-        for name, components in (("base", ()), ("store", ("peer-sync",)))
+        for name, components in (("base", ()), ("store", ("peer-sync-redis",)))
     )
     rule = {"ports": [{"port": 6379, "protocol": "TCP"}]}
     assert with_store["spec"]["egress"] == [*usual["spec"]["egress"], rule]
@@ -341,16 +339,27 @@ def test_keda_overlays_have_no_permissions_and_the_scaler_port():
     assert int(port) == service["spec"]["ports"][0]["port"] == settings.autoscaling.keda.port
 
 
-def test_replicas_that_scale_share_a_headless_service():
-    """The name of their peers is a Service without an address, of the port of their pages."""
+@pytest.mark.parametrize("folder", [*FOLDERS, SHARED, SCALERS, KEDA], ids=lambda path: path.name)
+def test_replicas_find_and_reach_each_other(folder):
+    """By a Service without an address, of the port of their pages, on which the policy lets them."""
+    documents = tools.kustomized(folder)
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    (peer,) = settings.peer_sync.peers
+    assert not settings.autoscaling.peers
+    host, _, port = peer.partition(":")
+    service = parts.only(documents, "Service", host)["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
+    policy = parts.only(documents, "NetworkPolicy", "extproc")["spec"]
+    assert parts.are_peers_allowed(policy, int(port))
+
+
+def test_replicas_that_scale_keep_what_they_learned():
+    """The ConfigMap that the configuration names is the one that the rights name."""
     documents = tools.kustomized(EVERYTHING)
     ((pod, container),) = parts.pickers(documents)
     settings = parts.resolved(documents, pod, container)
-    (peer,) = settings.autoscaling.peers
-    host, _, port = peer.partition(":")
-    service = parts.only(documents, "Service", host)["spec"]
-    assert service["clusterIP"] == "None"
-    assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
     assert rules.named(documents) == [[settings.autoscaling.state]]
 
 

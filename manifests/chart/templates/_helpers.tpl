@@ -75,7 +75,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- /* The Service by which replicas that scale engines find each other. */ -}}
+{{- /* `true` if replicas exchange their requests directly. */ -}}
+{{- define "extproc.exchangesRequests" -}}
+{{- $several := or .Values.autoscaling.enabled (gt (int .Values.replicaCount) 1) -}}
+{{- if and .Values.peerSync.enabled $several (not (dig "peer_sync" "url" "" .Values.config)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- /* `true` if replicas connect to each other: for that, or to count for engineAutoscaling. */ -}}
+{{- define "extproc.hasPeers" -}}
+{{- if or (include "extproc.exchangesRequests" .) .Values.engineAutoscaling.enabled -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- /* The Service by which replicas find each other. */ -}}
 {{- define "extproc.peers" -}}
 {{- printf "%s-peers" (include "extproc.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
