@@ -24,6 +24,9 @@ _STANDS_S = 1.0
 #: differ by a few blocks; half of the memory, or another model, is several steps.
 _SIZE_STEP = 0.1
 
+#: Answers, fading, up to which an engine counts as tried: for two minutes after one.
+_TRIED = 0.25
+
 #: Kind of an engine, by what its page says of it: engine type, and size of the KV cache in steps.
 _Kind: TypeAlias = tuple[str, int]
 
@@ -97,7 +100,7 @@ class PoolStepTimeEstimators:
         if kv_tokens:
             kind = self._kinds[incarnation] = _kind(load.engine, kv_tokens)
             shown = self._shown.get(kind, shown)
-        learner.set_prior(shown.fastest if learner.is_unexplored else shown.typical)
+        learner.set_prior(shown.typical, shown.fastest)
         return learner
 
     def share(self, members: Sequence[EndpointSnapshot], now: float) -> Sequence[EndpointSnapshot]:
@@ -128,7 +131,7 @@ class PoolStepTimeEstimators:
         learners = [self._by_incarnation[member.endpoint.incarnation] for member in members]
         if all(learner.rates.evidence for learner in learners):
             return False
-        paced: list[tuple[StepTimeEstimator, float, float]] = []
+        paced: list[tuple[StepTimeEstimator, float, AnswerPace, bool]] = []
         counted: list[float] = []
         shown: list[float] = []
         for member, learner in zip(members, learners, strict=True):
@@ -138,13 +141,15 @@ class PoolStepTimeEstimators:
             # Of an engine whose speed is known, a request that hangs says nothing.
             open_work = () if evidence else account.open_work(now)
             slowness = pace.slowness(account, learner.due_rates, open_work)
-            paced.append((learner, slowness, pace.answers))
+            is_tried = account.in_flight > 0 or pace.answers > _TRIED
+            paced.append((learner, slowness, pace, is_tried))
             if pace.is_known:
                 (counted if evidence else shown).append(slowness)
         # Answers that are longer than the counters say are so on all engines.
         usual = median(counted or shown or [1.0])
         changed = [
-            learner.set_pace(slowness / usual, answers) for learner, slowness, answers in paced
+            learner.set_pace(slowness / usual, pace.answers, is_tried=is_tried)
+            for learner, slowness, pace, is_tried in paced
         ]
         return any(changed)
 

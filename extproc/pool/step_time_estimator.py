@@ -61,6 +61,11 @@ _USUAL = 0.25
 #: (`python -m bench.proof --only heterogeneous --columns adaptive --seeds 8`).
 _ALIKE = 0.4
 
+#: Seconds that an engine of which nothing is known is taken to need, beside the fastest. Between
+#: machines of five years lies a factor of four. What has shown nothing must look better than prefixes
+#: that others have, or it gets no requests for minutes.
+_UNTRIED = 0.25
+
 #: Change of the pace of answers that rates follow, as a share of it.
 _PACE_CHANGE = 0.1
 
@@ -94,8 +99,10 @@ class StepTimeEstimator:
     __slots__ = (
         "_answers",
         "_counter_reader",
+        "_fastest",
         "_is_counting",
         "_is_idle",
+        "_is_tried",
         "_last",
         "_loads",
         "_off",
@@ -120,10 +127,10 @@ class StepTimeEstimator:
     ) -> None:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
         self._answers = AnswerTokens(prior.output_tokens) if answers is None else answers
-        self._prior = _unknowns(prior)
+        self._prior = self._fastest = _unknowns(prior)
         self._weight = _WEAK
         self._counter_reader = CounterReader()
-        self._is_counting = self._is_idle = False
+        self._is_counting = self._is_idle = self._is_tried = False
         self._off = 0.0  # of the last row, if it was unusual
         # Sums of the windows, fading: seconds, counts of each unknown, and the windows themselves.
         self._seconds = self._windows = 0.0
@@ -139,30 +146,37 @@ class StepTimeEstimator:
         self._shown = False  # by the engine, how long adapters take
         self._pace = 1.0  # seconds of this engine for one of the prior, by its answers
 
-    def set_prior(self, prior: StepTimeModel) -> None:
+    def set_prior(self, prior: StepTimeModel, fastest: StepTimeModel | None = None) -> None:
         """Take another prior.
 
         Args:
             prior: Step times that engines of the pool have shown, its evidence how many; ignored
                 while that is none, or none but this one.
+            fastest: Those of the fastest one, None for the prior: what counts while this engine is
+                unexplored.
         """
         if prior.evidence > bool(self.rates.evidence):
             self._prior = _unknowns(prior)
+            self._fastest = self._prior if fastest is None else _unknowns(fastest)
             self._weight = _STRONG
 
-    def set_pace(self, slowness: float, answers: float) -> bool:
+    def set_pace(self, slowness: float, answers: float, *, is_tried: bool) -> bool:
         """Take in how long answers take; that counts until the engine has shown step times.
 
         Args:
             slowness: Seconds of this engine for one second of the prior.
             answers: Answers that show it (count). Each is taken to differ by as much as it takes.
+            is_tried: Whether it has requests of ours, or had some lately.
 
         Returns:
             True if rates change by it.
         """
         pace = shrunk(slowness, 1.0, noise=1.0 / (1.0 + answers))
-        if self.rates.evidence or abs(pace - self._pace) <= _PACE_CHANGE * self._pace:
+        is_tried, self._is_tried = self._is_tried, is_tried
+        if self.rates.evidence:
             return False
+        if abs(pace - self._pace) <= _PACE_CHANGE * self._pace:
+            return is_tried != self._is_tried
         self._pace = pace
         return True
 
@@ -314,11 +328,14 @@ class StepTimeEstimator:
 
     @property
     def is_unexplored(self) -> bool:
-        """True if the engine counts its work, has none, and nothing shows its speed yet.
+        """True if nothing shows the speed of the engine yet, and nothing runs there as far as known.
 
-        It is believed to be as fast as the fastest, so that it gets requests and shows whether it is.
+        It is taken to be as fast as the fastest, and faster than any other before its first request,
+        so that it gets one and shows whether it is.
         """
-        return self._is_counting and self._is_idle and not self.rates.evidence and not self.is_paced
+        if self.rates.evidence or self.is_paced:
+            return False
+        return self._is_idle if self._is_counting else not self._is_tried
 
     @property
     def is_paced(self) -> bool:
@@ -363,6 +380,9 @@ class StepTimeEstimator:
         own = msgspec.structs.replace(self.rates, output_tokens=self._answers.mean)
         if self._weight is _WEAK:
             return own
+        if self.is_unexplored:
+            fastest = _with_unknowns(self._fastest, own)
+            return fastest if self._is_tried else scaled(fastest, _UNTRIED)
         if not own.evidence:
             return scaled(_with_unknowns(self._prior, own), self._pace)
         fresh = 1.0 if self._last is None else self._freshness(self._last.at)
