@@ -232,18 +232,14 @@ def format_short(decision: Decision) -> str:
     """
     chosen, other = decision.find_chosen_and_runner_up()
     priced, value, following = decision.cost, "", ""
+    values, factor, shown = decision.totals, 1.0, "; score=%.3f"
     if priced is not None:
-        values, factor, unit = priced.costs, _factor(priced), _unit(priced)
+        values, factor, shown = priced.costs, _factor(priced), f"; cost=%.1f{_unit(priced)}"
+    if priced is not None or decision.scores:
         if chosen is not None:
-            value = f"; cost={factor * values[chosen]:.1f}{unit}"
+            value = shown % (factor * values[chosen])
         if other is not None:
-            following = f"; cost={factor * values[other]:.1f}{unit}"
-    elif decision.scores:
-        values = decision.totals
-        if chosen is not None:
-            value = f"; score={values[chosen]:.3f}"
-        if other is not None:
-            following = f"; score={values[other]:.3f}"
+            following = shown % (factor * values[other])
     if other is not None:
         following = f"; next={decision.scored_candidates[other].endpoint.address}{following}"
     return (

@@ -136,7 +136,10 @@ class RequestRecorder(DecisionRecord):
     @property
     def tokens(self) -> Sequence[int | None]:
         """Prompt, cached and output tokens that the response reported; None for those it did not."""
-        return tuple(map(self.usage.get, TOKEN_KINDS)) if self.usage else _NO_TOKENS
+        if not self.usage:
+            return _NO_TOKENS
+        known = self.usage.get
+        return known("prompt"), known("cached"), known("completion")
 
     def on_traced(
         self, trace: TraceContext, *, started_s: float

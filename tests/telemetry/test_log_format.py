@@ -69,7 +69,7 @@ def test_text_quotes_what_could_be_another_field_or_line(lines, text):
 def test_the_reason_of_a_pick_is_quoted_in_ascii(pick):
     """A profile may have any name."""
     line = log_format.RequestLine("id", total_s=1.0, pick=pick)
-    text = log_format.TextFormatter().format_request(line, 0.0)
+    text = log_format.TextFormatter().format_requests([(0.0, line)])[0].removesuffix("\n")
     assert text.endswith(f" pick={json.dumps(pick)}")
     assert text.isprintable()
 
@@ -180,7 +180,7 @@ def test_a_line_of_a_request_is_that_of_an_event(name, facts, at):
     )
     record.created, record.msecs = at, at % 1.0 * 1000.0
     formatter = log_format.build_formatter(name)
-    assert formatter.format_request(line, at) == formatter.format(record)
+    assert formatter.format_requests([(at, line)]) == [formatter.format(record) + "\n"]
 
 
 def test_requests_are_logged_by_any_handler(caplog):
