@@ -170,14 +170,24 @@ class Recording:
         if self._is_headed or self._entries:
             self._entries.append(self._header())
 
-    def add(self, entry: RoutedRequest | rows.EndRow, num_candidates: int = 0) -> None:
-        """Record a decision with so many candidates or an end, or drop it where too many wait."""
+    def add(self, entry: RoutedRequest, num_candidates: int) -> None:
+        """Record a decision with so many candidates, or drop it where too many wait."""
         waiting = len(self._entries) + self._num_lines
         if waiting >= MAX_ENTRIES or waiting * num_candidates > _MAX_CANDIDATES:
-            self._dropped += 1
-            self._counts["dropped"] += 1
+            self._drop(1)
         else:
             self._entries.append(entry)
+
+    def add_ends(self, ends: Sequence[rows.EndRow]) -> None:
+        """Record ends of requests, or drop those for which there is no room."""
+        room = max(0, MAX_ENTRIES - len(self._entries) - self._num_lines)
+        self._entries += ends[:room]
+        if len(ends) > room:
+            self._drop(len(ends) - room)
+
+    def _drop(self, count: int) -> None:
+        self._dropped += count
+        self._counts["dropped"] += count
 
     def hold(self) -> bytes:
         """Make no lines before `resume` or `take`, as while a file is written that may be full then.
@@ -415,10 +425,10 @@ class Recordings:
             recording.add(entry, num_candidates)
         return self._number
 
-    def add_end(self, end: rows.EndRow) -> None:
-        """Record the end of a request."""
+    def add_ends(self, ends: Sequence[rows.EndRow]) -> None:
+        """Record ends of requests."""
         for recording in self._active:
-            recording.add(end)
+            recording.add_ends(ends)
 
     def encode(self) -> None:
         """Make the lines of what was added, few at a time."""

@@ -129,6 +129,8 @@ class DecisionLog:
         self._most = most_candidates
         self._ring: list[DecisionRecord] = []
         self._rejections: OrderedDict[str, RejectionRecord] = OrderedDict()
+        # Candidates by decision of the ring, and their sum.
+        self._weights: list[int] = []
         self._weight = 0
         self._settle: Callable[[], None] = lambda: None
 
@@ -156,17 +158,18 @@ class DecisionLog:
                 record.id = shorten_id(record.id)
         if not self._capacity:
             return
-        ring, self._weight = self._ring, self._weight + _weigh(records)
+        ring, weights, added = self._ring, self._weights, _weigh(records)
         ring += records
+        weights += added
         num_dropped = max(0, len(ring) - self._capacity)
-        weight = self._weight - _weigh(ring[:num_dropped])
+        weight = self._weight + sum(added) - sum(weights[:num_dropped])
         while weight > self._most and num_dropped < len(ring) - 1:
-            weight -= _weigh(ring[num_dropped : num_dropped + 1])
+            weight -= weights[num_dropped]
             num_dropped += 1
         for record in ring[:num_dropped]:
             if record.seconds is None:
                 record.decision = record.decision.without_candidates()
-        del ring[:num_dropped]
+        del ring[:num_dropped], weights[:num_dropped]
         self._weight = weight
 
     def _by_id(self) -> dict[str, DecisionRecord]:
@@ -226,10 +229,10 @@ def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:
     return record.trace_id == name or name in ids
 
 
-def _weigh(records: Sequence[DecisionRecord]) -> int:
-    """Candidates of decisions, and endpoints that their requests may go to (count)."""
+def _weigh(records: Sequence[DecisionRecord]) -> list[int]:
+    """Candidates and endpoints that requests may go to, by decision (count)."""
     decisions = [record.decision for record in records]
-    return sum([len(known.candidates) + len(known.request.subset or ()) for known in decisions])
+    return [len(known.candidates) + len(known.request.subset or ()) for known in decisions]
 
 
 #: Strategies that need neither prompt nor headers; `adaptive` reads the first message to settle ties.

@@ -501,12 +501,14 @@ class StreamRecorder:
 
     def _record_ends(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
         """Record ends; a bug at one of them must not keep the others from it."""
+        ends: list[EndRow] = []
         for request in requests:
             if request.number:
                 try:
-                    recordings.add_end(request.build_end())
+                    ends.append(request.build_end())
                 except Exception as error:  # noqa: BLE001
                     self.on_exception(error)
+        recordings.add_ends(ends)
 
     def _count_end(self, request: RequestRecorder) -> None:
         """Count the end of a routed request in its series."""

@@ -102,7 +102,7 @@ def test_an_end_has_times_and_usage():
     active = recordings.recordings()
     recording = active.start()
     number = add(active, a_decision([a_candidate(1)]))
-    active.add_end(rows.EndRow(number, "200", 0.5, 2.0, output_tokens=7))
+    active.add_ends([rows.EndRow(number, "200", 0.5, 2.0, output_tokens=7)])
     assert lines(recording)[-1] == {
         "kind": "end",
         "n": number,
@@ -124,6 +124,17 @@ def test_rows_without_room_are_counted_and_noted():
     written = lines(recording)
     assert {"kind": "loss", "rows": 5} in written
     assert counts["recorded"] == recorder.MAX_ENTRIES
+
+
+def test_ends_are_recorded_as_far_as_there_is_room():
+    """Those that come together are not dropped together."""
+    counts = Counter()
+    active = recordings.recordings(counts=counts)
+    recording = active.start()
+    active.add_ends([rows.EndRow(number) for number in range(recorder.MAX_ENTRIES + 2)])
+    active.add_ends([rows.EndRow(-1)])
+    assert counts["dropped"] == 3
+    assert lines(recording)[-1] == {"kind": "end", "n": recorder.MAX_ENTRIES - 1}
 
 
 @pytest.mark.parametrize(("num_candidates", "per_s", "recorded"), [(8, 1000, 125), (250, 20, 5)])

@@ -86,7 +86,7 @@ async def test_a_recording_names_the_settings_in_force():
         plain, Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
     )
     recording = subject.recordings.start()
-    subject.recordings.add_end(rows.EndRow(1))
+    subject.recordings.add_ends([rows.EndRow(1)])
     first, _ = map(json.loads, recording.take(100).splitlines())
     subject.reconfigure(msgspec.structs.replace(plain, scheduling=own, pools=pools))
     (second,) = map(json.loads, recording.take(100).splitlines())
@@ -143,7 +143,7 @@ async def test_a_file_is_written_while_more_comes_than_is_taken(tmp_path):
     async with running(subject.run), asyncio.timeout(300):
         while not path.exists() or not path.stat().st_size:
             for number in range(100):
-                subject.recordings.add_end(rows.EndRow(number))
+                subject.recordings.add_ends([rows.EndRow(number)])
             await asyncio.sleep(0)
 
 
@@ -162,13 +162,13 @@ async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
     async with running(recorder.run):
         await until(lambda: len(recorder.recordings))
         for failed in (1, 2):
-            recorder.recordings.add_end(rows.EndRow(failed))
+            recorder.recordings.add_ends([rows.EndRow(failed)])
             await until(lambda failed=failed: counts["failed"] >= failed)
         folder.mkdir()
-        recorder.recordings.add_end(rows.EndRow(3))
+        recorder.recordings.add_ends([rows.EndRow(3)])
         await until(lambda: len(caplog.records) >= 2)
         for number in (4, 5):  # another line would come before the second of them is written
-            recorder.recordings.add_end(rows.EndRow(number))
+            recorder.recordings.add_ends([rows.EndRow(number)])
             written = f'"n":{number}'
             await until(lambda written=written: written in (folder / "f").read_text())
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
@@ -256,7 +256,7 @@ async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkey
     )
     task = asyncio.ensure_future(subject.run())
     await until(lambda: len(subject.recordings))
-    subject.recordings.add_end(rows.EndRow(1, "200"))
+    subject.recordings.add_ends([rows.EndRow(1, "200")])
     await until(is_writing.is_set)
     task.cancel()
     await asyncio.sleep(0)

@@ -75,15 +75,14 @@ def record(
         return commit(sim_request, outcome)
 
     def ended(sim_request):
-        active.add_end(
-            rows.EndRow(
-                numbers[sim_request.id],
-                "503" if sim_request.failure else "200",
-                None if math.isnan(sim_request.first_s) else sim_request.first_s,
-                timeline.now - sim_request.sent_at,
-                output_tokens=sim_request.work.output_tokens if shows_usage else None,
-            )
+        row = rows.EndRow(
+            numbers[sim_request.id],
+            "503" if sim_request.failure else "200",
+            None if math.isnan(sim_request.first_s) else sim_request.first_s,
+            timeline.now - sim_request.sent_at,
+            output_tokens=sim_request.work.output_tokens if shows_usage else None,
         )
+        active.add_ends([row])
         end(sim_request)
 
     picker.commit, picker.ended = committed, ended
