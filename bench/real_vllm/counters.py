@@ -94,6 +94,7 @@ def figures(
         "failed": sum(row.status != 200 for row in answers),
         "hit_ratio": round(hits / queries, 4) if queries else 0.0,
         "wall_s": round(wall_s, 2),
+        "ttft_mean_ms": round(1e3 * statistics.fmean(times), 1) if times else None,
         "ttft_p50_ms": round(1e3 * times[len(times) // 2], 1) if times else None,
         "ttft_p95_ms": round(1e3 * times[int(0.95 * len(times))], 1) if times else None,
         "requests_by_replica": [round(share) for share in shares],
@@ -152,6 +153,20 @@ def value(text: str, name: str) -> float | None:
     """Sum of a family's samples; None if there is none."""
     samples = values(text, name)
     return sum(samples) if samples else None
+
+
+def engine_ms(before: Sequence[str], after: Sequence[str]) -> dict[str, float]:
+    """Mean milliseconds of requests in the engines' own queues and prefills, between two readings of pages."""
+    means = {}
+    for part in ("queue", "prefill"):
+        family = f"vllm:request_{part}_time_seconds"
+        seconds, requests = (
+            sum((value(page, f"{family}_{kind}") or 0.0) for page in after)
+            - sum((value(page, f"{family}_{kind}") or 0.0) for page in before)
+            for kind in ("sum", "count")
+        )
+        means[part] = round(1e3 * seconds / requests, 1) if requests else 0.0
+    return means
 
 
 def differences(

@@ -197,19 +197,21 @@ async def event_ports(session: aiohttp.ClientSession, address: str) -> tuple[int
     return tuple(int(source[key].rpartition(":")[2]) for key in ("endpoint", "replay_endpoint"))
 
 
-async def loads(session: aiohttp.ClientSession, addresses: Sequence[str]) -> list[Load]:
-    """The engines' pages as the picker reads them.
+async def pages(session: aiohttp.ClientSession, addresses: Sequence[str]) -> list[str]:
+    """The engines' metrics pages."""
+    return [await text(session, address) for address in addresses]
+
+
+def load(page: str) -> Load:
+    """An engine's page as the picker reads it.
 
     Raises:
-        TypeError: A page is none.
+        TypeError: It is none.
     """
-    pages = []
-    for address in addresses:
-        load = metrics_page.read((await text(session, address)).encode(), 0.0)
-        if not isinstance(load, Load):
-            raise TypeError(f"the metrics page of {address} is unreadable: {load}")
-        pages.append(load)
-    return pages
+    known = metrics_page.read(page.encode(), 0.0)
+    if not isinstance(known, Load):
+        raise TypeError(f"the metrics page is unreadable: {known}")
+    return known
 
 
 async def models(session: aiohttp.ClientSession, address: str) -> dict[str, str | None]:

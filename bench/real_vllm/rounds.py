@@ -43,7 +43,7 @@ WANTED_TTFT: Final = 1.0
 
 #: What is kept of a run.
 _FIGURES_STORED: Final = (
-    *("failed", "hit_ratio", "ttft_p50_ms", "ttft_p95_ms", "wall_s"),
+    *("failed", "hit_ratio", "ttft_mean_ms", "ttft_p50_ms", "ttft_p95_ms", "wall_s", "engine_ms"),
     *("requests_by_replica", "preemptions", "prediction", "believed"),
 )
 
@@ -126,6 +126,25 @@ def beliefs(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     )
 
 
+def phases(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Part of the time to the first token of `adaptive` that its prompts spend in the engines, by workload."""
+    parts = []
+    for name, rounds in workloads.items():
+        known = [row["adaptive"] for row in rounds if row["adaptive"].get("engine_ms")]
+        if known:
+            inside = _median(sum(row["engine_ms"].values()) for row in known)
+            parts.append(
+                f"{name} {inside:.0f} of {_median(row['ttft_mean_ms'] for row in known):.0f} ms"
+            )
+    if not parts:
+        return ""
+    return (
+        f"Of the mean time to the first token of `adaptive`, so much passes in the queues and prefills "
+        f"of the engines: {', '.join(parts)} (medians). The rest passes before and behind: in the "
+        f"HTTP servers and tokenizers of the engines, in Envoy and in the client."
+    )
+
+
 def _believed(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
     """Beliefs of one kind of the runs that have it of both replicas."""
     pairs = [row.get("believed", {}).get(key, []) for row in rows]
@@ -172,7 +191,8 @@ def block(result: Mapping[str, Any]) -> str:
         f"and p95 not above those of `least-request`. "
         + (f"Missed: {'; '.join(wrong)}." if wrong else "All are met.")
     )
-    return "\n".join([*rows, "", text, "", beliefs(result["workloads"])])
+    known = " ".join(filter(None, (beliefs(result["workloads"]), phases(result["workloads"]))))
+    return "\n".join([*rows, "", text, "", known])
 
 
 async def measure(

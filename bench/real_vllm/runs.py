@@ -112,10 +112,15 @@ async def _counted(
     in_bursts: bool,
 ) -> tuple[list[counters.EngineAnswer], dict[str, Any]]:
     """Send between two readings of the engines' counters."""
-    before = await replicas.loads(session, engines)
+    before = await replicas.pages(session, engines)
     began = time.perf_counter()
     answers = await client.play(session, urls, asks, at_once=at_once, in_bursts=in_bursts)
     wall_s = time.perf_counter() - began
-    after = await replicas.loads(session, engines)
-    moved = [counters.moved(*pair) for pair in zip(before, after, strict=True)]
-    return answers, counters.figures(answers, moved, wall_s)
+    after = await replicas.pages(session, engines)
+    moved = [
+        counters.moved(replicas.load(old), replicas.load(new))
+        for old, new in zip(before, after, strict=True)
+    ]
+    figures = counters.figures(answers, moved, wall_s)
+    figures["engine_ms"] = counters.engine_ms(before, after)
+    return answers, figures

@@ -234,6 +234,15 @@ def test_the_belief_is_read_from_the_pickers_page():
     assert report.belief("") is None
 
 
+def test_time_in_engines_is_read_from_their_pages():
+    """Growth of the histograms of both engines, over the requests of both."""
+    family = "vllm:request_queue_time_seconds"
+    page = f'{family}_sum{{{{engine="0"}}}} {{}}\n{family}_count{{{{engine="0"}}}} {{}}\n'
+    before = [page.format(1.0, 10.0), ""]
+    after = [page.format(1.5, 15.0), page.format(0.5, 5.0)]
+    assert counters.engine_ms(before, after) == {"queue": 100.0, "prefill": 0.0}
+
+
 def test_beliefs_about_engines_are_read_from_the_pickers_page():
     """In the order of the page; a family that is not there has none."""
     page = (

@@ -141,6 +141,15 @@ def test_the_table_has_a_row_for_each_strategy():
     assert len(text.splitlines()) == 2 + len(rounds.STRATEGIES) + 4
 
 
+def test_time_in_engines_is_shown_beside_the_clients():
+    """Queue and prefill; nothing where pages showed neither."""
+    known = one_round(0.6, 90.0)
+    known["adaptive"] |= {"engine_ms": {"queue": 5.0, "prefill": 25.0}, "ttft_mean_ms": 120.0}
+    text = rounds.phases({"bursts": [known], "adapters": [one_round(0.6, 90.0)]})
+    assert "engines: bursts 30 of 120 ms (medians)" in text
+    assert not rounds.phases({"adapters": [one_round(0.6, 90.0)]})
+
+
 def test_beliefs_are_held_against_equal_replicas():
     """Iterations of both, caches of both, and predicted tokens; runs without any are left out."""
     known = one_round(0.6, 90.0)
