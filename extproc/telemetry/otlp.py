@@ -60,6 +60,9 @@ _MAX_CAUSE: Final = 200
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _UNSET: Final = Status(StatusCode.UNSET)
 
+#: Characters of a text that is encoded once while it is common.
+_MAX_COMMON: Final = 64
+
 #: Numbers below this one have their encoding kept.
 _MAX_KEPT: Final = 4096
 
@@ -111,30 +114,41 @@ def _encode_value(value: AttributeValue) -> bytes:
     if isinstance(value, str):
         data = value.encode()
         return b"\x0a" + _VARINTS[len(data)] + data
+    if isinstance(value, float):
+        return b"\x21" + _pack_double(value)
     if isinstance(value, bool):
         return b"\x10\x01" if value else b"\x10\x00"
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError
         return b"\x18" + _VARINTS[value & 0xFFFF_FFFF_FFFF_FFFF]
-    if isinstance(value, float):
-        return b"\x21" + _pack_double(value)
     items = [_encode_field(b"\x0a", _encode_value(item)) for item in value]
     return _encode_field(b"\x2a", b"".join(items))
 
 
+def _encode_attribute(tag: bytes, name: str, value: AttributeValue) -> bytes:
+    """An attribute as a field; empty where it cannot be encoded, as the SDK leaves it out."""
+    try:
+        data = _encode_value(value)
+    except ValueError:
+        return b""
+    key, size = _NAMES[name], _VARINTS[len(data)]
+    num_bytes = len(key) + len(size) + len(data) + 2
+    return b"".join((tag, _VARINTS[num_bytes], b"\x0a", key, b"\x12", size, data))
+
+
+#: The same of a short text or a number, cached: most are those of other traces.
+_encode_common: Final = functools.lru_cache(maxsize=4096, typed=True)(_encode_attribute)
+
+
 def _encode_attributes(tag: bytes, attributes: Mapping[str, AttributeValue]) -> bytes:
-    """Attributes as fields, but those that cannot be encoded, as the SDK has it."""
-    parts: list[bytes] = []
+    fields = []
     for name, value in attributes.items():
-        try:
-            data = _encode_value(value)
-        except ValueError:
-            continue
-        key, size = _NAMES[name], _VARINTS[len(data)]
-        num_bytes = len(key) + len(size) + len(data) + 2
-        parts += (tag, _VARINTS[num_bytes], b"\x0a", key, b"\x12", size, data)
-    return b"".join(parts)
+        is_short = isinstance(value, str) and len(value) <= _MAX_COMMON
+        is_common = is_short or type(value) is int
+        encode = _encode_common if is_common else _encode_attribute
+        fields.append(encode(tag, name, value))
+    return b"".join(fields)
 
 
 def _encode_event(event: SpanEvent, offset_ns: int) -> bytes:
