@@ -95,12 +95,14 @@ class PoolStepTimeEstimators:
             self._at = now
             self._learn()
         learner = self._by_incarnation[incarnation]
-        shown = self._pool
+        shown, look_alikes = self._pool, 0.0
         kv_tokens = load.kv_tokens
         if kv_tokens:
             kind = self._kinds[incarnation] = _kind(load.engine, kv_tokens)
-            shown = self._shown.get(kind, shown)
-        learner.set_prior(shown.typical, shown.fastest)
+            if kind in self._shown:
+                shown = self._shown[kind]
+                look_alikes = shown.typical.evidence
+        learner.set_prior(shown.typical, shown.fastest, look_alikes=look_alikes)
         return learner
 
     def share(self, members: Sequence[EndpointSnapshot], now: float) -> Sequence[EndpointSnapshot]:

@@ -63,7 +63,8 @@ _ALIKE = 0.4
 
 #: Seconds that an engine of which nothing is known is taken to need, beside the fastest. Between
 #: machines of five years lies a factor of four. What has shown nothing must look better than prefixes
-#: that others have, or it gets no requests for minutes.
+#: that others have, or it gets no requests for minutes. That it is unlike n engines that look like it is
+#: the less likely the more they are: the difference counts by 1 / n.
 _UNTRIED = 0.25
 
 #: Change of the pace of answers that rates follow, as a share of it.
@@ -105,6 +106,7 @@ class StepTimeEstimator:
         "_is_tried",
         "_last",
         "_loads",
+        "_look_alikes",
         "_off",
         "_outputs",
         "_pace",
@@ -129,6 +131,7 @@ class StepTimeEstimator:
         self._answers = AnswerTokens(prior.output_tokens) if answers is None else answers
         self._prior = self._fastest = _unknowns(prior)
         self._weight = _WEAK
+        self._look_alikes = 0.0
         self._counter_reader = CounterReader()
         self._is_counting = self._is_idle = self._is_tried = False
         self._off = 0.0  # of the last row, if it was unusual
@@ -146,7 +149,13 @@ class StepTimeEstimator:
         self._shown = False  # by the engine, how long adapters take
         self._pace = 1.0  # seconds of this engine for one of the prior, by its answers
 
-    def set_prior(self, prior: StepTimeModel, fastest: StepTimeModel | None = None) -> None:
+    def set_prior(
+        self,
+        prior: StepTimeModel,
+        fastest: StepTimeModel | None = None,
+        *,
+        look_alikes: float = 0.0,
+    ) -> None:
         """Take another prior.
 
         Args:
@@ -154,11 +163,13 @@ class StepTimeEstimator:
                 while that is none, or none but this one.
             fastest: Those of the fastest one, None for the prior: what counts while this engine is
                 unexplored.
+            look_alikes: Engines behind the prior that look like this one (count).
         """
         if prior.evidence > bool(self.rates.evidence):
             self._prior = _unknowns(prior)
             self._fastest = self._prior if fastest is None else _unknowns(fastest)
             self._weight = _STRONG
+            self._look_alikes = look_alikes
 
     def set_pace(self, slowness: float, answers: float, *, is_tried: bool) -> bool:
         """Take in how long answers take; that counts until the engine has shown step times.
@@ -330,8 +341,8 @@ class StepTimeEstimator:
     def is_unexplored(self) -> bool:
         """True if nothing shows the speed of the engine yet, and nothing runs there as far as known.
 
-        It is taken to be as fast as the fastest, and faster than any other before its first request,
-        so that it gets one and shows whether it is.
+        It is taken to be as fast as the fastest, and faster than that before its first request, so
+        that it gets one and shows whether it is.
         """
         if self.rates.evidence or self.is_paced:
             return False
@@ -382,7 +393,9 @@ class StepTimeEstimator:
             return own
         if self.is_unexplored:
             fastest = _with_unknowns(self._fastest, own)
-            return fastest if self._is_tried else scaled(fastest, _UNTRIED)
+            if self._is_tried:
+                return fastest
+            return scaled(fastest, 1.0 - (1.0 - _UNTRIED) / max(1.0, self._look_alikes))
         if not own.evidence:
             return scaled(_with_unknowns(self._prior, own), self._pace)
         fresh = 1.0 if self._last is None else self._freshness(self._last.at)
