@@ -410,14 +410,11 @@ async def replay_all(args: argparse.Namespace) -> bool:
 @contextlib.contextmanager
 def has_priority() -> Iterator[None]:
     """Prefer this session to other work on the cores meanwhile, where kernel and user allow it."""
-    path = Path("/proc/self/autogroup")
-    with contextlib.suppress(OSError):
-        path.write_text("-15")
+    rig.set_session_nice(-15)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            path.write_text("0")
+        rig.set_session_nice(0)
 
 
 def _replay_summary(result: Mapping[str, Any]) -> str:

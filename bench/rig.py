@@ -172,6 +172,12 @@ def write(name: str, command: str, figures: dict[str, Any]) -> Path:
     return path
 
 
+def set_session_nice(nice: int, pid: int | str = "self") -> None:
+    """Set the priority of a process's session beside other sessions, where kernel and user allow it."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+
+
 def settle() -> asyncio.Future[None]:
     """Let the machine calm down between measurements."""
     return asyncio.ensure_future(asyncio.sleep(0.5))

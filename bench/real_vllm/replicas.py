@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from bench import rig
 from bench.real_vllm import tiny
 from extproc.demo import stack
 from extproc.endpoint import Load
@@ -28,6 +29,9 @@ BLOCK_TOKENS = 32
 #: Seconds until an engine answers /health; 20 to 25 alone on a core, some minutes on a machine that
 #: is busy.
 START_TIMEOUT_S = 900.0
+
+#: Priority of the session of each engine, as that of a bench that `agreement.has_priority`.
+_NICE = -15
 
 #: One thread for each engine, or they starve each other; development mode for
 #: /reset_prefix_cache; no look-ups, because there is no network.
@@ -136,6 +140,7 @@ async def real(
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for child, address in zip(started, addresses, strict=True):
             await _healthy(child, address, session)
+            rig.set_session_nice(_NICE, child.process.pid)
         yield addresses
     finally:
         for child in started:

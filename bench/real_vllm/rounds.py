@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from bench import rig
+from bench import agreement, rig
 from bench.real_vllm import install, replicas, report, runs, workload
 from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, SEED
 from extproc.demo import stack
@@ -240,7 +240,8 @@ def main() -> int:
     args = parser.parse_args()
     python, model, installed = install.prepare(args)
     running = args.engines.split(",") if args.engines else ()
-    workloads = asyncio.run(measure(python, model, args.only, args.rounds, running))
+    with agreement.has_priority():
+        workloads = asyncio.run(measure(python, model, args.only, args.rounds, running))
     wrong = missed(workloads)
     for line in wrong:
         print(f"MISSED: {line}")
