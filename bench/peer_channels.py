@@ -1,10 +1,10 @@
 """Measures delay and CPU of peer synchronization, directly and over Redis.
 
-    python -m bench.peer_channels [--requests N] [--rate R] [--write]
+    python -m bench.peer_channels [--requests N] [--write]
 
 Two processes on loopback: one writes events of requests with 50 prompt blocks, the other applies them.
 The delay is from the event to the account of the other process: of 200 requests that each follow a
-pause, and of `--requests` at `--rate` per second. The CPU of both processes is that of the run at this
+pause, and of `--requests` at each of two rates. The CPU of both processes is that of the run at this
 rate without that of an idle one of the same length.
 """
 
@@ -42,6 +42,9 @@ from tests.server.peer_replica import Replica, talking, until
 SINGLE, PAUSE_S = 200, 0.02
 
 BLOCKS = 50
+
+#: Requests per second: below it each event has a message of its own, above it some share one.
+RATES = (250, 1000)
 
 #: Requests that are open at once.
 OPEN = 50
@@ -91,7 +94,7 @@ async def receive(where: str) -> None:
             times.clear()
 
 
-class Sender:
+class EventSender:
     """Writes events of requests, and asks the receiver."""
 
     def __init__(self, replica: Replica, receiver: asyncio.subprocess.Process) -> None:
@@ -140,7 +143,7 @@ class Sender:
 
 
 @contextlib.asynccontextmanager
-async def sending(url: str) -> AsyncIterator[Sender]:
+async def sending(url: str) -> AsyncIterator[EventSender]:
     """A replica that serves, or writes to a Redis, and a process that reads from it."""
     replica, server, port = build(url), admin.AdminServer(), stack.free_port()
     async with talking(replica):
@@ -156,7 +159,7 @@ async def sending(url: str) -> AsyncIterator[Sender]:
         try:
             assert receiver.stdout is not None
             await receiver.stdout.readline()
-            yield Sender(replica, receiver)
+            yield EventSender(replica, receiver)
         finally:
             receiver.kill()
             await receiver.wait()
@@ -173,32 +176,31 @@ def quantiles(delays: list[float]) -> dict[str, float]:
     }
 
 
-async def measured(url: str, *, requests: int, rate: float) -> dict[str, Any]:
+async def measured(url: str, *, requests: int) -> dict[str, Any]:
     """Figures of a channel."""
     async with sending(url) as sender:
         single = await sender.run(SINGLE, PAUSE_S)
-        idle = await sender.run(requests, 1.0 / rate, idle=True)
-        loaded = await sender.run(requests, 1.0 / rate)
-    return {
-        "after_a_pause": quantiles(single["delays"]),
-        "at_rate": quantiles(loaded["delays"]),
-        "rate_per_s": rate,
-        "cpu_us_per_request": {
-            "sender": round((loaded["own_s"] - idle["own_s"]) / requests * 1e6, 1),
-            "receiver": round((loaded["other_s"] - idle["other_s"]) / requests * 1e6, 1),
-        },
-    }
+        figures = {"after_a_pause": quantiles(single["delays"])}
+        for rate in RATES:
+            idle = await sender.run(requests, 1.0 / rate, idle=True)
+            loaded = await sender.run(requests, 1.0 / rate)
+            figures[f"{rate}_per_s"] = {
+                **quantiles(loaded["delays"]),
+                "sender_cpu_us": round((loaded["own_s"] - idle["own_s"]) / requests * 1e6, 1),
+                "receiver_cpu_us": round((loaded["other_s"] - idle["other_s"]) / requests * 1e6, 1),
+            }
+    return figures
 
 
-async def main(*, requests: int, rate: float, write: bool) -> None:
+async def main(*, requests: int, write: bool) -> None:
     """Measure both channels; Redis where there is one."""
-    figures = {"direct": await measured("", requests=requests, rate=rate)}
+    figures = {"direct": await measured("", requests=requests)}
     if shutil.which("redis-server") is not None:
         with tempfile.TemporaryDirectory() as folder:
             async with stack.stack() as children:
                 redis = chaos_site.Redis(children, Path(folder))
                 await redis.start()
-                figures["redis"] = await measured(redis.url, requests=requests, rate=rate)
+                figures["redis"] = await measured(redis.url, requests=requests)
     print(json.dumps(figures, indent=1))
     if write:
         rig.write("peer_channels", "python -m bench.peer_channels --write", figures)
@@ -207,11 +209,10 @@ async def main(*, requests: int, rate: float, write: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--rate", type=float, default=250.0)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--receive", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.receive:
         uvloop.run(receive(args.receive))
     else:
-        uvloop.run(main(requests=args.requests, rate=args.rate, write=args.write))
+        uvloop.run(main(requests=args.requests, write=args.write))

@@ -21,7 +21,7 @@ from aiohttp import web
 from extproc.config.settings import PeerSyncSection
 from extproc.routing import peer_sync
 from extproc.server.peer_addresses import MAX_ADDRESSES, PeerAddresses
-from extproc.server.peer_channel import PeerChannel, PeerStreamError
+from extproc.server.peer_channel import PeerAwayError, PeerChannel, PeerStreamError
 from extproc.server.peer_stream import PeerStream, encode_frame
 from extproc.server.pool_registry import PoolRegistry
 
@@ -40,6 +40,10 @@ _CONNECT_TIMEOUT_S = 2.0
 
 #: Unsent bytes of a reader above which it misses messages; the list of open requests repairs that.
 MAX_UNSENT_BYTES: Final = 1 << 20
+
+
+#: Reasons for which a peer that starts or leaves cannot be read.
+_AWAY = frozenset({"closed", "refused", "timeout", "unreachable"})
 
 
 class HttpPeerChannel(PeerChannel):
@@ -134,6 +138,7 @@ class HttpPeerChannel(PeerChannel):
                 # Later events may overtake these, as messages may arrive in any order.
                 for message in self.event_log.snapshot():
                     await response.write(encode_frame(message))
+                    await asyncio.sleep(0)  # requests are routed in between
                 reader.is_current = True
                 await reader.closed.wait()
         finally:
@@ -196,7 +201,7 @@ class HttpPeerChannel(PeerChannel):
             self._pickers.pop(address, None)
         if reason:
             self._failures[reason.partition(" ")[0]] += 1
-            raise PeerStreamError(reason)
+            raise PeerAwayError(reason) if reason in _AWAY else PeerStreamError(reason)
 
     async def _read_to_end(self, stream: PeerStream, host: str, port: int) -> str:
         loop = asyncio.get_running_loop()

@@ -29,12 +29,19 @@ _log = logging.getLogger("extproc.server")
 #: Seconds between attempts to reach what is away, at first and at most.
 _BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 5.0
 
+#: Seconds that a peer may be away before it is logged: one that starts or leaves is for a moment.
+_ROLLOUT_S = 10.0
+
 #: Seconds that the last message may take.
 RESPONSE_TIMEOUT_S: Final = 2.0
 
 
 class PeerStreamError(ConnectionError):
     """The stream of a peer cannot be read; the message is a reason without its bytes."""
+
+
+class PeerAwayError(PeerStreamError):
+    """A peer cannot be reached, as during a rollout."""
 
 
 class PeerChannel(abc.ABC):
@@ -109,20 +116,23 @@ class PeerChannel(abc.ABC):
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Repeat a task while it is wanted, with back-off while what it talks to is away."""
-        wait_s = _BACK_OFF_S
+        wait_s, failing_since = _BACK_OFF_S, math.inf
         while is_running() and is_wanted():
             began = self.clock()
             try:
                 await once()
             except self.connection_errors as error:
-                if task_name not in self._failing_tasks:
+                now = self.clock()
+                if now - began > _MAX_BACK_OFF_S:
+                    wait_s, failing_since = _BACK_OFF_S, now
+                failing_since = min(failing_since, now)
+                may_log = not isinstance(error, PeerAwayError) or now - failing_since >= _ROLLOUT_S
+                if may_log and task_name not in self._failing_tasks:
                     self._failing_tasks.add(task_name)
                     # Not the text of others, which may quote a URL with a password.
                     is_own = isinstance(error, PeerStreamError)
                     reason = str(error) if is_own else type(error).__name__
                     _log.warning("peer sync: cannot %s: %s", task_name, reason)
-                if self.clock() - began > _MAX_BACK_OFF_S:
-                    wait_s = _BACK_OFF_S
                 await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
                 wait_s = min(2.0 * wait_s, _MAX_BACK_OFF_S)
 

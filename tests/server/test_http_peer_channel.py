@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from extproc.config.settings import PeerSyncSection
 from extproc.demo import stack
 from extproc.routing import peer_sync
-from extproc.server import admin, admin_access, http_peer_channel, peer_addresses, peer_stream
+from extproc.server import (
+    admin,
+    admin_access,
+    http_peer_channel,
+    peer_addresses,
+    peer_channel,
+    peer_stream,
+)
 from extproc.server.http_peer_channel import PATH, HttpPeerChannel
 from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.peer_stream import PeerStream, encode_frame
@@ -281,8 +288,11 @@ STRANGE = peer_sync.PeerMessage("x", [fact()])
         (HEAD, "silent"),
     ],
 )
-async def test_garbage_ends_a_connection_and_is_tried_again_with_pauses(answer, reason, caplog):
+async def test_garbage_ends_a_connection_and_is_tried_again_with_pauses(
+    answer, reason, caplog, monkeypatch
+):
     """It is counted and logged once, whatever it is."""
+    monkeypatch.setattr(peer_channel, "_ROLLOUT_S", 0.0)
     peer = Peer(answer)
     async with peer.serving() as port:
         silent_s = 0.2 if reason == "silent" else 3600.0
@@ -313,6 +323,14 @@ def test_any_bytes_are_messages_or_the_end(data, size):
         assert await stream.wait_ended(silent_s=3600.0)
 
     asyncio.run(read())
+
+
+async def test_a_peer_that_is_away_for_a_moment_is_counted_and_not_logged(caplog):
+    """A rollout writes no warnings: a replica that starts is listed before it listens."""
+    subject = HttpReplica(stack.free_port(), f"127.0.0.1:{stack.free_port()}")
+    async with subject.serving():
+        await until(lambda: subject.failures["refused"] >= 3)
+    assert "cannot read" not in caplog.text
 
 
 async def test_a_peer_whose_name_does_not_resolve_is_logged_once(caplog):
