@@ -19,6 +19,7 @@ from bench import (
     agreement,
     capacity,
     match_sources,
+    peer_channels,
     ranks,
     replicas,
     rig,
@@ -107,8 +108,13 @@ def replay_block() -> str:
 
 
 def sharing_block() -> str:
-    """Several pickers behind a real Envoy, by themselves and talking."""
+    """Several pickers behind a real Envoy, by themselves and with an exchange."""
     return replicas.real_block(run.read("replicas"))
+
+
+def peer_channels_block() -> str:
+    """Delay and CPU of the ways in which replicas exchange requests."""
+    return peer_channels.block(run.read("peer_channels"))
 
 
 def replicas_block() -> str:
@@ -261,6 +267,7 @@ BLOCKS: Mapping[str, GeneratedBlock] = {
     "agreement": GeneratedBlock("benchmarks/real-engines.md", agreement_block),
     "replay": GeneratedBlock("benchmarks/real-engines.md", replay_block),
     "replicas": GeneratedBlock("benchmarks/replicas.md", replicas_block),
+    "peer_channels": GeneratedBlock("benchmarks/replicas.md", peer_channels_block),
     "peer_sync": GeneratedBlock("benchmarks/replicas.md", sharing_block),
     "capacity": GeneratedBlock("benchmarks/capacity.md", capacity_block),
     "scaling": GeneratedBlock("benchmarks/autoscaling.md", scaling_block),

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,22 @@ async def measured(url: str, *, requests: int) -> dict[str, Any]:
                 "receiver_cpu_us": round((loaded["other_s"] - idle["other_s"]) / requests * 1e6, 1),
             }
     return figures
+
+
+def block(result: Mapping[str, Any]) -> str:
+    """Figures as `docs/benchmarks` shows them."""
+    lines = [
+        "| exchange | requests | delay, ms | p99, ms | CPU of the sender, µs | of the receiver, µs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("direct", "redis"):
+        for key, figures in result.get(name, {}).items():
+            kind = f"{figures['count']}, " + key.replace("_per_s", " per second").replace("_", " ")
+            cpu = [figures.get(f"{side}_cpu_us", "") for side in ("sender", "receiver")]
+            delays = f"{figures['median_ms']:.2f} | {figures['p99_ms']:.2f}"
+            lines.append(f"| {name} | {kind} | {delays} | {cpu[0]} | {cpu[1]} |")
+    machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
+    return "\n".join([*lines, "", f"`{result['command']}`, {machine}, {result['date']}."])
 
 
 async def main(*, requests: int, write: bool) -> None:

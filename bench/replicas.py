@@ -1,7 +1,7 @@
 """One, two and four pickers of the same fleet: simulated, and behind a real Envoy.
 
     python -m bench.replicas [--only NAME ...] [--seeds N] [--jobs N] [--write]
-    python -m bench.replicas --real [--talking] [--rounds N] [--write]
+    python -m bench.replicas --real [--exchange WAY ...] [--rounds N] [--write]
 
 Simulated, each request goes to one of the pickers at random. Ratios are to one picker, seed by seed,
 with half of the 95 % interval. Pickers that shared all they know at once would be one picker, so one
@@ -9,10 +9,10 @@ picker is also the bound of what exact sharing could gain. Several are measured 
 themselves, and telling each other of their requests after some delay. With --only, the other
 workloads stay as they were written. Traces are read from the folder in $EXTPROC_TRACES.
 
-For real, one Envoy spreads requests over `extproc serve` processes before four simulated engines;
-those that talk do so through a real Redis or Valkey from the PATH. Hit ratios are the engines' own
-counters; figures are medians over rounds, in each of which every kind has its turn. With --talking,
-pickers that do not talk stay as they were written, and the rest gets more rounds in the same time.
+For real, one Envoy spreads requests over `extproc serve` processes before four simulated engines.
+They exchange their requests directly, through a real Redis or Valkey from the PATH, or not at all. Hit
+ratios are the engines' own counters; figures are medians over rounds, in each of which every kind has
+its turn, beside a single picker. With --exchange, the other ways stay as they were written.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ from extproc.simulator.fleet import report, run_metrics, scenario
 from extproc.simulator.fleet.workloads import TraceWorkload
 
 COUNTS = (1, 2, 4)
+
+#: Ways in which real pickers exchange their requests.
+NONE = "none"
+EXCHANGES = (NONE, "redis", "direct")
 
 #: Multi-turn prompts at saturation, unlike engines with users who think, a shared prefix that half of
 #: all want, and caches just as large as what users need; with a trace also the Mooncake conversations.
@@ -107,7 +111,7 @@ def _ratio(
 
 
 async def behind_envoy(
-    definition: scenario.Scenario, count: int, *, seed: int, talking: bool
+    definition: scenario.Scenario, count: int, *, seed: int, exchange: str
 ) -> tuple[dict[str, float], list[float]]:
     """One run through Envoy; everything anew, so that caches and counters begin empty.
 
@@ -120,15 +124,19 @@ async def behind_envoy(
         tree = msgspec.json.decode(
             agreement.settings_text("adaptive", seed=seed, addresses=addresses)
         )
-        if talking:
+        pages = [0] * count
+        if exchange == "redis":
             tree["peer_sync"] = {"url": await _server(children)}
+        elif exchange == "direct":
+            pages = [stack.free_port() for _ in range(count)]
+            tree["peer_sync"] = {"peers": [f"127.0.0.1:{port}" for port in pages]}
         for n, port in enumerate(grpc):
             # As `world.World` seeds them: pickers that share a seed herd.
             text = msgspec.json.encode(tree | {"seed": tree["seed"] + n}).decode()
             await children.extproc(
                 *("--config-text", text, "--host", "127.0.0.1", "--secure-serving=false"),
                 *("--drain-timeout", "0s", "--grpc-port", str(port)),
-                *("--grpc-health-port", "0", "--metrics-port", "0"),
+                *("--grpc-health-port", "0", "--metrics-port", str(pages[n])),
             )
         ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), grpc[0])
         template = rig.ROOT / "envoy" / rig.TEMPLATES["fds"]
@@ -162,11 +170,13 @@ def _days(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def written(recorded: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of real runs, and those written before that were not run again."""
-    fresh = {(row["pickers"], row["talking"]) for row in rows}
+    fresh = {(row["pickers"], row["exchange"]) for row in rows}
     before = [
-        row for row in recorded.get("real", ()) if (row["pickers"], row["talking"]) not in fresh
+        row for row in recorded.get("real", ()) if (row["pickers"], row["exchange"]) not in fresh
     ]
-    return sorted([*before, *rows], key=lambda row: (row["talking"], row["pickers"]))
+    return sorted(
+        [*before, *rows], key=lambda row: (EXCHANGES.index(row["exchange"]), row["pickers"])
+    )
 
 
 async def _server(children: stack.Stack) -> str:
@@ -180,36 +190,36 @@ async def _server(children: stack.Stack) -> str:
     return f"redis://127.0.0.1:{port}"
 
 
-async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str, Any]]:
+async def real(rounds: int, kinds: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
     """Every kind in turn, round after round, so that the machine's moods meet all alike.
 
     Args:
         rounds: How often each has its turn.
-        kinds: Pickers, and whether they talk; one picker first.
+        kinds: Pickers, and how they exchange requests; one picker first.
     """
     definition = agreement.scaled(agreement.SCENARIOS["closed"], agreement.SPEED)
-    by_kind: dict[tuple[int, bool], list[dict[str, float]]] = {kind: [] for kind in kinds}
-    firsts: dict[tuple[int, bool], list[float]] = {kind: [] for kind in kinds}
+    by_kind: dict[tuple[int, str], list[dict[str, float]]] = {kind: [] for kind in kinds}
+    firsts: dict[tuple[int, str], list[float]] = {kind: [] for kind in kinds}
     for seed in range(1, rounds + 1):
         # Not always the same one first.
-        for n, talking in (*kinds[seed % len(kinds) :], *kinds[: seed % len(kinds)]):
-            run, first_s = await behind_envoy(definition, n, seed=seed, talking=talking)
-            by_kind[n, talking].append(run)
-            firsts[n, talking] += first_s
-            print(f"round {seed}, {n} pickers, talking: {talking}: {run}", flush=True)
+        for n, exchange in (*kinds[seed % len(kinds) :], *kinds[: seed % len(kinds)]):
+            run, first_s = await behind_envoy(definition, n, seed=seed, exchange=exchange)
+            by_kind[n, exchange].append(run)
+            firsts[n, exchange] += first_s
+            print(f"round {seed}, {n} pickers, exchange: {exchange}: {run}", flush=True)
     figures = ("hit_ratio", "ttft_mean_s", "ttft_p99_s", "requests_per_s", "timers_late_ms")
-    alone = by_kind[1, False]
+    alone = by_kind[1, NONE]
     return [
         {
             "pickers": n,
-            "talking": talking,
+            "exchange": exchange,
             "rounds": len(runs),
-            "requests": len(firsts[n, talking]),
+            "requests": len(firsts[n, exchange]),
             "median": {f: round(statistics.median(run[f] for run in runs), 4) for f in figures},
-            "ttft_p99_of_all_s": round(run_metrics.spread(firsts[n, talking]).p99, 4),
+            "ttft_p99_of_all_s": round(run_metrics.spread(firsts[n, exchange]).p99, 4),
             "ttft_p99_of_all_ratio": round(
-                run_metrics.spread(firsts[n, talking]).p99
-                / run_metrics.spread(firsts[1, False]).p99,
+                run_metrics.spread(firsts[n, exchange]).p99
+                / run_metrics.spread(firsts[1, NONE]).p99,
                 3,
             ),
             "ratios": {
@@ -217,7 +227,7 @@ async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str,
                 for f in JUDGED
             },
         }
-        for (n, talking), runs in by_kind.items()
+        for (n, exchange), runs in by_kind.items()
     ]
 
 
@@ -245,15 +255,15 @@ def real_block(result: Mapping[str, Any]) -> str:
     if "real" not in result:
         return "Nothing measured yet."
     lines = [
-        "| replicas | synchronized | rounds | hit ratio | by round | TTFT p99, s | by round | all rounds |",
+        "| replicas | exchange | rounds | hit ratio | by round | TTFT p99, s | by round | all rounds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["real"]:
         median, (hits, waits) = row["median"], (row["ratios"][f] for f in JUDGED)
         all_s, ratio = row["ttft_p99_of_all_s"], row["ttft_p99_of_all_ratio"]
-        talk = "" if row["pickers"] == 1 else "yes" if row["talking"] else "no"
+        way = "" if row["pickers"] == 1 else row["exchange"]
         lines.append(
-            f"| {row['pickers']} | {talk} | {row['rounds']} "
+            f"| {row['pickers']} | {way} | {row['rounds']} "
             f"| {median['hit_ratio']:.3f} | {_spread(hits)} "
             f"| {median['ttft_p99_s']:.2f} | {_spread(waits)} | {all_s:.2f}, {ratio:.2f} |"
         )
@@ -277,8 +287,7 @@ def main(args: argparse.Namespace) -> None:
             rig.write("replicas", "python -m bench.replicas --write", parts)
 
     if args.real:
-        ways = (True,) if args.talking else (False, True)
-        kinds = [(1, False), *((n, talking) for talking in ways for n in COUNTS[1:])]
+        kinds = [(1, NONE), *((n, exchange) for exchange in args.exchange for n in COUNTS[1:])]
         parts["real"] = written(parts, _dated(uvloop.run(real(args.rounds, kinds))))
         parts["real_load_average"] = round(busy, 1)
         write()
@@ -299,7 +308,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--talking", action="store_true")
+    parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     main(parser.parse_args())

@@ -132,7 +132,9 @@ class HttpPeerChannel(PeerChannel):
             return response
         reader = _PeerReader(request.transport)
         self._readers.add(reader)
+        # A replica that starts reads from all others at once: it can be read from now on.
         self._has_new_reader.set()
+        self.retry()
         try:
             with contextlib.suppress(ConnectionError):  # the reader left
                 # Later events may overtake these, as messages may arrive in any order.

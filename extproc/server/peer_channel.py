@@ -68,6 +68,8 @@ class PeerChannel(abc.ABC):
         self.event_log = peer_sync.PeerEventLog(name, self._waiting.set)
         self.replica = peer_sync.PeerReplica(name, self._find_director, silent_s=settings.silent_s)
         self._failing_tasks: set[str] = set()
+        self._retry = asyncio.Event()
+        self._num_retries = 0
         self._flushed_at = -math.inf
 
     async def run(self) -> None:
@@ -118,7 +120,7 @@ class PeerChannel(abc.ABC):
         """Repeat a task while it is wanted, with back-off while what it talks to is away."""
         wait_s, failing_since = _BACK_OFF_S, math.inf
         while is_running() and is_wanted():
-            began = self.clock()
+            began, num_retries = self.clock(), self._num_retries
             try:
                 await once()
             except self.connection_errors as error:
@@ -133,8 +135,21 @@ class PeerChannel(abc.ABC):
                     is_own = isinstance(error, PeerStreamError)
                     reason = str(error) if is_own else type(error).__name__
                     _log.warning("peer sync: cannot %s: %s", task_name, reason)
-                await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
+                await asyncio.sleep(_BACK_OFF_S * (0.5 + self._rng.random()))
+                if num_retries == self._num_retries:
+                    await self._wait_retry((wait_s - _BACK_OFF_S) * (0.5 + self._rng.random()))
                 wait_s = min(2.0 * wait_s, _MAX_BACK_OFF_S)
+
+    def retry(self) -> None:
+        """Let tasks that wait after a failure try again, as what was away may be there."""
+        self._num_retries += 1
+        self._retry.set()
+        self._retry.clear()
+
+    async def _wait_retry(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._retry.wait()
 
     def log_recovery(self, task_name: str) -> None:
         """Record that a task works."""

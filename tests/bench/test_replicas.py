@@ -3,11 +3,11 @@
 from bench import replicas
 
 
-def run(pickers, talking, p99_s, ratios, *, date="2026-01-01"):
+def run(pickers, exchange, p99_s, ratios, *, date="2026-01-01"):
     return {
         "date": date,
         "pickers": pickers,
-        "talking": talking,
+        "exchange": exchange,
         "rounds": 3,
         "requests": 666,
         "median": {"hit_ratio": 0.68, "ttft_p99_s": p99_s},
@@ -19,28 +19,28 @@ def run(pickers, talking, p99_s, ratios, *, date="2026-01-01"):
 
 def test_real_rows_say_how_far_rounds_are_apart():
     """Medians, with the smallest and the largest ratio of a round."""
-    two = run(2, True, 0.5, [0.9, 1.3, 1.1])
-    record = {"date": "2026-01-04", "real": [run(1, False, 0.4, [1, 1, 1]), two]}
+    two = run(2, "direct", 0.5, [0.9, 1.3, 1.1])
+    record = {"date": "2026-01-04", "real": [run(1, "none", 0.4, [1, 1, 1]), two]}
     assert (
-        "| 2 | yes | 3 | 0.680 | 1.00 (1.00 to 1.00) | 0.50 | 1.10 (0.90 to 1.30) | 0.50, 1.25 |"
+        "| 2 | direct | 3 | 0.680 | 1.00 (1.00 to 1.00) | 0.50 | 1.10 (0.90 to 1.30) | 0.50, 1.25 |"
         in (replicas.real_block(record))
     )
 
 
 def test_rows_are_of_the_days_they_were_measured_on():
     """And not of the day on which some row of the file was measured last."""
-    rows = [run(n, False, 0.4, [1], date=f"2026-01-0{n}") for n in (1, 2)]
+    rows = [run(n, "none", 0.4, [1], date=f"2026-01-0{n}") for n in (1, 2)]
     record = {"date": "2026-01-04", "real": rows}
     assert replicas.real_block(record).endswith("2026-01-01 to 2026-01-02.")
     assert replicas.real_block(record | {"real": rows[1:]}).endswith(", 2026-01-02.")
 
 
 def test_rows_that_were_not_run_again_stay():
-    """Those of pickers that do not talk stand before those that do."""
-    before = {"real": [run(n, False, 0.5, [1]) for n in (1, 2, 4)] + [run(2, True, 0.5, [1])]}
-    rows = replicas.written(before, [run(1, False, 0.4, [1]), run(2, True, 0.4, [1])])
-    values = [(row["pickers"], row["talking"], row["ttft_p99_of_all_s"]) for row in rows]
-    assert values == [(1, False, 0.4), (2, False, 0.5), (4, False, 0.5), (2, True, 0.4)]
+    """Those of pickers that exchange nothing stand before those that do."""
+    before = {"real": [run(n, "none", 0.5, [1]) for n in (1, 2, 4)] + [run(2, "direct", 0.5, [1])]}
+    rows = replicas.written(before, [run(1, "none", 0.4, [1]), run(2, "direct", 0.4, [1])])
+    values = [(row["pickers"], row["exchange"], row["ttft_p99_of_all_s"]) for row in rows]
+    assert values == [(1, "none", 0.4), (2, "none", 0.5), (4, "none", 0.5), (2, "direct", 0.4)]
 
 
 def test_a_row_says_after_how_long_pickers_talk():

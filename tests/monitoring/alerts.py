@@ -465,7 +465,20 @@ ALERTS: Sequence[Alert] = (
         summary="The autoscaler of pool {{ $labels.pool }} does not know all counters",
         meaning="A replica of extproc cannot read the counters of another one. Until it can, no engine is taken away.",
         look="The log names the peer; [several replicas](../guides/autoscaling/index.md#several-replicas-of-extproc).",
-        action="Let replicas reach each other on port 9090: the headless Service and the NetworkPolicy of the component.",
+        action="Let replicas reach each other on port 9090: the headless Service and the NetworkPolicy of the manifests.",
+    ),
+    Alert(
+        name="ExtprocPeersMissing",
+        severity="warning",
+        for_="10m",
+        expr=(
+            f"min by (namespace, job) {_gauge('extproc_peer_sync_peers')}"
+            f"\n  < count by (namespace, job) {_gauge('extproc_peer_sync_peers')} - 1"
+        ),
+        summary="A replica of {{ $labels.job }} does not hear all others",
+        meaning="It does not know which requests the others sent where: fewer prefix hits, and engines that are busier than it believes.",
+        look="`extproc_peer_sync_failures_total` by reason, and the log, which names peer and reason.",
+        action="Let replicas reach each other on port 9090, with the same `server.admin_token_file`, or all of them the same Redis; see [several replicas](../guides/several-replicas.md#direct-exchange).",
     ),
     Alert(
         name="ExtprocNoLeader",

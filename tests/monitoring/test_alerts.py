@@ -99,6 +99,8 @@ HEALTHY = {
     f'extproc_scaling_replicas{{{_POOL},state="available"}}': gauge(4),
     f"extproc_scaling_counters_complete{{{_POOL}}}": gauge(1),
     f"extproc_scaling_failures_total{{{_POOL}}}": counter(0),
+    f'extproc_peer_sync_peers{{{_WHERE},instance="a"}}': gauge(1),
+    f'extproc_peer_sync_peers{{{_WHERE},instance="c"}}': f"_x20 1x{_END - 20}",
     f'extproc_leader{{{_WHERE},instance="a"}}': gauge(1),
     f'extproc_leader{{{_WHERE},instance="c"}}': f"_x20 0x{_END - 20}",
 }
@@ -193,6 +195,7 @@ FAULTS = {
     "ExtprocScalingCountersIncomplete": {
         f"extproc_scaling_counters_complete{{{_POOL}}}": gauge(1, 0)
     },
+    "ExtprocPeersMissing": {f'extproc_peer_sync_peers{{{_WHERE},instance="c"}}': gauge(1, 0)},
     "ExtprocNoLeader": {f'extproc_leader{{{_WHERE},instance="a"}}': gauge(1, 0)},
 }
 

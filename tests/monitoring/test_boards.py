@@ -38,7 +38,6 @@ NOT_CHARTED = {
     "extproc_model_rewrites": "a matter of configuration",
     "extproc_peer_sync_failures": "the log names peer and reason",
     "extproc_peer_sync_inflight_requests": "only with peer synchronization",
-    "extproc_peer_sync_peers": "only with peer synchronization",
     "extproc_plugin_exceptions": "bypasses, which follow, have an alert",
     "extproc_plugin_overruns": "bypasses, which follow, have an alert",
     "extproc_prefix_index_bytes": "the number of blocks is charted",

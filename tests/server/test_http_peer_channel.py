@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
+import types
 from collections import Counter
 
 import pytest
@@ -171,6 +173,18 @@ async def test_a_peer_that_restarts_is_read_again():
                 await until(lambda: total(second) == 1)
             await until(lambda: second.heard == 0 == total(second))
     assert not second.line._pickers
+
+
+async def test_a_peer_that_starts_late_is_read_at_once():
+    """When it reads, however long the pause between attempts has become."""
+    ports = [stack.free_port() for _ in range(2)]
+    first = HttpReplica(ports[0], f"127.0.0.1:{ports[1]}")
+    # Chance makes the pause after the second attempt an hour.
+    first.line._rng = types.SimpleNamespace(random=itertools.cycle([0.0, 36_000.0]).__next__)
+    async with first.serving():
+        await until(lambda: first.failures["refused"] == 2)
+        async with HttpReplica(ports[1], f"127.0.0.1:{ports[0]}").serving():
+            await until(lambda: first.heard == 1)
 
 
 async def test_a_peer_that_dies_is_forgotten_after_a_silence():
