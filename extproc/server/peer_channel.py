@@ -94,6 +94,11 @@ class PeerChannel(abc.ABC):
                     await self.flush()
             await self.close()
 
+    @property
+    def is_synced(self) -> bool:
+        """True once the endpoints of this replica are known."""
+        return self._registry.synced
+
     @abc.abstractmethod
     async def flush(self) -> None:
         """Send all events that wait; those of a failed attempt are lost."""

@@ -23,7 +23,7 @@ def turn(conversation: int, number: int) -> bytes:
     ]
     for n in range(number):
         messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": f"{n}?"}]
-    return json.dumps({"model": "m", "messages": messages}).encode()
+    return json.dumps({"model": "demo", "messages": messages}).encode()
 
 
 async def send(channel, http, pages: int, body: bytes) -> str:
@@ -65,6 +65,8 @@ async def test_the_next_turn_through_another_replica_goes_to_the_same_endpoint()
                 "apiVersion": "extproc/v1alpha1",
                 "kind": "ExtProcConfig",
                 "pool": {"endpoints": [address for _, address in engines]},
+                # `adaptive` would send engines that compute nothing a first request each.
+                "scheduling": {"strategy": "balanced"},
                 "peer_sync": {"peers": [f"127.0.0.1:{port}" for port in pages]},
             }
         ).decode()

@@ -24,7 +24,7 @@ pools:
 """
 
 
-def sites():
+def sites(is_synced=lambda: True):
     counters = ProcessCounters()
     guards = GuardFactory(lambda: 0.0, counters.plugins)
     http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
@@ -33,7 +33,7 @@ def sites():
         loader.settings(loader.parse(POOLS, where="f")),
         shared,
         configured={},
-        is_discovery_synced=lambda: True,
+        is_discovery_synced=is_synced,
     )
 
 
@@ -41,7 +41,8 @@ class Replica:
     """One picker as far as it talks."""
 
     def __init__(self, build: Callable[[PoolRegistry], PeerChannel]) -> None:
-        self.registry = sites()
+        self.is_synced = True
+        self.registry = sites(lambda: self.is_synced)
         self.line = build(self.registry)
 
     def director(self, pool: str = "a"):

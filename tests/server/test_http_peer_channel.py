@@ -146,6 +146,21 @@ async def test_a_new_replica_gets_the_requests_that_are_open(monkeypatch):
             await until(lambda: total(second) == 10)
 
 
+async def test_a_replica_without_endpoints_does_not_read_yet():
+    """Peers say once what is open, and only known endpoints can be charged."""
+    port = stack.free_port()
+    first = HttpReplica(port)
+    second = HttpReplica(stack.free_port(), f"127.0.0.1:{port}")
+    second.is_synced = False
+    async with first.serving(), second.serving():
+        first.send()
+        beats = second.line.event_log._latest_list
+        await until(lambda: second.line.event_log._latest_list > beats + 2)
+        assert not first.line._readers
+        second.is_synced = True
+        await until(lambda: total(second) == 1)
+
+
 async def test_a_replica_that_stops_is_removed_at_once():
     """It says so: its open requests leave the accounts of the others."""
     async with pickers(2, silent_s=3600.0) as (first, second):
