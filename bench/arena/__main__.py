@@ -3,11 +3,13 @@
     python -m bench.arena [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --knowledge [--set training|validation] [--count N] [--jobs N] [--write]
+    python -m bench.arena --exchange [--set training|validation] [--count N] [--jobs N]
     python -m bench.arena --test [--jobs N]
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
 `--ablate` the default is played beside itself without each constant of its cost, with `--knowledge`
-beside itself with inputs of its cost exact. Without arguments the first forty scenarios of the
+beside itself with inputs of its cost exact. With `--exchange` the scenarios with several pickers are
+played, all of which exchange their requests; that is not written. Without arguments the first forty scenarios of the
 training set are played. The test set is for releases: it is played as a whole, from a committed tree,
 and always written.
 """
@@ -20,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from bench import rig
 from bench.arena import ablation, knowledge, report, saturation, scenarios, score, tournament
@@ -39,15 +42,20 @@ def main() -> None:
     parser.add_argument("--test", action="store_true", help="the test set, once for a release")
     parser.add_argument("--ablate", action="store_true", help="the default without each constant")
     parser.add_argument("--knowledge", action="store_true", help="the default with inputs exact")
+    parser.add_argument("--exchange", action="store_true", help="several pickers that exchange")
     args = parser.parse_args()
-    if args.test + args.ablate + args.knowledge > 1:
-        parser.error("--test, --ablate and --knowledge exclude each other")
+    if args.test + args.ablate + args.knowledge + args.exchange > 1:
+        parser.error("--test, --ablate, --knowledge and --exchange exclude each other")
+    if args.exchange and args.write:
+        parser.error("results of --exchange are not written")
     name, count = ("test", TEST) if args.test else (args.set, args.count)
     writes = args.write or args.test
     if writes and is_dirty():
         sys.exit("expected a committed tree, found changes; commit them, or leave out --write")
     first = scenarios.SETS[name]
-    seeds = range(first, first + count)
+    seeds: Sequence[int] = range(first, first + count)
+    if args.exchange:
+        seeds = [seed for seed in seeds if scenarios.draw(seed).picking.replicas > 1]
     began = time.monotonic()
 
     def progress(line: str) -> None:
@@ -63,12 +71,13 @@ def main() -> None:
             ablation.variants() if args.ablate else tournament.default_variants(),
             jobs=args.jobs,
             may_test=args.test,
+            exchanges=args.exchange,
             progress=progress,
         )
         entry = ablation.record(rows) if args.ablate else report.record(rows)
     if args.ablate:
         entry["elsewhere"] = ablation.elsewhere(jobs=args.jobs, progress=progress)
-    print(f"\r\x1b[K{count} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    print(f"\r\x1b[K{len(seeds)} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
     if args.knowledge:
         print(knowledge.block({"command": "", "date": "", "commit": "", **entry}))
     elif args.ablate:

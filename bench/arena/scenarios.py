@@ -6,6 +6,7 @@ that `bench.arena.saturation` finds with a published strategy. A few hundred req
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ _SIZES = (1, 2, 2, 2, 3, 3, 4, 4, 4, 6, 6, 8, 8, 8, 12, 12, 16, 24, 32)
 _LOADS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.05, 1.2)
 
 _DRIFTS = ("", "", "", "", "new system prompt", "new tenant", "engine lost", "burst")
+
+#: Seconds after which pickers that exchange their requests know of one.
+EXCHANGE_S = 0.02
 
 #: Sessions that means of a workload are taken over.
 _SAMPLE = 100
@@ -59,6 +63,12 @@ class ArenaScenario:
     fleet: Sequence[EngineGroup]
     picking: Picking
     parts: Sequence[tuple[traffic.Traffic, float]]
+
+    @property
+    def exchanging(self) -> ArenaScenario:
+        """The same with pickers that exchange their requests."""
+        picking = msgspec.structs.replace(self.picking, share_delay_s=EXCHANGE_S)
+        return dataclasses.replace(self, picking=picking)
 
     @property
     def engines(self) -> int:
@@ -271,7 +281,7 @@ def _draw_picking(rng: random.Random) -> Picking:
     shares = replicas > 1 and rng.random() < 0.3
     return Picking(
         replicas=replicas,
-        share_delay_s=0.02 if shares else None,
+        share_delay_s=EXCHANGE_S if shares else None,
         scrape_s=rng.choice((None, None, None, None, 1.0, 5.0, 15.0)),
         delay_s=rng.choice((0.005, 0.005, 0.005, 0.1, 1.0)),
         with_max_tokens=rng.random() < 0.15,

@@ -41,6 +41,7 @@ def tournament(
     *,
     jobs: int,
     may_test: bool = False,
+    exchanges: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[score.ScenarioRow]:
     """Run every variant on every scenario; what was run before is read.
@@ -50,15 +51,20 @@ def tournament(
         variants: Strategies, each known by its name.
         jobs: Processes.
         may_test: Whether seeds may be of the test set.
+        exchanges: Whether all pickers exchange their requests; the rates are those without.
         progress: Called with a line after each run.
     """
     rates = find_rates(seeds, jobs=jobs, may_test=may_test, progress=progress)
     calls = [
-        functools.partial(play, seed, variant, rate_per_s=rates[seed], may_test=may_test)
+        functools.partial(
+            play, seed, variant, rate_per_s=rates[seed], may_test=may_test, exchanges=exchanges
+        )
         for seed in seeds
         for variant in variants
     ]
     drawn = {seed: scenarios.draw(seed, may_test=may_test) for seed in seeds}
+    if exchanges:
+        drawn = {seed: entry.exchanging for seed, entry in drawn.items()}
     names = {
         seed: {v.name: f"{seed}-{entry.key}-{rates[seed]:g}-{_slug(v)}" for v in variants}
         for seed, entry in drawn.items()
@@ -79,10 +85,17 @@ def tournament(
 
 
 def play(
-    seed: int, variant: scenario.Variant, *, rate_per_s: float, may_test: bool
+    seed: int,
+    variant: scenario.Variant,
+    *,
+    rate_per_s: float,
+    may_test: bool,
+    exchanges: bool = False,
 ) -> dict[str, float | None]:
     """Figures of one strategy on one scenario, by name; those of `score.FIGURES` and a few more."""
     drawn = scenarios.draw(seed, may_test=may_test)
+    if exchanges:
+        drawn = drawn.exchanging
     definition = drawn.at_rate(rate_per_s * drawn.load)
     column = simulation_runs.column(variant, folder=rig.ROOT, where="arena")
     return figures(drawn, simulation.Simulation(definition, column.settings, seed=seed).run())

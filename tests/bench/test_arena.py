@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from bench import rig
@@ -198,6 +199,15 @@ def test_every_scenario_has_traits():
         drawn = scenarios.draw(seed)
         assert ("unlike engines" in drawn.traits) == (len(drawn.fleet) > 1)
         assert len(drawn.traits) == 4
+
+
+def test_pickers_that_exchange_their_requests_get_the_same_traffic():
+    """Nothing else of a scenario changes, and its rate stays the one that was found."""
+    drawn = next(d for d in map(scenarios.draw, range(1, 41)) if d.picking.replicas > 1)
+    exchanging = drawn.exchanging
+    assert exchanging.picking.share_delay_s == scenarios.EXCHANGE_S
+    before, after = drawn.at_rate(1.0), exchanging.at_rate(1.0)
+    assert msgspec.structs.replace(after, picking=before.picking) == before
 
 
 def test_an_ablation_is_compared_with_the_default():
