@@ -17,6 +17,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _scaling(settings)
     yield from _shadows(settings)
     yield from _bound_events(settings)
+    yield from _peers(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
@@ -59,6 +60,15 @@ def _bound_events(settings: Settings) -> Iterator[str]:
                 f"kv_events.bind and {name} are set: an engine connects to one replica, and the others "
                 "estimate its cache; remove bind, or let cluster.leader_election choose the replica"
             )
+
+
+def _peers(settings: Settings) -> Iterator[str]:
+    counters, requests = settings.autoscaling.peers, settings.peer_sync.peers
+    if counters and requests and set(counters) != set(requests):
+        yield (
+            "autoscaling.peers and peer_sync.peers differ: the first count for autoscaling, the second "
+            "exchange requests; without autoscaling.peers both are peer_sync.peers"
+        )
 
 
 def _shadows(settings: Settings) -> Iterator[str]:

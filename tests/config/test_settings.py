@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from extproc.config import lint, pool_sections, settings
+from extproc.config.autoscaling import AutoscalingSection
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 
 
@@ -103,6 +104,14 @@ ADVISED = {
             peer_sync=settings.PeerSyncSection(peers=("peers:9090",)),
         ),
         "kv_events.bind and peer_sync.peers",
+    ),
+    "two lists of replicas": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            autoscaling=AutoscalingSection(peers=("a:9090",)),
+            peer_sync=settings.PeerSyncSection(peers=("a:9090", "b:9090")),
+        ),
+        "autoscaling.peers and peer_sync.peers differ",
     ),
     "conformance": (settings.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
     "seed": (settings.Settings(pool=ENDPOINTS, seed=1), "seed"),
