@@ -1,13 +1,13 @@
 """Spans of a traced request: what an observer sees of it, in the names of the upstream EPP.
 
-The spans are built at the end of the request and are plain values; `otlp` sends them.
+The spans are plain values, which `otlp` reads some time after the end of the request and sends.
 Prompts, bodies and header values have no place in them, except the request id.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -64,8 +64,8 @@ class SpanRecord(msgspec.Struct, frozen=True):
 class SpanSink(Protocol):
     """Receiver of finished traces."""
 
-    def add(self, trace: TraceContext, spans: Sequence[SpanRecord]) -> None:
-        """Send the spans of a request, the one of `trace` first; returns at once."""
+    def add(self, trace: TraceContext, spans: Iterable[SpanRecord]) -> None:
+        """Send the spans of a request, the one of `trace` first; may read them later."""
 
     def make_span_id(self) -> str:
         """Draw an id for a span."""
@@ -195,9 +195,16 @@ class TracedRequest:
         self._recorder.on_finished(endpoint=endpoint, status=status, duration_s=duration_s)
         decision = self._decision
         if decision is not None:
+            endpoint = endpoint or decision.endpoints[0].address
             end_s = self._started_s + duration_s
-            root = self._root(decision, endpoint or decision.endpoints[0].address, status, end_s)
-            self._sink.add(self._trace, [root, *self._decision_spans(decision)])
+            self._sink.add(self._trace, self._spans(decision, endpoint, status, end_s))
+
+    def _spans(
+        self, decision: Decision, endpoint: str, status: str, end_s: float
+    ) -> Iterator[SpanRecord]:
+        """All spans of a routed request, built as they are read."""
+        yield self._root(decision, endpoint, status, end_s)
+        yield from self._decision_spans(decision)
 
     def _send_unrouted(self, what: str, rejection: Rejection, model: str, now: float) -> None:
         attributes = self._common_attributes(model)

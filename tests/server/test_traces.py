@@ -51,7 +51,8 @@ class TracedStreams(StreamFixture):
         return self.shared.trace_sampler.make_span_id()
 
     def add(self, trace, spans):
-        self.traces.append((trace, [span.name for span in spans], spans[0]))
+        root, *others = spans
+        self.traces.append((trace, [span.name for span in (root, *others)], root))
 
 
 def headers(**values):

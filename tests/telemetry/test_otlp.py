@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import threading
@@ -124,6 +125,27 @@ def test_close_sends_what_waits(receiver, build_tracer):
     tracer.close(otlp_receiver.LIMIT_S)
     assert [span.name for span in receiver.spans] == ["gateway.request", "pick_endpoints"]
     assert build_tracer.counts == {"exported": 2, "failed": 0, "dropped": 0}
+
+
+def test_spans_are_built_for_several_requests_at_once(build_tracer):
+    """The eighth request builds those of all, and the end of the tracer those of the rest."""
+    tracer, built = build_tracer(exporter="console"), []
+
+    def lazy_spans(number):
+        built.append(number)
+        yield from spans()
+
+    async def add(numbers):
+        for number in numbers:
+            tracer.add(TRACE, lazy_spans(number))
+
+    asyncio.run(add(range(7)))
+    assert built == []
+    asyncio.run(add([7]))
+    assert built == list(range(8))
+    asyncio.run(add([8]))
+    tracer.close(otlp_receiver.LIMIT_S)
+    assert built == list(range(9))
 
 
 def test_failures_are_logged_once_and_counted(receiver, build_tracer, caplog):
