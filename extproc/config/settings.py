@@ -448,7 +448,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         responses: Processing of responses.
         decisions: Recording of decisions.
         xds: Endpoints served over xDS.
-        peer_sync: Exchange of request counts between replicas.
+        peer_sync: Exchange of requests between replicas.
         log: The log on standard error.
         tracing: OpenTelemetry traces.
         conformance: Obey the header `test-epp-endpoint-selection`, and report the endpoint that

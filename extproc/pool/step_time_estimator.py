@@ -61,10 +61,9 @@ _USUAL = 0.25
 #: (`python -m bench.proof --only heterogeneous --columns adaptive --seeds 8`).
 _ALIKE = 0.4
 
-#: Seconds that an engine of which nothing is known is taken to need, beside the fastest. Between
-#: machines of five years lies a factor of four. What has shown nothing must look better than prefixes
-#: that others have, or it gets no requests for minutes. That it is unlike n engines that look like it is
-#: the less likely the more they are: the difference counts by 1 / n.
+#: Times of an engine of which nothing is known, as a share of those of the fastest one: a chosen guess.
+#: Such an engine must look better than prefixes that others hold, or it gets no requests for minutes.
+#: The more engines look like it, the less likely it differs from them: with n the difference counts 1 / n.
 _UNTRIED = 0.25
 
 #: Change of the pace of answers that rates follow, as a share of it.

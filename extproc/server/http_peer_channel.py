@@ -115,7 +115,7 @@ class HttpPeerChannel(PeerChannel):
                         self.supervisor.keep("peer_sync", follow, instance=address),
                         name=f"peer sync read {address}",
                     )
-                self.log_recovery("listen")
+                self.log_recovery("receive")
                 await asyncio.sleep(_RESOLVE_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RESOLVE_S):

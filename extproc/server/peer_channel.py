@@ -81,7 +81,7 @@ class PeerChannel(abc.ABC):
                     keep("peer_sync", self._publish_open_requests, instance="beat"),
                     name="peer sync heartbeat",
                 )
-                for task_name, once in (("tell", self._publish), ("listen", self.receive)):
+                for task_name, once in (("publish", self._publish), ("receive", self.receive)):
                     repeated = functools.partial(self.repeat, task_name, once)
                     tasks.create_task(
                         keep("peer_sync", repeated, instance=task_name),
@@ -205,7 +205,7 @@ class PeerChannel(abc.ABC):
             self._waiting.clear()
             await self.flush()
             self._flushed_at = self.clock()
-            self.log_recovery("tell")
+            self.log_recovery("publish")
 
     def _apply_message(self, message: peer_sync.PeerMessage) -> None:
         self._notify_capacity(self.replica.apply_message(message, self.clock()))

@@ -68,7 +68,7 @@ class RedisPeerChannel(PeerChannel):
         """Read new entries of the stream until that fails; entries until a retry are lost."""
         stream, client = self.settings.stream, self._reading
         last = await self._newest_entry()
-        self.log_recovery("listen")
+        self.log_recovery("receive")
         while is_running():
             streams: Any = await client.xread({stream: last}, count=_MAX_ENTRIES, block=_BLOCK_MS)
             for _, entries in streams or ():
