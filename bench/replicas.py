@@ -255,20 +255,20 @@ def real_block(result: Mapping[str, Any]) -> str:
     if "real" not in result:
         return "Nothing measured yet."
     lines = [
-        "| replicas | exchange | rounds | hit ratio | by round | TTFT p99, s | by round | all rounds |",
-        "|---|---|---|---|---|---|---|---|",
+        "| replicas | exchange | day | rounds | hit ratio | by round | TTFT p99, s | by round | all rounds |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["real"]:
         median, (hits, waits) = row["median"], (row["ratios"][f] for f in JUDGED)
         all_s, ratio = row["ttft_p99_of_all_s"], row["ttft_p99_of_all_ratio"]
         way = "" if row["pickers"] == 1 else row["exchange"]
         lines.append(
-            f"| {row['pickers']} | {way} | {row['rounds']} "
+            f"| {row['pickers']} | {way} | {row['date']} | {row['rounds']} "
             f"| {median['hit_ratio']:.3f} | {_spread(hits)} "
             f"| {median['ttft_p99_s']:.2f} | {_spread(waits)} | {all_s:.2f}, {ratio:.2f} |"
         )
     days = _days(result["real"])
-    return "\n".join([*lines, "", f"`python -m bench.replicas --real`, {days}."])
+    return "\n".join([*lines, "", f"`python -m bench.replicas --real --write`, {days}."])
 
 
 def _spread(ratios: Sequence[float]) -> str:
