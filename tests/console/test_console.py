@@ -20,6 +20,7 @@ from extproc.request import HttpRequest, RequestLabels
 from extproc.routing.pool_match import PoolMatch
 from extproc.scheduling import registry
 from extproc.scheduling.shadow import ShadowScheduler
+from extproc.server import app
 from extproc.server.reload import ReloadResult
 from tests.console import browser
 from tests.support import serving
@@ -163,8 +164,10 @@ async def test_a_decision_is_one_click_away(scene, chromium):
         assert page.complaints == []
 
 
-async def test_a_pool_is_shown_by_itself(chromium):
+async def test_a_pool_is_shown_by_itself(chromium, monkeypatch):
     """Figures, charts, endpoints and decisions are of the chosen pool; the address keeps the choice."""
+    # The process takes one sample when it starts, and no further one beside those of the test.
+    monkeypatch.setattr(app, "INTERVAL_S", 3600.0)
     async with engines() as addresses:
         match = PoolMatch(hosts=("chat",))
         pools = (

@@ -89,6 +89,10 @@ async def test_the_next_turn_through_another_replica_goes_to_the_same_endpoint()
         first = await gauge(http, pages[0], "extproc_prefix_index_blocks")
         assert first > 0.0
         await until(lambda: gauge(http, pages[1], "extproc_prefix_index_blocks"), first.__eq__)
+        # The end of the last request is an event of its own.
+        await until(
+            lambda: gauge(http, pages[1], "extproc_peer_sync_inflight_requests"), (0.0).__eq__
+        )
         for conversation in reversed(range(CONVERSATIONS)):
             endpoint = await send(channels[1], http, pages[1], turn(conversation, 1))
             assert endpoint == chosen[conversation]

@@ -26,7 +26,7 @@ _REQUIRED = os.environ.get("EXTPROC_REQUIRE_KUBETOOLS", "") == "1"
 #: What a helm of our own making would not know: which Kubernetes it renders for.
 KUBERNETES = "1.30.0"
 
-_RENDER_S = 60.0
+_RENDER_S = 300.0
 
 Document = dict[str, Any]
 

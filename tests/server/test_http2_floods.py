@@ -124,7 +124,8 @@ async def until(is_met):
 async def test_a_peer_that_reads_nothing_is_closed(monkeypatch):
     """Its answers fill what the kernel and the process hold; then it is not read either."""
     monkeypatch.setattr(http2_protocol, "_WRITE_BUFFER_BYTES", 1000)
-    keepalive = Keepalive(time_s=0.2, timeout_s=0.2)
+    # A ping that is not answered for so long ends a connection too, so no stall may take as long.
+    keepalive = Keepalive(time_s=0.2, timeout_s=2.0)
     async with http2_serving.serve_native(
         {PATH: http2_serving.EchoCall}, keepalive=keepalive, max_message_bytes=1 << 20
     ) as (server, port):
