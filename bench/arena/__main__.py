@@ -1,6 +1,6 @@
 """Plays the default strategy and published ones on random scenarios, and scores them.
 
-    python -m bench.arena [--set training|validation] [--count N] [--jobs N] [--write]
+    python -m bench.arena [--set training|validation] [--count N] [--repeats N] [--jobs N] [--write]
     python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --knowledge [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --exchange [--set training|validation] [--count N] [--jobs N]
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--set", choices=("training", "validation"), default="training")
     parser.add_argument("--count", type=int, default=QUICK)
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a strategy on a scenario")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--test", action="store_true", help="the test set, once for a release")
     parser.add_argument("--ablate", action="store_true", help="the default without each constant")
@@ -48,6 +49,8 @@ def main() -> None:
         parser.error("--test, --ablate, --knowledge and --exchange exclude each other")
     if args.exchange and args.write:
         parser.error("results of --exchange are not written")
+    if args.knowledge and args.repeats > 1:
+        parser.error("--knowledge plays each scenario a single time")
     name, count = ("test", TEST) if args.test else (args.set, args.count)
     writes = args.write or args.test
     if writes and is_dirty():
@@ -66,15 +69,17 @@ def main() -> None:
         rows = knowledge.rows(seeds, jobs=args.jobs, progress=progress)
         entry = knowledge.record(rows)
     else:
-        rows = tournament.tournament(
-            seeds,
-            ablation.variants() if args.ablate else tournament.default_variants(),
-            jobs=args.jobs,
-            may_test=args.test,
-            exchanges=args.exchange,
-            progress=progress,
-        )
-        entry = ablation.record(rows) if args.ablate else report.record(rows)
+        common = {
+            "jobs": args.jobs,
+            "may_test": args.test,
+            "repeats": args.repeats,
+            "progress": progress,
+        }
+        variants = ablation.variants() if args.ablate else tournament.default_variants()
+        rows = tournament.tournament(seeds, variants, exchanges=args.exchange, **common)
+        if not args.ablate:
+            rows = tournament.add_exchanging(rows, **common)
+        entry = (ablation if args.ablate else report).record(rows, repeats=args.repeats)
     if args.ablate:
         entry["elsewhere"] = ablation.elsewhere(jobs=args.jobs, progress=progress)
     print(f"\r\x1b[K{len(seeds)} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -85,13 +90,16 @@ def main() -> None:
             print(constant, values)
     else:
         for figure, values in entry["figures"].items():
-            print(figure, values["published"], "clairvoyant", values["clairvoyant"]["mean"])
+            print(figure, values["published"], "exchanging", values["exchanging"]["mean"], end="")
+            print(" clairvoyant", values["clairvoyant"]["mean"])
+        print("worse than 1.05 in any figure", entry["worse_5_percent_in_any"])
         for row in entry["worst"]:
             print(row)
     if writes:
         flags = {"ablations": "--ablate ", "knowledge": "--knowledge ", "sets": ""}[part]
-        about = f"{flags}--set {name} --count {count} --write"
-        command = f"python -m bench.arena {'--test' if args.test else about}"
+        about = "--test" if args.test else f"{flags}--set {name} --count {count} --write"
+        again = "" if args.repeats == 1 else f" --repeats {args.repeats}"
+        command = f"python -m bench.arena {about}{again}"
         _write(part, name, command, entry, rows)
 
 

@@ -58,10 +58,11 @@ def variants() -> list[scenario.Variant]:
     return [default, *(_without(constant) for constant in WITHOUT)]
 
 
-def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
+def record(rows: Sequence[score.ScenarioRow], *, repeats: int = 1) -> dict[str, Any]:
     """Ratios of each ablation to the default, ready for JSON; above 1 the constant pays."""
     return {
         "scenarios": len(rows),
+        "repeats": repeats,
         "seeds": [min(row.seed for row in rows), max(row.seed for row in rows)],
         "constants": {
             constant: {figure: ratios(rows, figure, f"no {constant}") for figure in FIGURES}
@@ -152,12 +153,17 @@ def block(entry: Mapping[str, Any]) -> str:
     about = (
         f"`{entry['command']}`, {entry['date']}, commit {entry['commit']}: {entry['scenarios']} "
     )
-    return "\n".join([*rows, "", f"{about}scenarios, seeds {low} to {high}."])
+    return "\n".join([*rows, "", f"{about}scenarios, seeds {low} to {high}{repeats(entry)}."])
 
 
 def cell(values: Mapping[str, float]) -> str:
     """A mean with its interval, as tables have it."""
     return f"{values['mean']:.3f} ({values['low']:.3f} to {values['high']:.3f})"
+
+
+def repeats(entry: Mapping[str, Any]) -> str:
+    """Runs of each scenario, for the line below a table; empty for a single one."""
+    return f", each played {entry['repeats']} times" if entry["repeats"] > 1 else ""
 
 
 def _without(constant: str) -> scenario.Variant:

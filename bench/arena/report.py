@@ -26,13 +26,17 @@ BAD_FIGURES = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "goodput")
 _WORST = 10
 
 
-def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
+def record(rows: Sequence[score.ScenarioRow], *, repeats: int = 1) -> dict[str, Any]:
     """Scores of a set, ready for JSON."""
     return {
         "scenarios": len(rows),
+        "repeats": repeats,
         "seeds": [min(row.seed for row in rows), max(row.seed for row in rows)],
         "figures": {figure: _figure(rows, figure) for figure in score.FIGURES},
-        "worse_5_percent_in_any": round(score.share_worse(rows, BAD_FIGURES), 4),
+        "worse_5_percent_in_any": {
+            name: round(score.share_worse(rows, BAD_FIGURES, ours=name), 4)
+            for name in (score.ADAPTIVE, score.EXCHANGING, score.CLAIRVOYANT)
+        },
         "kinds": {
             kind: _figures([row for row in rows if kind in row.kinds])
             for kind in (*traffic.KINDS, "LoRA")
@@ -50,7 +54,7 @@ def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
                         _rounded(score.ratio(row, figure, name, score.PUBLISHED))
                         for figure in BAD_FIGURES
                     ]
-                    for name in (score.ADAPTIVE, score.CLAIRVOYANT)
+                    for name in (score.ADAPTIVE, score.EXCHANGING, score.CLAIRVOYANT)
                 },
             }
             for row in rows
@@ -60,10 +64,17 @@ def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
 
 
 def _figures(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
-    """Scores of some scenarios, by figure."""
-    return {
+    """Scores of some scenarios, by figure; and of mean TTFT over the clairvoyant's, by column."""
+    scores: dict[str, Any] = {
         figure: _short(score.score(rows, figure, others=score.PUBLISHED)) for figure in BAD_FIGURES
     }
+    scores["over_clairvoyant"] = {
+        name: _rounded(
+            score.score(rows, BAD_FIGURES[0], ours=name, others=[score.CLAIRVOYANT]).mean
+        )
+        for name in (score.ADAPTIVE, score.EXCHANGING)
+    }
+    return scores
 
 
 def _figure(rows: Sequence[score.ScenarioRow], figure: str) -> dict[str, Any]:
@@ -76,6 +87,9 @@ def _figure(rows: Sequence[score.ScenarioRow], figure: str) -> dict[str, Any]:
     }
     return {
         "published": _short(score.score(rows, figure, others=score.PUBLISHED)),
+        "exchanging": _short(
+            score.score(rows, figure, ours=score.EXCHANGING, others=score.PUBLISHED)
+        ),
         "clairvoyant": _short(score.score(rows, figure, others=[score.CLAIRVOYANT])),
         "others": {name: _rounded(mean) for name, mean in others.items()},
     }
@@ -114,7 +128,7 @@ def block(result: Mapping[str, Any]) -> str:
         parts += [
             (
                 f"`{entry['command']}`, {entry['date']}, commit {entry['commit']}: {entry['scenarios']} "
-                f"scenarios, seeds {low} to {high}."
+                f"scenarios, seeds {low} to {high}{ablation.repeats(entry)}."
             ),
             "",
         ]
@@ -129,36 +143,41 @@ def _scores(entry: Mapping[str, Any]) -> list[str]:
     """One row for each figure."""
     rows = [
         "| figure | scenarios | adaptive / best published | worst | above 1.02 | above 1.05 | "
-        "adaptive / clairvoyant | "
+        "adaptive, exchanging / best published | adaptive / clairvoyant | "
         + " | ".join(f"`{name}` / best other" for name in score.PUBLISHED)
         + " |",
-        "|---" * (7 + len(score.PUBLISHED)) + "|",
+        "|---" * (8 + len(score.PUBLISHED)) + "|",
     ]
     for figure, label in NAMES.items():
         values = entry["figures"][figure]
-        ours = values["published"]
+        ours, exchanging = values["published"], values["exchanging"]
         if not ours["scenarios"]:
             continue
         others = " | ".join(f"{values['others'][name]:.2f}" for name in score.PUBLISHED)
         rows.append(
             f"| {label} | {ours['scenarios']} | {ours['mean']:.3f} ({ours['low']:.3f} to "
             f"{ours['high']:.3f}) | {ours['worst']:.2f} (seed {ours['worst_seed']}) | "
-            f"{ours['over_2']:.0%} | {ours['over_5']:.0%} | {values['clairvoyant']['mean']:.3f} | "
+            f"{ours['over_2']:.0%} | {ours['over_5']:.0%} | {ablation.cell(exchanging)} | "
+            f"{values['clairvoyant']['mean']:.3f} | "
             f"{others} |"
         )
-    share = entry["worse_5_percent_in_any"]
+    shares = ", ".join(
+        f"`{name}` {share:.0%}" for name, share in entry["worse_5_percent_in_any"].items()
+    )
     return [
         *rows,
         "",
-        f"Worse than 1.05 in TTFT, its p99, latency or goodput: {share:.0%} of the scenarios.",
+        f"Scenarios worse than 1.05 in TTFT, its p99, latency or goodput: {shares}.",
     ]
 
 
 def _kinds(entry: Mapping[str, Any]) -> list[str]:
     """One row for each kind of traffic, and for each trait."""
     rows = [
-        "| scenarios with | count | " + " | ".join(NAMES[figure] for figure in BAD_FIGURES) + " |",
-        "|---" * (2 + len(BAD_FIGURES)) + "|",
+        "| scenarios with | count | "
+        + " | ".join(NAMES[figure] for figure in BAD_FIGURES)
+        + " | TTFT / clairvoyant | exchanging |",
+        "|---" * (4 + len(BAD_FIGURES)) + "|",
     ]
     for kind, values in (entry["kinds"] | entry["traits"]).items():
         if not values["ttft_mean_s"]["scenarios"]:
@@ -167,7 +186,11 @@ def _kinds(entry: Mapping[str, Any]) -> list[str]:
             ablation.cell(values[figure]) if values[figure]["scenarios"] else ""
             for figure in BAD_FIGURES
         )
-        rows.append(f"| {kind} | {values['ttft_mean_s']['scenarios']} | {cells} |")
+        ours, exchanging = values["over_clairvoyant"].values()
+        rows.append(
+            f"| {kind} | {values['ttft_mean_s']['scenarios']} | {cells} | {ours:.2f} | "
+            f"{exchanging:.2f} |"
+        )
     return rows
 
 

@@ -25,6 +25,9 @@ PUBLISHED = (
 
 ADAPTIVE, CLAIRVOYANT = "adaptive", "clairvoyant"
 
+#: `adaptive` whose pickers exchange their requests, also where those of the scenario do not.
+EXCHANGING = "adaptive, exchanging"
+
 #: Figures of a run, and whether more of it is better.
 FIGURES: Mapping[str, bool] = {
     "ttft_mean_s": False,
@@ -92,6 +95,17 @@ def ratio(row: ScenarioRow, figure: str, ours: str, others: Iterable[str]) -> fl
         # A goodput of nothing would be an infinite ratio: one request in a hundred stands for it.
         return max(known) / max(mine, 0.01 * max(known))
     return mine / min(known)
+
+
+def average(runs: Sequence[Figures]) -> Figures:
+    """Mean of each figure over runs of a scenario; None where a run has none."""
+    if len(runs) == 1:
+        return runs[0]
+    values = {name: [run[name] for run in runs] for name in runs[0]}
+    return {
+        name: None if None in those else sum(value or 0.0 for value in those) / len(those)
+        for name, those in values.items()
+    }
 
 
 def score(

@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,6 +27,9 @@ FOLDER = rig.ROOT / "build" / "arena"
 #: tokens came within so many times its iteration.
 GOOD_TTFT, GOOD_TPOT = 5.0, 2.5
 
+#: Between the random seeds of two runs of a scenario: more than there are scenarios.
+_REPEAT = 100_000
+
 
 def sources() -> str:
     """Short name of the sources of `extproc`."""
@@ -42,6 +46,7 @@ def tournament(
     jobs: int,
     may_test: bool = False,
     exchanges: bool = False,
+    repeats: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[score.ScenarioRow]:
     """Run every variant on every scenario; what was run before is read.
@@ -52,35 +57,84 @@ def tournament(
         jobs: Processes.
         may_test: Whether seeds may be of the test set.
         exchanges: Whether all pickers exchange their requests; the rates are those without.
+        repeats: Runs of each variant on each scenario, with other arrivals; their mean counts.
         progress: Called with a line after each run.
     """
     rates = find_rates(seeds, jobs=jobs, may_test=may_test, progress=progress)
-    calls = [
-        functools.partial(
-            play, seed, variant, rate_per_s=rates[seed], may_test=may_test, exchanges=exchanges
-        )
-        for seed in seeds
-        for variant in variants
-    ]
     drawn = {seed: scenarios.draw(seed, may_test=may_test) for seed in seeds}
     if exchanges:
         drawn = {seed: entry.exchanging for seed, entry in drawn.items()}
-    names = {
-        seed: {v.name: f"{seed}-{entry.key}-{rates[seed]:g}-{_slug(v)}" for v in variants}
-        for seed, entry in drawn.items()
+    # The first runs of all scenarios come before the second ones.
+    calls = {
+        _name(drawn[seed], variant, rates[seed], repeat): functools.partial(
+            play,
+            seed,
+            variant,
+            rate_per_s=rates[seed],
+            may_test=may_test,
+            exchanges=exchanges,
+            repeat=repeat,
+        )
+        for repeat in range(repeats)
+        for seed in seeds
+        for variant in variants
     }
-    ordered = [names[seed][variant.name] for seed in seeds for variant in variants]
-    results = cached(FOLDER / sources(), ordered, calls, jobs=jobs, progress=progress)
+    results = cached(
+        FOLDER / sources(), list(calls), list(calls.values()), jobs=jobs, progress=progress
+    )
+
+    def figures_of(entry: scenarios.ArenaScenario, variant: scenario.Variant) -> score.Figures:
+        names = [_name(entry, variant, rates[entry.seed], repeat) for repeat in range(repeats)]
+        return score.average([results[name] for name in names])
+
     return [
         score.ScenarioRow(
             seed,
             entry.title,
             entry.kinds,
             entry.load,
-            {name: results[file] for name, file in names[seed].items()},
+            {variant.name: figures_of(entry, variant) for variant in variants},
             entry.traits,
         )
         for seed, entry in drawn.items()
+    ]
+
+
+def add_exchanging(
+    rows: Sequence[score.ScenarioRow],
+    *,
+    jobs: int,
+    may_test: bool = False,
+    repeats: int = 1,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[score.ScenarioRow]:
+    """Rows with a column of `adaptive` whose pickers exchange their requests, as manifests have it."""
+    drawn = [scenarios.draw(row.seed, may_test=may_test) for row in rows]
+    silent = [
+        entry.seed
+        for entry in drawn
+        if entry.picking.replicas > 1 and entry.picking.share_delay_s is None
+    ]
+    adaptive = scenario.Variant(name=score.ADAPTIVE, strategy=score.ADAPTIVE)
+    played = tournament(
+        silent,
+        [adaptive],
+        jobs=jobs,
+        may_test=may_test,
+        exchanges=True,
+        repeats=repeats,
+        progress=progress,
+    )
+    exchanging = {row.seed: row for row in played}
+    return [
+        dataclasses.replace(
+            row,
+            columns={
+                **row.columns,
+                score.EXCHANGING: exchanging.get(row.seed, row).columns[score.ADAPTIVE],
+            },
+        )
+        for row in rows
     ]
 
 
@@ -91,14 +145,20 @@ def play(
     rate_per_s: float,
     may_test: bool,
     exchanges: bool = False,
+    repeat: int = 0,
 ) -> dict[str, float | None]:
-    """Figures of one strategy on one scenario, by name; those of `score.FIGURES` and a few more."""
+    """Figures of one strategy on one scenario, by name; those of `score.FIGURES` and a few more.
+
+    Args:
+        repeat: Which of several runs with other arrivals (from 0).
+    """
     drawn = scenarios.draw(seed, may_test=may_test)
     if exchanges:
         drawn = drawn.exchanging
     definition = drawn.at_rate(rate_per_s * drawn.load)
     column = simulation_runs.column(variant, folder=rig.ROOT, where="arena")
-    return figures(drawn, simulation.Simulation(definition, column.settings, seed=seed).run())
+    run = simulation.Simulation(definition, column.settings, seed=seed + _REPEAT * repeat)
+    return figures(drawn, run.run())
 
 
 def figures(drawn: scenarios.ArenaScenario, metrics: RunMetrics) -> dict[str, float | None]:
@@ -175,6 +235,14 @@ def cached(
         part.rename(folder / f"{name}.json")
         progress(f"{count} of {len(todo)}: {name}")
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+
+
+def _name(
+    drawn: scenarios.ArenaScenario, variant: scenario.Variant, rate_per_s: float, repeat: int
+) -> str:
+    """Name of the result of a run."""
+    name = f"{drawn.seed}-{drawn.key}-{rate_per_s:g}-{_slug(variant)}"
+    return f"{name}-repeat{repeat}" if repeat else name
 
 
 def _slug(variant: scenario.Variant) -> str:

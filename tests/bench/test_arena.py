@@ -31,7 +31,7 @@ def row(seed=1, load=0.5, **columns):
     figures = {}
     for name, values in columns.items():
         ttft, goodput = values if isinstance(values, tuple) else (values, 1.0)
-        key = name if name.startswith("no ") else name.replace("_", "-")
+        key = name if name.startswith(("no ", score.EXCHANGING)) else name.replace("_", "-")
         figures[key] = {
             "ttft_mean_s": ttft,
             "ttft_p99_s": ttft,
@@ -154,22 +154,77 @@ def test_results_are_read_where_they_were_written(tmp_path):
     assert len(calls) == 1
 
 
+def test_runs_of_a_scenario_count_with_their_mean():
+    """A figure that one of the runs does not have is none of the scenario's."""
+    runs = [{"ttft_mean_s": 1.0, "ttft_p99_s": 4.0}, {"ttft_mean_s": 2.0, "ttft_p99_s": None}]
+    assert score.average(runs) == {"ttft_mean_s": 1.5, "ttft_p99_s": None}
+    assert score.average(runs[1:]) == runs[1]
+
+
+def test_another_run_of_a_scenario_has_other_arrivals(monkeypatch):
+    """All strategies get the same arrivals in the same run of a scenario, and others in the next."""
+    drawn = small(seed=7)
+    monkeypatch.setattr(scenarios, "draw", lambda *_, **__: drawn)
+    variants = [scenario.Variant(name=name, strategy=name) for name in ("lmetric", "clairvoyant")]
+
+    def requests(variant, repeat):
+        return tournament.play(7, variant, rate_per_s=2.0, may_test=False, repeat=repeat)
+
+    first, other = ([requests(variant, n)["requests"] for variant in variants] for n in (0, 1))
+    assert first[0] == first[1]
+    assert other[0] == other[1]
+    assert requests(variants[0], 0) != requests(variants[0], 1)
+
+
+def test_replicas_of_adaptive_exchange_in_a_column_of_their_own(monkeypatch):
+    """It is played anew where pickers of the scenario are silent, and copied elsewhere."""
+    played = []
+
+    def tournament_of(seeds, variants, **options):
+        played.append((list(seeds), [variant.name for variant in variants], options["exchanges"]))
+        return [row(seed, adaptive=0.25) for seed in seeds]
+
+    monkeypatch.setattr(tournament, "tournament", tournament_of)
+    silent, exchanging, single = (
+        next(
+            entry.seed
+            for entry in map(scenarios.draw, range(1, 200))
+            if wanted(entry.picking.replicas, entry.picking.share_delay_s)
+        )
+        for wanted in (
+            lambda replicas, delay_s: replicas > 1 and delay_s is None,
+            lambda replicas, delay_s: replicas > 1 and delay_s is not None,
+            lambda replicas, _: replicas == 1,
+        )
+    )
+    seeds = [silent, exchanging, single]
+    rows = tournament.add_exchanging([row(seed, adaptive=1.0) for seed in seeds], jobs=1)
+    assert played == [([silent], ["adaptive"], True)]
+    means = [entry.columns[score.EXCHANGING]["ttft_mean_s"] for entry in rows]
+    assert means == [0.25, 1.0, 1.0]
+    assert [entry.columns["adaptive"]["ttft_mean_s"] for entry in rows] == [1.0, 1.0, 1.0]
+
+
 def test_a_record_becomes_a_table():
     """Every figure with a ratio has a row, and the worst scenario is named."""
+    first, second = {score.EXCHANGING: 0.75}, {score.EXCHANGING: 1.5}
     rows = [
-        row(1, load=1.2, adaptive=0.9, clairvoyant=0.8, **dict.fromkeys(FLAT, 1.0)),
-        row(2, adaptive=1.5, clairvoyant=1.0, **dict.fromkeys(FLAT, 1.0)),
+        row(1, load=1.2, adaptive=0.9, clairvoyant=0.8, **first, **dict.fromkeys(FLAT, 1.0)),
+        row(2, adaptive=1.5, clairvoyant=1.0, **second, **dict.fromkeys(FLAT, 1.0)),
     ]
     entry = {"command": "c", "commit": "abc", "date": "2026-01-01"} | report.record(rows)
     text = report.block({"sets": {"training": entry}, "ablations": {}})
-    assert "| TTFT, mean | 2 | 1.162 (0.900 to 1.500) | 1.50 (seed 2) | 50% | 50% |" in text
+    assert (
+        "| TTFT, mean | 2 | 1.162 (0.900 to 1.500) | 1.50 (seed 2) | 50% | 50% | 1.061 (0.750"
+        in text
+    )
     assert "| throughput | 1 | 1.000" in text
     assert "| 2 | title | 1.50 | 1.50 | 1.50 |" in text
 
 
 def test_groups_of_scenarios_have_their_own_scores():
     """A trait has a row with the scenarios that have it, and a kind that none has is left out."""
-    others = {"clairvoyant": 1.0, **dict.fromkeys(FLAT, 1.0)}
+    others = {"clairvoyant": 1.0, score.EXCHANGING: 1.0, **dict.fromkeys(FLAT, 1.0)}
     rows = [
         dataclasses.replace(row(1, adaptive=0.5, **others), traits=("alike engines",)),
         dataclasses.replace(row(2, adaptive=2.0, **others), traits=("unlike engines",)),
