@@ -138,7 +138,6 @@ def _build_store(
             page.before.endpoint,
             before=page.before.load,
             after=page.after,
-            rates=page.rates,
             restarted=page.restarted,
         ),
         outlier_detector=outlier_detection.OutlierDetector(settings.health, rng),

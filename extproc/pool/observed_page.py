@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.endpoint import Endpoint, Load
 from extproc.pool.engine_counters import IdleTime
 from extproc.pool.snapshot import EndpointSnapshot
 
@@ -33,7 +33,6 @@ class ObservedPage(msgspec.Struct, frozen=True, gc=False):
 
     before: EndpointSnapshot
     after: Load
-    rates: StepTimeModel
     restarted: bool
 
     @property

@@ -269,7 +269,7 @@ class PoolStore:
             )
         )
         self._share_step_times(now)
-        return ObservedPage(member, load, rates, restart)
+        return ObservedPage(member, load, restart)
 
     def _share_step_times(self, now: float) -> None:
         """Give members what the pool, and answers, show of those that show no step times."""

@@ -1,7 +1,7 @@
 """Cache model: keeps the prefix index near what engines really hold.
 
-The index predicts that an engine keeps what was sent to it, up to the engine's own capacity. Engines
-keep less (responses take room, others use them, tiers differ) or more (offloading), and their
+The index predicts that an engine keeps what was sent to it, and its answers, up to the engine's own
+capacity. Engines keep less (others use them, tiers differ) or more (offloading), and their
 counters say how much was hit. So the predicted capacity of an endpoint is its nominal one times a
 factor that follows the difference of the two hit ratios (`Calibration`).
 """
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
+from extproc.endpoint import Endpoint, Load
 from extproc.prefix_cache.index import Key, PrefixIndex
 from extproc.request import BYTES_PER_TOKEN
 
@@ -198,25 +198,25 @@ class EndpointCacheState:
 
     Attributes:
         nominal_tokens: KV tokens the engine says it has; None while it did not.
+        engine_block_tokens: Tokens of a block of the engine; 1 while it did not say.
         block_tokens: Prompt tokens of a block of the index, mean.
-        prompt_tokens: Mean prompt tokens of a request; 0 before the first.
-        capacity_tokens: Prompt tokens predicted to stay cached; None while nominal is unknown.
+        capacity_tokens: Tokens predicted to stay cached; None while nominal is unknown.
     """
 
     __slots__ = (
         "block_tokens",
         "calibration",
         "capacity_tokens",
+        "engine_block_tokens",
         "nominal_tokens",
-        "prompt_tokens",
         "requests",
     )
 
     def __init__(self, block_tokens: float) -> None:
         self.calibration = Calibration()
         self.nominal_tokens: int | None = None
+        self.engine_block_tokens = 1
         self.block_tokens = block_tokens
-        self.prompt_tokens = 0.0
         self.capacity_tokens: int | None = None
         self.requests = 0
 
@@ -250,12 +250,14 @@ class CacheModel:
         *,
         prompt_tokens: int,
         cached_tokens: int,
+        answer_tokens: float = 0.0,
         bytes_per_token: float = BYTES_PER_TOKEN,
     ) -> None:
-        """Record a request that was committed to an endpoint.
+        """Record a request that was committed to an endpoint: what it will hold of it is cached there.
 
         Args:
             cached_tokens: Of these, tokens predicted as cached there.
+            answer_tokens: Expected tokens of the answer.
         """
         state = self.state_of(endpoint)
         state.requests += 1
@@ -265,9 +267,13 @@ class CacheModel:
             weight = _ALPHA
         if blocks:
             depth = len(blocks)
-            mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token
-            state.block_tokens += weight * (mean - state.block_tokens)
-        state.prompt_tokens += weight * (prompt_tokens - state.prompt_tokens)
+            named = self._tokens[depth] * BYTES_PER_TOKEN / bytes_per_token
+            state.block_tokens += weight * (named / depth - state.block_tokens)
+            # An engine counts in blocks of its own, the last of which is not full.
+            size = state.engine_block_tokens
+            taken = math.ceil((prompt_tokens + answer_tokens) / size) * size
+            unnamed = round((taken - named) / state.block_tokens)
+            self._index.record(index_key(endpoint), blocks, max(0, unnamed))
         state.calibration.record_sent(prompt_tokens, cached_tokens)
 
     def record_cancelled(
@@ -301,13 +307,9 @@ class CacheModel:
         *,
         before: Load,
         after: Load,
-        rates: StepTimeModel,
         restarted: bool,
     ) -> None:
-        """Size and correct the cache of an endpoint by a scrape.
-
-        A restarted engine has an empty cache; `rates` say how much room answers take in it.
-        """
+        """Size and correct the cache of an endpoint by a scrape; a restarted engine has an empty one."""
         state = self.state_of(endpoint)
         if restarted:
             self._index.clear(index_key(endpoint))
@@ -318,7 +320,8 @@ class CacheModel:
             state.calibration.observe_counters(queries, hits)
         if after.kv_tokens:
             state.nominal_tokens = after.kv_tokens
-            self._resize(endpoint, state, rates)
+            state.engine_block_tokens = after.block_tokens or 1
+            self._resize(endpoint, state)
 
     def observe_usage(
         self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int
@@ -326,20 +329,17 @@ class CacheModel:
         """Record the cached tokens that the `usage` of an answer reports."""
         state = self.state_of(endpoint)
         if state.calibration.observe_usage(prompt_tokens, predicted, cached):
-            self._resize(endpoint, state, DEFAULT_STEP_TIMES)
+            self._resize(endpoint, state)
 
     def forget(self, endpoint: Endpoint) -> None:
         """Drop the cache state of an endpoint that left."""
         self._states.pop(index_key(endpoint), None)
         self._index.forget(index_key(endpoint))
 
-    def _resize(self, endpoint: Endpoint, state: EndpointCacheState, rates: StepTimeModel) -> None:
+    def _resize(self, endpoint: Endpoint, state: EndpointCacheState) -> None:
         if state.nominal_tokens is None:
             return
-        prompt = state.prompt_tokens
-        # Nothing was sent yet: nothing says how much room answers take.
-        share = prompt / (prompt + rates.output_tokens) if prompt else 1.0
-        tokens = state.nominal_tokens * share * state.calibration.factor
+        tokens = state.nominal_tokens * state.calibration.factor
         state.capacity_tokens = round(tokens)
         blocks = min(self._most, max(1, round(tokens / state.block_tokens)))
         held = self._index.capacity(index_key(endpoint))

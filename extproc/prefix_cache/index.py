@@ -172,13 +172,15 @@ class PrefixIndex:
             depths[slot] = 0
         return depths
 
-    def record(self, key: Key, blocks: Sequence[int]) -> None:
+    def record(self, key: Key, blocks: Sequence[int], unnamed: int = 0) -> None:
         """Predict that an endpoint holds a chain, as the most recently used one.
 
         A chain longer than the endpoint's capacity is cut at its tail.
 
         Args:
             key: Key of the endpoint; a new key is given a slot.
+            unnamed: Blocks that the request takes behind the chain. They are evicted before it, and
+                those of the next request that ends or goes on here take their place.
         """
         slot = self._slots.get(key)
         if slot is None:
@@ -210,7 +212,7 @@ class PrefixIndex:
                 child = self._cut(run, child, taken=along)
             path.append((child, along))
             run = child
-        self._touch(slot, path)
+        self._touch(slot, path, unnamed)
         if self._clearing or cache.held > cache.capacity:
             self._release(slot)
         # As `bytes_estimate`, without a call.
@@ -299,26 +301,27 @@ class PrefixIndex:
     def held(self, key: Key) -> int:
         """Blocks predicted as held by an endpoint; 0 for unknown ones."""
         slot = self._slots.get(key)
-        return 0 if slot is None else self._caches[slot].held
+        return 0 if slot is None else self._caches[slot].held - self._caches[slot].unnamed
 
     @property
     def blocks_total(self) -> int:
         """Blocks predicted as held, summed over endpoints: a block that two hold counts twice."""
-        return sum(cache.held for cache in self._caches)
+        return sum(cache.held - cache.unnamed for cache in self._caches)
 
     def bytes_estimate(self) -> int:
         """Estimated bytes of memory."""
         tree = _RUN_BYTES * self._runs + WIDTH * self._blocks
         return tree + self._totals.bytes_estimate
 
-    def _touch(self, slot: int, path: Sequence[tuple[RadixNode, int]]) -> None:
+    def _touch(self, slot: int, path: Sequence[tuple[RadixNode, int]], unnamed: int) -> None:
         """Hold the first blocks of each run of a path, the root as used last."""
         self._records += 1
         if not self._records % _EPOCH:
             self._epoch += 1
         bit, cache, epoch = self._bits[slot], self._caches[slot], self._epoch
         for run, keep in reversed(path):
-            cache.touch(run, keep, epoch)
+            cache.touch(run, keep, epoch, unnamed)
+            unnamed = 0
             if keep * WIDTH < len(run.hashes):
                 run.partly |= bit
             elif not run.holders & bit:
@@ -363,7 +366,8 @@ class PrefixIndex:
             if cache.held <= cache.capacity:
                 break
             run, keep = cache.evict_excess()
-            self._detach(run, bit, keep)
+            if keep * WIDTH < len(run.hashes):
+                self._detach(run, bit, keep)
         if self._clearing:
             self._sweep()
 

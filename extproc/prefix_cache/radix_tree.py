@@ -120,7 +120,7 @@ class RadixNode:
 
 
 #: Bytes of one part.
-_PART_BYTES = 80
+_PART_BYTES = 88
 
 #: Bytes of a place in the table of parts of runs that another cache owns.
 _SHARED_BYTES = 70
@@ -151,16 +151,19 @@ class CachedSpan:
 
     Attributes:
         held_blocks: Blocks of the run that are held, from its head (count).
+        unnamed_blocks: Blocks behind them whose content has no hash: the end of a prompt, and its
+            answer (count).
         age: Epoch of the last touch, see `PrefixIndex`.
         older: The neighbor that was touched before.
         newer: The neighbor that was touched after.
     """
 
-    __slots__ = ("age", "held_blocks", "newer", "older", "run")
+    __slots__ = ("age", "held_blocks", "newer", "older", "run", "unnamed_blocks")
 
     def __init__(self, run: RadixNode, keep: int, age: int) -> None:
         self.run = run
         self.held_blocks = keep
+        self.unnamed_blocks = 0
         self.age = age
         self.older = self
         self.newer = self
@@ -174,14 +177,15 @@ class EndpointCache:
 
     Attributes:
         capacity: Bound on `held`; 0 holds nothing.
-        held: Blocks held now.
+        held: Blocks held now, unnamed ones among them.
+        unnamed: Of these, blocks without hashes.
     """
 
-    __slots__ = ("_ring", "_shared", "_totals", "capacity", "held")
+    __slots__ = ("_ring", "_shared", "_totals", "capacity", "held", "unnamed")
 
     def __init__(self, capacity: int, totals: SpanTotals) -> None:
         self.capacity = capacity
-        self.held = 0
+        self.held = self.unnamed = 0
         self._totals = totals
         #: Parts of runs that another cache owns.
         self._shared: dict[RadixNode, CachedSpan] = {}
@@ -203,8 +207,12 @@ class EndpointCache:
         part = run.span if run.owner is self else self._shared.get(run)
         return 0 if part is None else part.held_blocks
 
-    def touch(self, run: RadixNode, keep: int, age: int) -> None:
-        """Hold so many blocks of a run, at least as many as before, as the newest part."""
+    def touch(self, run: RadixNode, keep: int, age: int, unnamed: int = 0) -> None:
+        """Hold so many blocks of a run, at least as many as before, as the newest part.
+
+        Args:
+            unnamed: Blocks without hashes behind them, in place of those that were there.
+        """
         part = run.span if run.owner is self else self._shared.get(run)
         if part is None:
             part = CachedSpan(run, 0, age)
@@ -215,6 +223,8 @@ class EndpointCache:
             part.age = age
         self.held += keep - part.held_blocks
         part.held_blocks = keep
+        if unnamed != part.unnamed_blocks:
+            self._set_unnamed(part, unnamed)
         # `_link`, written out: it runs for every request.
         part.newer = ring = self._ring
         part.older = before = ring.older
@@ -250,9 +260,12 @@ class EndpointCache:
             Its run, and how many blocks of it are still held.
         """
         part = self._ring.newer
-        keep = part.held_blocks - (self.held - self.capacity)
-        if keep < 0:  # noqa: PLR1730 - a call
+        keep = part.held_blocks + part.unnamed_blocks - (self.held - self.capacity)
+        if keep < 0:
             keep = 0
+        elif keep >= part.held_blocks:
+            self._set_unnamed(part, keep - part.held_blocks)
+            return part.run, part.held_blocks
         self._keep_of(part, keep)
         return part.run, keep
 
@@ -287,13 +300,21 @@ class EndpointCache:
             part = part.newer
 
     def _keep_of(self, part: CachedSpan, keep: int) -> None:
-        """Hold only so many blocks of a part, or none of it any more."""
+        """Hold only so many blocks of a part, or none of it any more; unnamed ones go first."""
         self.held -= part.held_blocks - keep
         part.held_blocks = keep
+        self._set_unnamed(part, 0)
         if not keep:
             self._drop(part.run)
             part.older.newer = part.newer
             part.newer.older = part.older
+
+    def _set_unnamed(self, part: CachedSpan, blocks: int) -> None:
+        """Hold so many blocks without hashes behind a part."""
+        more = blocks - part.unnamed_blocks
+        part.unnamed_blocks = blocks
+        self.unnamed += more
+        self.held += more
 
     def _enter(self, part: CachedSpan) -> None:
         """Store a part in its run if it has no owner yet, else in the shared table."""

@@ -238,6 +238,7 @@ class Director:
             target=request.target,
             size=PromptSize.from_request(request),
             cached_tokens=self._cached_tokens(decision, member),
+            max_tokens=request.max_tokens,
             now=now,
         )
         if len(decision.endpoints) > 1:
@@ -276,6 +277,7 @@ class Director:
         target: str,
         size: PromptSize,
         cached_tokens: CachedTokens,
+        max_tokens: int | None = None,
         now: float,
         from_peers: bool = False,
     ) -> Reservation:
@@ -286,14 +288,14 @@ class Director:
         """
         endpoint, account = member.endpoint, member.account
         prompt_tokens = size.tokens
-        if chain:
-            self._index.record(index_key(endpoint), chain)
         if self.routing.hashes_prompts and prompt_tokens:
+            usual = member.rates.output_tokens
             self._cache_model.record_sent(
                 endpoint,
                 chain,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens.estimated,
+                answer_tokens=usual if max_tokens is None else min(usual, max_tokens),
                 bytes_per_token=self._store.bytes_per_token.mean_ratio(target, size),
             )
         last_turn = None

@@ -11,7 +11,7 @@ from extproc.config import factory
 from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.decision import Decision
-from extproc.endpoint import Endpoint, EngineCounters, Load, StepTimeModel
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import InferenceRequest
@@ -144,7 +144,6 @@ def observed(traffic, endpoint, *, restarted=False, **after):
         endpoint,
         before=Load(),
         after=Load(at=1.0, **after),
-        rates=StepTimeModel(),
         restarted=restarted,
     )
 
@@ -164,14 +163,25 @@ def test_a_restarted_engine_holds_nothing():
 
 
 def test_capacity_follows_the_engines_own():
-    """6400 KV tokens, prompts of 600 and answers of 200 tokens: 75 blocks of 64 tokens."""
+    """6400 KV tokens are 100 blocks of 64 tokens."""
     index = PrefixIndex(1000)
     traffic = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
-    for _ in range(500):
-        traffic.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
     observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
-    assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
-    assert traffic.state_of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
+    assert index.capacity(cache_model.index_key(SPOT)) == 100
+    assert traffic.state_of(SPOT).capacity_tokens == 6400
+
+
+def test_ends_of_prompts_and_answers_take_room():
+    """Of prompts of 600 tokens, 576 are named blocks; with answers of 200 tokens, seven of them fit."""
+    index = PrefixIndex(1000)
+    traffic = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
+    observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
+    chains = [[100 * number + block for block in range(9)] for number in range(1, 12)]
+    for chain in chains:
+        traffic.record_sent(SPOT, chain, prompt_tokens=600, cached_tokens=0, answer_tokens=200.0)
+    slot = index.slot(cache_model.index_key(SPOT))
+    held = [index.match(chain)[slot] for chain in chains]
+    assert held == [0, 0, 0, 9, 9, 9, 9, 9, 9, 9, 9]
 
 
 def test_capacity_counts_what_is_loaded_from_the_host():
@@ -190,9 +200,7 @@ def test_capacity_counts_what_is_loaded_from_the_host():
                 prefix_hits=0.0,
                 counters=EngineCounters(reloaded_tokens=2_400.0 * turn, reload_s=reload_s),
             )
-            traffic.observe_load(
-                SPOT, before=before, after=after, rates=StepTimeModel(), restarted=False
-            )
+            traffic.observe_load(SPOT, before=before, after=after, restarted=False)
             before = after
         capacities.append(traffic.state_of(SPOT).calibration.factor)
     assert capacities == [1.0, 16.0]
@@ -206,7 +214,7 @@ def test_a_new_model_predicts_the_nominal_capacity():
     assert index.capacity(cache_model.index_key(SPOT)) == 100
     traffic.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
     observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
-    assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
+    assert index.capacity(cache_model.index_key(SPOT)) == 100
 
 
 def test_memory_is_bounded_whatever_engines_hold():

@@ -120,6 +120,8 @@ def check_books(index):
         assert all(child.parent is run and child.head == head for head, child in children)
         below += [child for _, child in children]
     assert (index._runs, index._blocks) == (runs, blocks_)
+    for cache in index._caches:
+        assert cache.held - cache.unnamed == sum(held for _, held in cache.parts())
 
 
 def check_script(capacity, script, questions):
@@ -378,6 +380,36 @@ def test_a_long_chain_keeps_its_root():
     index = PrefixIndex(3)
     index.record(A, [1, 2, 3, 4, 5])
     assert index.match([1, 2, 3, 4, 5]) == [3]
+
+
+def test_unnamed_blocks_take_room_and_are_evicted_first():
+    """The end of a prompt and its answer go before the blocks that others can find."""
+    index = PrefixIndex(10)
+    slot = index.slot(A)
+    index.record(A, [1, 2, 3], 3)
+    index.record(A, [4, 5, 6], 1)
+    index.record(A, [7])
+    assert index.match([1, 2, 3])[slot] == 3
+    index.record(A, [8, 9, 10])
+    assert index.match([1, 2, 3])[slot] == 2
+    assert index.held(A) == index.blocks_total == 9
+    check_books(index)
+
+
+def test_a_prompt_that_goes_on_takes_the_place_of_an_unnamed_end():
+    """An answer becomes a part of the next prompt of its conversation."""
+    index = PrefixIndex(8)
+    slot = index.slot(A)
+    index.record(A, [9, 8])
+    index.record(A, [1, 2], 4)
+    index.record(A, [1, 2, 3, 4], 2)
+    assert index.match([9, 8])[slot] == 2
+    index.record(A, [1, 2, 5], 0)
+    assert index.match([9, 8])[slot] == 1
+    index.retract(A, [1, 2, 3, 4], 2)
+    index.record(A, [6, 7], 1)
+    assert [index.match(chain)[slot] for chain in ([1, 2, 5], [9, 8], [6, 7])] == [3, 1, 2]
+    check_books(index)
 
 
 def test_bytes_estimate_grows_with_held_blocks():
