@@ -312,6 +312,11 @@ class AdapterResidency(IntEnum):
     RESIDENT = 5
 
 
+#: Shares of an adapter's load time by residency, in the order of `AdapterResidency`: loading is due
+#: unless it is there; half where that is unknown.
+ADAPTER_LOAD_SHARES = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
+
+
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An endpoint in one scheduling turn, with everything a plugin may look at.
 

@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.decision import Decision, Outcome, Rejection, all_busy
-from extproc.endpoint import Candidate
+from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
 from extproc.scheduling.load_bounds import UtilizationDetector
 from extproc.scheduling.profile import SchedulerProfile
+
+_RESIDENT: Final = AdapterResidency.RESIDENT
 
 #: Share of the KV cache that running answers may fill before a request of a priority above 0 has to
 #: wait for memory: what engines fill in steady state before they preempt.
@@ -42,11 +44,12 @@ PRIORITY_MEMORY_S: Final = 60.0
 #: leave is its headroom: it never waits for those that were sent just before.
 HEADROOM: Final = 5.0
 
-#: How much longer a queue may be where a prompt is cached, in seconds of prefill that are saved (a
-#: factor): as long as that saves. What is cached adds little to a queue, and is soon out of it. From
-#: 0 to 10 it matters little, as requests wait for the endpoint of their choice anyway: l4-1600
-#: serves 109 to 111 requests per second.
-_CACHED_WAIT_FACTOR: Final = 1.0
+#: How much longer a queue may be where a prompt is cached or an adapter loaded, in seconds of prefill
+#: or loading that are saved (a factor): as long as that saves. What is cached adds little to a queue,
+#: and is soon out of it; while an engine loads an adapter it computes nothing. For prompts it matters
+#: little, from 0 to 10, as requests wait for the endpoint of their choice anyway: l4-1600 serves 109
+#: to 111 requests per second.
+_SAVED_WAIT_FACTOR: Final = 1.0
 
 
 def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
@@ -86,9 +89,10 @@ def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
 def excess_wait_s(
     candidates: Sequence[Candidate], limit_s: float, *, priority: int, leaves_headroom: bool = False
 ) -> list[float]:
-    """Seconds of wait above the limit, 0 or less with capacity: wait - m p - limit.
+    """Seconds of wait above the limit, 0 or less with capacity: wait - m p - (l* - l) - limit.
 
-    m are the prompt tokens predicted as cached there, p the seconds each takes to compute.
+    m are the prompt tokens predicted as cached there, p the seconds each takes to compute, l those of
+    loading the adapter there, and l* the longest of them.
 
     Args:
         candidates: Eligible endpoints, at least one.
@@ -99,13 +103,23 @@ def excess_wait_s(
     if priority > 0:
         limit_s *= HEADROOM
         ceiling = _MAX_KV_USAGE
+    longest_s = 0.0
+    if any(candidate.residency is not _RESIDENT for candidate in candidates):
+        longest_s = max(_adapter_load_s(candidate) for candidate in candidates)
     excess_s: list[float] = []
     for candidate in candidates:
         seconds = wait_s(candidate, ceiling=ceiling) - limit_s
+        if longest_s:
+            seconds -= _SAVED_WAIT_FACTOR * (longest_s - _adapter_load_s(candidate))
         if candidate.matched_tokens:
-            seconds -= _CACHED_WAIT_FACTOR * candidate.matched_tokens * candidate.rates.prefill_s
+            seconds -= _SAVED_WAIT_FACTOR * candidate.matched_tokens * candidate.rates.prefill_s
         excess_s.append(seconds)
     return excess_s
+
+
+def _adapter_load_s(candidate: Candidate) -> float:
+    """Estimated seconds in which the adapter of the request is loaded there."""
+    return ADAPTER_LOAD_SHARES[candidate.residency] * candidate.rates.adapter_load_s
 
 
 def _count_requests_ahead(candidate: Candidate, excess_s: float) -> float:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
 from extproc.decision import CostResult, Decision, LazySequence
-from extproc.endpoint import AdapterResidency, Candidate
+from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
 from extproc.scheduling.encoder_caches import KEPT_TOKENS, EncoderCaches
 from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
 
@@ -33,10 +33,6 @@ _OWN_TERMS = 5
 
 #: Iterations until a first token: half of the one under way, and the one that computes the prompt.
 _ITERATIONS = 1.5
-
-#: Shares of an adapter's load time by residency, in the order of `AdapterResidency`: loading is due
-#: unless it is there; half where that is unknown.
-_TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 
 #: Weight of a request in the mean of uncached tokens. At 0.01 it follows a change of traffic within a
 #: few hundred requests.
@@ -342,7 +338,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
 
     def _loading(self, c: Candidate, answer_s: float, others_wait: float) -> float:
         """Seconds an adapter costs that is not there, to this request and to those beside it."""
-        load = _TO_LOAD[c.residency] * c.rates.adapter_load_s
+        load = ADAPTER_LOAD_SHARES[c.residency] * c.rates.adapter_load_s
         wait = 0.5 * answer_s if c.residency is _FULL else 0.0
         others = GOALS[self.goal] * self.others_share
         return load + wait + (c.estimated_requests * others + others_wait) * load
@@ -378,7 +374,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         prefill = uncached * rates.prefill_s
         decode = answer * (rates.decode_s + rates.context_s * rates.context_tokens)
         iteration = rates.iteration_s(c.estimated_requests)
-        adapter = load = _TO_LOAD[c.residency] * rates.adapter_load_s
+        adapter = load = ADAPTER_LOAD_SHARES[c.residency] * rates.adapter_load_s
         slowdown = (
             GOALS[self.goal]
             * c.estimated_requests

@@ -1,8 +1,9 @@
 import math
 
+import msgspec
 import pytest
 
-from extproc.endpoint import Candidate, Endpoint, Load, StepTimeModel
+from extproc.endpoint import AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
 from extproc.routing import admission
 
 RATES = StepTimeModel(
@@ -74,6 +75,23 @@ def test_a_cached_prompt_may_wait_longer():
     )
     over = admission.excess_wait_s([busy, loyal, hardly], 0.1, priority=0)
     assert [seconds <= 0.0 for seconds in over] == [False, True, False]
+
+
+def test_an_adapter_that_is_loaded_may_wait_longer():
+    """0.14 s of queue are 0.04 s too much, which 0.2 s of loading elsewhere make up for."""
+    rates = msgspec.structs.replace(RATES, adapter_load_s=0.2)
+    loaded, unknown, missing = (
+        candidate(queued=1000.0, rates=rates, residency=residency)
+        for residency in (
+            AdapterResidency.IDLE,
+            AdapterResidency.UNKNOWN,
+            AdapterResidency.ROOM,
+        )
+    )
+    over = admission.excess_wait_s([loaded, unknown, missing], 0.1, priority=0)
+    assert over == [pytest.approx(-0.16), pytest.approx(-0.06), pytest.approx(0.04)]
+    base = candidate(queued=1000.0, rates=rates)
+    assert admission.excess_wait_s([base], 0.1, priority=0) == [pytest.approx(0.04)]
 
 
 def test_kv_limit_is_lower_beside_priority_requests():
