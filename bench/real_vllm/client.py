@@ -69,6 +69,7 @@ async def send(session: aiohttp.ClientSession, url: str, ask: WorkloadRequest) -
     details = usage.get("prompt_tokens_details") or {}
     return EngineAnswer(
         status=status if usage else status if status != 200 else 0,
+        began_s=began,
         ttft_s=first_s,
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=details.get("cached_tokens"),

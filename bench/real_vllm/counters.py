@@ -15,6 +15,9 @@ from extproc.scrape import metrics_page
 
 _PREDICTED = re.compile(r"(?:^|; )cached=(\d+)/(\d+)(?:;|$)")
 _CHOSEN = re.compile(r"(?:^|; )chose=([^;]+)(?:;|$)")
+#: Requests of a run, at least, for differences between them to say anything.
+_FEWEST_ROWS = 3
+
 _PAIR = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -23,6 +26,7 @@ class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         status: HTTP status; 0 if there was none.
+        began_s: When it was sent, by the clock that measures `ttft_s`.
         ttft_s: Seconds to the first event.
         prompt_tokens: By the engine's usage.
         cached_tokens: Of these, found in the prefix cache; None where usage does not say.
@@ -30,6 +34,7 @@ class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     status: int
+    began_s: float = 0.0
     ttft_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
@@ -167,6 +172,48 @@ def engine_ms(before: Sequence[str], after: Sequence[str]) -> dict[str, float]:
         )
         means[part] = round(1e3 * seconds / requests, 1) if requests else 0.0
     return means
+
+
+def server_ms(before: Sequence[str], after: Sequence[str], requests: int) -> float:
+    """CPU milliseconds of the engines' HTTP servers for each request, between two readings of pages."""
+    seconds = sum(value(page, "process_cpu_seconds_total") or 0.0 for page in after)
+    seconds -= sum(value(page, "process_cpu_seconds_total") or 0.0 for page in before)
+    return round(1e3 * seconds / requests, 1)
+
+
+def waits_ms(answers: Sequence[EngineAnswer], engines: Sequence[str]) -> dict[str, float] | None:
+    """Delay of first tokens by what is there before them, by least squares over a run.
+
+    Args:
+        engines: The engine of each answer.
+
+    Returns:
+        Milliseconds for each request ahead at the same engine whose first token is not there yet,
+        and for each 100 uncached tokens; None where all requests are alike.
+    """
+    rows = [
+        (row.began_s, row.began_s + row.ttft_s, engine, row.prompt_tokens - row.cached_tokens)
+        for row, engine in zip(answers, engines, strict=True)
+        if row.status == 200 and row.cached_tokens is not None
+    ]
+    ahead = [
+        sum(began < row[0] < first and engine == row[2] for began, first, engine, _ in rows)
+        for row in rows
+    ]
+    uncached = [0.01 * row[3] for row in rows]
+    waits = [1e3 * (first - began) for began, first, _, _ in rows]
+    if len(rows) < _FEWEST_ROWS:
+        return None
+    aa, uu = statistics.variance(ahead), statistics.variance(uncached)
+    au = statistics.covariance(ahead, uncached)
+    aw, uw = statistics.covariance(ahead, waits), statistics.covariance(uncached, waits)
+    alike = aa * uu - au * au
+    if alike <= 0.0:
+        return None
+    return {
+        "ahead": round((uu * aw - au * uw) / alike, 2),
+        "hundred_tokens": round((aa * uw - au * aw) / alike, 2),
+    }
 
 
 def differences(

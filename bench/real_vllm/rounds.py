@@ -44,7 +44,7 @@ WANTED_TTFT: Final = 1.0
 #: What is kept of a run.
 _FIGURES_STORED: Final = (
     *("failed", "hit_ratio", "ttft_mean_ms", "ttft_p50_ms", "ttft_p95_ms", "wall_s", "engine_ms"),
-    *("requests_by_replica", "preemptions", "prediction", "believed"),
+    *("requests_by_replica", "preemptions", "prediction", "believed", "server_ms", "waits_ms"),
 )
 
 
@@ -145,6 +145,26 @@ def phases(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     )
 
 
+def waits(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Delays of first tokens of `adaptive`, and CPU time of the HTTP servers of the engines, by workload."""
+    parts = []
+    for name, rounds in workloads.items():
+        known = [row["adaptive"] for row in rounds if row["adaptive"].get("waits_ms")]
+        if known:
+            ahead = _median(row["waits_ms"]["ahead"] for row in known)
+            tokens = _median(row["waits_ms"]["hundred_tokens"] for row in known)
+            server = _median(row["server_ms"] for row in known)
+            parts.append(f"{name} {ahead:.0f}, {tokens:.1f} and {server:.0f} ms")
+    if not parts:
+        return ""
+    return (
+        f"How much later a first token of `adaptive` comes for each request ahead at the same replica "
+        f"whose first token is not there yet, and for each 100 uncached tokens (least squares over the "
+        f"requests of a run), and the CPU time of a replica's HTTP server for each request: "
+        f"{'; '.join(parts)} (medians)."
+    )
+
+
 def _believed(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
     """Beliefs of one kind of the runs that have it of both replicas."""
     pairs = [row.get("believed", {}).get(key, []) for row in rows]
@@ -191,7 +211,9 @@ def block(result: Mapping[str, Any]) -> str:
         f"and p95 not above those of `least-request`. "
         + (f"Missed: {'; '.join(wrong)}." if wrong else "All are met.")
     )
-    known = " ".join(filter(None, (beliefs(result["workloads"]), phases(result["workloads"]))))
+    known = " ".join(
+        filter(None, (about(result["workloads"]) for about in (beliefs, phases, waits)))
+    )
     return "\n".join([*rows, "", text, "", known])
 
 

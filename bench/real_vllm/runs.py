@@ -123,4 +123,7 @@ async def _counted(
     ]
     figures = counters.figures(answers, moved, wall_s)
     figures["engine_ms"] = counters.engine_ms(before, after)
+    figures["server_ms"] = counters.server_ms(before, after, len(asks))
+    places = [answer.endpoint or url for answer, url in zip(answers, urls, strict=True)]
+    figures["waits_ms"] = counters.waits_ms(answers, places)
     return answers, figures

@@ -243,6 +243,32 @@ def test_time_in_engines_is_read_from_their_pages():
     assert counters.engine_ms(before, after) == {"queue": 100.0, "prefill": 0.0}
 
 
+def test_cpu_time_of_http_servers_is_read_from_their_pages():
+    """Growth of both, over the requests of both."""
+    before = ["process_cpu_seconds_total 10.0\n", ""]
+    after = ["process_cpu_seconds_total 10.5\n", "process_cpu_seconds_total 0.5\n"]
+    assert counters.server_ms(before, after, 100) == 10.0
+
+
+def test_waits_are_told_apart_by_what_is_ahead():
+    """Each request ahead takes 20 ms, and 100 tokens take 3 ms; those of other engines take nothing."""
+    answers = [
+        counters.EngineAnswer(
+            status=200,
+            began_s=0.001 * number,
+            ttft_s=0.1 + 0.02 * (number if engine == "a" else 0) + 3e-5 * tokens,
+            prompt_tokens=tokens + 512,
+            cached_tokens=512,
+        )
+        for number, tokens in enumerate([500, 40, 300, 40, 900, 40, 40, 200])
+        for engine in ("a", f"b{number}")
+    ]
+    engines = [name for number in range(8) for name in ("a", f"b{number}")]
+    assert counters.waits_ms(answers, engines) == {"ahead": 20.0, "hundred_tokens": 3.0}
+    assert counters.waits_ms(answers[:2], engines[:2]) is None
+    assert counters.waits_ms([answers[0]] * 4, ["a"] * 4) is None
+
+
 def test_beliefs_about_engines_are_read_from_the_pickers_page():
     """In the order of the page; a family that is not there has none."""
     page = (
