@@ -4,7 +4,7 @@
     python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --knowledge [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --exchange [--set training|validation] [--count N] [--jobs N]
-    python -m bench.arena --test [--jobs N]
+    python -m bench.arena --test [--repeats N] [--jobs N]
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
 `--ablate` the default is played beside itself without each constant of its cost, with `--knowledge`
@@ -29,14 +29,15 @@ from bench.arena import ablation, knowledge, report, saturation, scenarios, scor
 
 NAME = "arena"
 
-#: Scenarios of the quick run, and of the test set.
-QUICK, TEST = 40, 200
+#: Scenarios of the quick run, and of the test set: several runs of each take as long as more scenarios,
+#: and say more of which strategy is the best in it.
+COUNT = 40
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--set", choices=("training", "validation"), default="training")
-    parser.add_argument("--count", type=int, default=QUICK)
+    parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a strategy on a scenario")
     parser.add_argument("--write", action="store_true")
@@ -51,7 +52,7 @@ def main() -> None:
         parser.error("results of --exchange are not written")
     if args.knowledge and args.repeats > 1:
         parser.error("--knowledge plays each scenario a single time")
-    name, count = ("test", TEST) if args.test else (args.set, args.count)
+    name, count = ("test", COUNT) if args.test else (args.set, args.count)
     writes = args.write or args.test
     if writes and is_dirty():
         sys.exit("expected a committed tree, found changes; commit them, or leave out --write")
