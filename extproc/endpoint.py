@@ -159,6 +159,11 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         adapter_load_s: Seconds that took, summed.
         reloaded_tokens: Prompt tokens found in the memory of the host, or another tier below the device.
         reload_s: Seconds that loading them took, summed.
+        gaps: Iterations in which sequences generated tokens after their first one, each sequence
+            counted (count).
+        gaps_s: Seconds from token to token of a sequence, summed over the same.
+        prefill_s: Seconds in the batch until the first token, summed over finished requests.
+        prefill_tokens: Prompt tokens that were computed in them.
     """
 
     steps: float | None = None
@@ -174,6 +179,10 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     adapter_load_s: float | None = None
     reloaded_tokens: float | None = None
     reload_s: float | None = None
+    gaps: float | None = None
+    gaps_s: float | None = None
+    prefill_s: float | None = None
+    prefill_tokens: float | None = None
 
 
 #: No counter was ever read.

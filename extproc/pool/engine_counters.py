@@ -10,12 +10,12 @@ tells: they are taken to be as long as our own (`request_tokens.TypicalWork`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from extproc.endpoint import Load
+from extproc.endpoint import EngineCounters, Load
 
 
 class IdleTime(NamedTuple):
@@ -90,6 +90,56 @@ class AdapterSlotTracker:
         idle = [name for name in resident if name not in running]
         for name in idle[: max(0, len(resident) - size)]:
             del resident[name]
+
+
+class Spans(msgspec.Struct, frozen=True, gc=False):
+    """Time that sequences had in the batch, whatever else the engine did meanwhile (cumulative).
+
+    Attributes:
+        gaps: Iterations of sequences that had their first token (count, one for each sequence).
+        gaps_s: Seconds from token to token, summed over them.
+        prompts: Finished requests (count).
+        prompts_s: Seconds in the batch until their first tokens, summed.
+        prefilled: Their prompt tokens that were computed.
+        preemptions: Sequences that waited between two tokens, which counts in `gaps_s` (count).
+    """
+
+    gaps: float = 0.0
+    gaps_s: float = 0.0
+    prompts: float = 0.0
+    prompts_s: float = 0.0
+    prefilled: float = 0.0
+    preemptions: float = 0.0
+
+    @classmethod
+    def read(cls, totals: EngineCounters) -> Spans | None:
+        """Read those of a page; None where it does not have all of them."""
+        gaps, gaps_s, prompts = totals.gaps, totals.gaps_s, totals.finished
+        prompts_s, prefilled = totals.prefill_s, totals.prefill_tokens
+        if gaps is None or gaps_s is None or prompts is None:
+            return None
+        if prompts_s is None or prefilled is None:
+            return None
+        return cls(gaps, gaps_s, prompts, prompts_s, prefilled, totals.preemptions or 0.0)
+
+    def rows(self, steps: float) -> Iterator[tuple[tuple[float, float, float], float]]:
+        """Iterations, prompt tokens and generated ones that together took so many seconds.
+
+        With B sequences in the batch an iteration counts B times, so seconds are divided by the mean
+        of B. What ran beside a prompt, and prompts beside what generates, follow from it.
+
+        Args:
+            steps: Iterations in the same time (count).
+        """
+        gaps, prompts, prefilled = self.gaps, self.prompts, max(0.0, self.prefilled)
+        batch = max(1.0, (gaps + prompts) / max(1.0, steps))
+        if gaps > 0.0 and self.gaps_s > 0.0:
+            beside = prefilled * (1.0 - 1.0 / batch)
+            yield (gaps / batch, beside, gaps), self.gaps_s / batch
+        if prompts > 0.0 and self.prompts_s > 0.0:
+            together = max(1.0, batch * prompts / (gaps + prompts))
+            others = prompts * (batch - together) / together
+            yield (prompts / together, prefilled, others), self.prompts_s / together
 
 
 class WorkCounters(msgspec.Struct, frozen=True, gc=False):

@@ -11,6 +11,8 @@ K is the mean of what the KV cache held at both ends, and L are the adapters tha
 device. Windows of about a second are the rows of a least squares problem that forgets. What the
 engine has not shown yet stays near the prior, which is what the rest of the pool has shown, times
 the slowness of this engine: how much longer its windows took than the prior says.
+
+What an engine did before the first scrape shows in the time that sequences had in the batch (`Spans`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from statistics import median
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
-from extproc.pool.engine_counters import CounterReader, IdleTime, WorkCounters
+from extproc.pool.engine_counters import CounterReader, IdleTime, Spans, WorkCounters
 from extproc.pool.least_squares import RecursiveLeastSquares
 from extproc.pool.reload_time import ReloadTimeEstimator
 from extproc.pool.request_tokens import AnswerTokens
@@ -32,6 +34,13 @@ from extproc.pool.request_tokens import AnswerTokens
 #: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
 #: with long prompts one takes a second.
 _WINDOW_S, _WINDOW_STEPS = 0.5, 4
+
+#: Finished requests from which on an engine served before its first scrape.
+_SERVED = 10
+
+#: Iterations of sequences for each preemption, below which these say nothing: a preempted sequence
+#: waits between two tokens for hundreds of them.
+_PREEMPTED_STEPS = 1000
 
 #: Share of the past that a new row leaves. Some fifty rows count, about a minute of load; 0.95
 #: follows changes twice as fast, and doubles the error of the next window under steady load.
@@ -100,6 +109,7 @@ class StepTimeEstimator:
         "_answers",
         "_counter_reader",
         "_fastest",
+        "_has_past",
         "_is_counting",
         "_is_idle",
         "_is_tried",
@@ -133,6 +143,7 @@ class StepTimeEstimator:
         self._look_alikes = 0.0
         self._counter_reader = CounterReader()
         self._is_counting = self._is_idle = self._is_tried = False
+        self._has_past = False  # rows of what ran before the first scrape
         self._off = 0.0  # of the last row, if it was unusual
         # Sums of the windows, fading: seconds, counts of each unknown, and the windows themselves.
         self._seconds = self._windows = 0.0
@@ -209,6 +220,9 @@ class StepTimeEstimator:
                 of ours was there is unknown, and such a window does not count.
         """
         last, self._last = self._last, load
+        spans = Spans.read(load.counters) if last is None else None
+        if spans is not None:
+            self._learn_past(load, spans)
         if last is not None and engine_restarted(last, load):
             self._start = None
             self._outputs = None
@@ -239,6 +253,21 @@ class StepTimeEstimator:
             mean = here.context / max(1.0, load.running)
             self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
 
+    def _learn_past(self, load: Load, spans: Spans) -> None:
+        """Add rows of what the engine did before the first scrape.
+
+        Iterations may have waited for sequences that were preempted and for adapters: what such an
+        engine did shows nothing.
+        """
+        if spans.prompts < _SERVED or load.adapters:
+            return
+        if spans.preemptions * _PREEMPTED_STEPS > spans.gaps:
+            return
+        self._has_past = True
+        for (ran, computed, generated), seconds in spans.rows(load.counters.steps or 0.0):
+            row = (ran, computed, generated, generated * self.rates.context_tokens, 0.0)
+            self._learn_row(row, seconds, at=load.at, began=load.at - seconds)
+
     def _row(self, start: WorkCounters, end: WorkCounters) -> None:
         seconds = _busy_s(start, end) - max(0.0, end.loading_s - start.loading_s)
         steps = end.steps - start.steps
@@ -252,16 +281,25 @@ class StepTimeEstimator:
         computed = max(0.0, end.computed - start.computed)
         loads = end.loads - start.loads
         row = (steps, computed, generated, context, loads)
+        self._learn_row(row, seconds, at=end.at, began=end.at - _busy_s(start, end))
+
+    def _learn_row(self, row: Sequence[float], seconds: float, *, at: float, began: float) -> None:
+        """Take in a row that took so many seconds.
+
+        Args:
+            at: Its end.
+            began: Begin of its work, without the idle time before it.
+        """
         foretold = zip(_unknowns(self.rates), row, strict=True)
-        past_share = self._share_kept(end.at - _busy_s(start, end))
+        past_share = self._share_kept(began)
         self._weigh(
             row,
             seconds,
             seconds - sum(rate * count for rate, count in foretold),
             past_share=past_share,
         )
-        self._row_at = end.at
-        evidence = self.rates.evidence * _KEEP * past_share + steps
+        self._row_at = at
+        evidence = self.rates.evidence * _KEEP * past_share + row[0]
         solution = self._squares.solve(self._anchored, self._weight)
         if self._loading_known:
             solution[_LOADING] = self.rates.adapter_load_s if self._shown else median(self._loads)
@@ -368,10 +406,11 @@ class StepTimeEstimator:
 
         The default keeps what no engine of the pool tells apart from going anywhere.
         """
-        prior = self._prior
-        if self._weight is _WEAK:
+        prior, slowness = self._prior, self._likely(self.slowness, 1.0)
+        if self._weight is _WEAK and not self._has_past:
             return prior
-        slowness = self._likely(self.slowness, 1.0)
+        if self._weight is _WEAK:
+            return [*(slowness * value for value in prior[:_LOADING]), prior[_LOADING]]
         usual = _unknowns(DEFAULT_STEP_TIMES)
         rows = self._rows if self._seconds else _TYPICAL_ROW
         speed = _seconds_of(prior, rows) / _seconds_of(usual, rows)

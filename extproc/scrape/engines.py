@@ -143,6 +143,10 @@ TABLE: tuple[EngineSpec, ...] = (
             ("finished_prompt_tokens", series("vllm:request_prompt_tokens_sum")),
             ("steps", series("vllm:iteration_tokens_total_count")),
             ("step_tokens", series("vllm:iteration_tokens_total_sum")),
+            ("gaps", series("vllm:inter_token_latency_seconds_count")),
+            ("gaps_s", series("vllm:inter_token_latency_seconds_sum")),
+            ("prefill_s", series("vllm:request_prefill_time_seconds_sum")),
+            ("prefill_tokens", series("vllm:request_prefill_kv_computed_tokens_sum")),
             ("adapter_loads", series("vllm:lora_adapter_load_seconds_count")),
             ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
             # The second is that of vLLM before 0.25.

@@ -74,13 +74,13 @@ class SimulatedEngine:
         plan = self._plan
         return None if plan is None else plan.start + plan.until(plan.steps)
 
-    def steps_under_way(self, now: float) -> tuple[int, int]:
-        """Iterations in progress that have ended by now, and the tokens they brought (counts)."""
+    def steps_under_way(self, now: float) -> tuple[int, int, float]:
+        """Iterations in progress that have ended by now, the tokens they brought, and their seconds."""
         plan = self._plan
         if plan is None or plan.steps == 1 or now <= plan.start:
-            return 0, 0
+            return 0, 0, 0.0
         ended = min(plan.steps, plan.begun(now - plan.start)) - 1
-        return ended, ended * plan.decoding
+        return ended, ended * plan.decoding, plan.until(ended)
 
     def generated(self, job_id: str) -> int:
         """Tokens a job in the engine has so far; 0 for a job that is not there."""

@@ -49,6 +49,10 @@ def test_a_real_page_is_read_completely():
             finished_prompt_tokens=254591.0,
             preemptions=5.0,
             reloaded_tokens=0.0,
+            gaps=7560.0,
+            gaps_s=32.41322159499896,
+            prefill_s=6.04624703799891,
+            prefill_tokens=207647.0,
         ),
     )
 

@@ -13,7 +13,7 @@ from tests.simulator.builders import profile
 #: Of the counters, what an engine of the virtual world shows; speed is learned from these.
 COUNTED = (
     *("steps", "step_tokens", "generated_tokens", "finished"),
-    *("reloaded_tokens", "reload_s"),
+    *("reloaded_tokens", "reload_s", "gaps", "gaps_s", "prefill_s", "prefill_tokens"),
 )
 
 

@@ -66,6 +66,8 @@ class EngineNode:
         self.up = True
         self.refusing = self._hung = False
         self._steps = self._computed = self._generated = self._ended = 0
+        self._gap_count = self._prefilled = 0
+        self._gaps_s = self._prefill_s = 0.0
         self._due: float | None = None
         # As of the last step: vLLM names none before its first one, and never with LoRA off.
         self._active: tuple[str, ...] | None = None
@@ -150,7 +152,8 @@ class EngineNode:
         engine = self.engine
         running = None if self._active is None else frozenset(self._active)
         # Engines count after every iteration, and several in a row are one event here.
-        steps, tokens = engine.steps_under_way(now)
+        steps, tokens, seconds = engine.steps_under_way(now)
+        gaps, gaps_s = self._gap_count + tokens, self._gaps_s + tokens * seconds / max(1, steps)
         steps, tokens = steps + self._steps, tokens + self._generated
         return Load(
             at=now,
@@ -173,8 +176,17 @@ class EngineNode:
                 finished=float(self._ended),
                 reloaded_tokens=float(engine.reloaded_tokens),
                 reload_s=engine.reload_s if engine.reloaded_tokens else None,
+                gaps=float(gaps),
+                gaps_s=gaps_s,
+                prefill_s=self._prefill_s,
+                prefill_tokens=float(self._prefilled),
             ),
         )
+
+    def _note_gap(self, seconds: float, count: int) -> None:
+        self._gap_count += count
+        self._gaps_s += seconds * count
+        self._gaps(seconds, count)
 
     def _kick(self) -> None:
         """Plan the end of the iterations in progress, if that is not planned yet."""
@@ -204,9 +216,9 @@ class EngineNode:
         self._generated += done.tokens
         self._ended += len(done.finished)
         if done.decoding:
-            self._gaps(done.duration_s / done.steps, done.decoding * done.steps)
+            self._note_gap(done.duration_s / done.steps, done.decoding * done.steps)
         for gap in done.resumed_s:
-            self._gaps(gap, 1)
+            self._note_gap(gap, 1)
         sim_requests = self.requests
         for first in done.first_tokens:
             sim_requests[first.id].first_s = due - sim_requests[first.id].sent_at
@@ -215,5 +227,7 @@ class EngineNode:
             sim_request.took_s = due - sim_request.sent_at
             sim_request.cached_tokens = finished.cached_tokens
             sim_request.preemptions = finished.preemptions
+            self._prefill_s += finished.first_token_at - finished.started_at
+            self._prefilled += finished.job.prompt_tokens - finished.cached_tokens
             self._finished(sim_request)
         self._kick()

@@ -1,0 +1,107 @@
+"""Step times of what engines did before the first scrape."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from extproc.pool import step_time_estimator
+from extproc.simulator import profiles
+from extproc.simulator.fleet import engine_node, event_queue, sim_request
+
+
+class ServedEngine:
+    """A simulated engine that serves random requests, and its pages."""
+
+    def __init__(self, profile, *, seed=1):
+        self.clock = event_queue.EventQueue()
+        self.rng = random.Random(seed)
+        self.node = engine_node.EngineNode(
+            self.clock,
+            msgspec.structs.replace(profile, max_loras=0),
+            finished=lambda _: None,
+            gaps=lambda *_: None,
+        )
+        self.node.start()
+
+    def serve(self, count, *, rate, prompts=(50, 1500), outputs=(20, 300), until=None):
+        """Serve requests until the last one ended, or until a time, and return the page then."""
+        at = self.clock.now
+        for n in range(count):
+            at += self.rng.expovariate(rate)
+            work = sim_request.RequestSpec(
+                self.rng.randint(*prompts), self.rng.randint(*outputs), ()
+            )
+            request = sim_request.SimRequest(f"r{at}-{n}", work, at)
+            self.clock.at(at, lambda request=request: self.node.submit(request))
+        while (until is None or self.clock.now < until) and self.clock.step():
+            pass
+        return self.node.page(self.clock.now)
+
+
+def iteration_s(rates, *, sequences=4, prompt=0.0):
+    """Seconds of an iteration of a usual batch."""
+    return rates.iteration_s(sequences) + rates.prefill_s * prompt
+
+
+def true_s(profile, *, context, sequences=4, prompt=0.0):
+    """The same in truth."""
+    sequence_s = profile.decode_s_per_seq + profile.context_s_per_token * context
+    return profile.base_s + sequences * sequence_s + profile.prefill_s_per_token * prompt
+
+
+@pytest.mark.parametrize("name", ["a10-7b-fp16", "l4-8b-fp8", "a100-8b-bf16", "h100-8b-bf16"])
+@pytest.mark.parametrize("rate", [0.05, 0.5, 1.5])
+def test_the_first_page_of_an_engine_that_served_before_shows_its_speed(name, rate):
+    """A picker that starts beside it knows iterations within a fifth, idle as it is."""
+    profile = profiles.find(name)
+    page = ServedEngine(profile).serve(60, rate=rate)
+    assert not page.running
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(page)
+    learned = estimator.rates
+    assert learned.evidence
+    truth = true_s(profile, context=learned.context_tokens)
+    assert iteration_s(learned) == pytest.approx(truth, rel=0.2)
+
+
+def test_answers_of_a_single_token_show_the_speed_of_prompts():
+    """Embeddings: nothing but the time until the first token."""
+    profile = profiles.find("l4-8b-fp8")
+    page = ServedEngine(profile).serve(40, rate=0.5, prompts=(200, 3000), outputs=(1, 1))
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(page)
+    truth = true_s(profile, context=0, sequences=0, prompt=1600)
+    assert iteration_s(estimator.rates, sequences=0, prompt=1600) == pytest.approx(truth, rel=0.15)
+
+
+@pytest.mark.parametrize("adapters", [frozenset(), frozenset({"a"})])
+def test_adapters_before_the_first_scrape_may_have_been_loaded(adapters):
+    """An engine that runs them shows nothing on its first page: iterations may have waited for them."""
+    page = ServedEngine(profiles.find("l4-8b-fp8")).serve(20, rate=0.5)
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(msgspec.structs.replace(page, adapters=adapters, adapter_slots=4))
+    assert bool(estimator.rates.evidence) is not bool(adapters)
+
+
+def test_preempted_sequences_show_nothing():
+    """Seconds that they waited between two tokens are not those of an iteration."""
+    page = ServedEngine(profiles.find("l4-8b-fp8")).serve(20, rate=0.5)
+    page = msgspec.structs.replace(
+        page, counters=msgspec.structs.replace(page.counters, preemptions=10.0)
+    )
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(page)
+    assert not estimator.rates.evidence
+
+
+@pytest.mark.parametrize("absent", ["gaps", "gaps_s", "prefill_s", "prefill_tokens", "finished"])
+def test_a_page_without_these_sums_shows_nothing_yet(absent):
+    """Older engines: a window in which they are busy has to come."""
+    page = ServedEngine(profiles.find("l4-8b-fp8")).serve(20, rate=0.5)
+    counters = msgspec.structs.replace(page.counters, **{absent: None})
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(msgspec.structs.replace(page, counters=counters))
+    assert not estimator.rates.evidence
