@@ -110,6 +110,8 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             vLLM takes for its page.
         with_max_tokens: Whether requests carry `max_tokens`, and with it the true length of their
             answers, as those of `vllm bench serve` do. False: people rarely know it.
+        restarts_s: When all pickers are replaced by new ones, which know nothing yet; the old ones end
+            what they have.
     """
 
     replicas: Positive = 1
@@ -117,6 +119,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     scrape_s: Factor | None = None
     delay_s: Seconds = 0.005
     with_max_tokens: bool = False
+    restarts_s: Sequence[Seconds] = ()
 
 
 class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

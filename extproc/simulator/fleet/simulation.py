@@ -74,18 +74,10 @@ class Simulation:
                     ),
                     engines.ready_s if scaled is None else None,
                 )
-        self.pickers = [
-            self._picker(settings, seed=seed * 1000 + n, waits=scaled is None)
-            for n in range(scenario.picking.replicas)
-        ]
-        share_delay_s = scenario.picking.share_delay_s
-        if share_delay_s is not None:
-            directors = [
-                picker.parts.director
-                for picker in self.pickers
-                if isinstance(picker, ExtprocPicker)
-            ]
-            PeerSyncBus(directors, timeline=self.timeline, delay_s=share_delay_s)
+        self._settings, self._waits = settings, scaled is None
+        self._seed, self._started = seed, 0
+        self.pickers: list[SimPicker] = []
+        self._start_pickers()
         self._replicas = None if scaled is None else self._scaled(scaled)
         self._sender = Sender(
             self._client,
@@ -110,6 +102,8 @@ class Simulation:
         timeline, sender, until = self.timeline, self._sender, self._scenario.until_s
         for outage in self._scenario.outages:
             timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
+        for at in self._scenario.picking.restarts_s:
+            timeline.at(at, self._restart_pickers)
         if self._scenario.measure_from_s:
             timeline.at(self._scenario.measure_from_s, self.metrics.forget_gaps)
         replicas = self._replicas
@@ -137,6 +131,26 @@ class Simulation:
             self.timeline.at(ready_s, lambda: self._back(n))
         else:
             node.start()
+
+    def _start_pickers(self) -> None:
+        """Start pickers that know nothing yet, in place of those there are."""
+        picking, first = self._scenario.picking, self._seed * 1000 + self._started
+        self._started += picking.replicas
+        self.pickers = [
+            self._picker(self._settings, seed=first + n, waits=self._waits)
+            for n in range(picking.replicas)
+        ]
+        if picking.share_delay_s is not None:
+            directors = [
+                picker.parts.director
+                for picker in self.pickers
+                if isinstance(picker, ExtprocPicker)
+            ]
+            PeerSyncBus(directors, timeline=self.timeline, delay_s=picking.share_delay_s)
+
+    def _restart_pickers(self) -> None:
+        self._start_pickers()
+        self._list()
 
     def _picker(self, settings: Settings | None, *, seed: int, waits: bool) -> SimPicker:
         """Build a picker; requests queue in it, or in the autoscaled fleet."""

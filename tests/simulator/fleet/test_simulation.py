@@ -299,3 +299,29 @@ def test_engines_without_a_metrics_page_are_served_all_the_same():
     members = run.pickers[0].parts.store.pool.members
     assert [member.load.running for member in members] == [None, None]
     assert not any(member.failures for member in members)
+
+
+def test_pickers_that_restart_know_engines_by_their_pages():
+    """New ones lose nothing, and know from what vLLM sums which engine is slow before they ask it."""
+    fleet_ = [scenario.EngineGroup(count=1, profile=name) for name in ("l4-8b-fp8", "h100-8b-bf16")]
+    scene = a_scenario(
+        conversations(30, output=spread_out(60)),
+        fleet=fleet_,
+        client=client.Client(users=4),
+        picking=scenario.Picking(replicas=2, restarts_s=[10.0]),
+    )
+    run = a_simulation(scene, "adaptive", seed=1)
+    before, shown = list(run.pickers), []
+
+    def look():
+        shown.extend(
+            [member.rates.step_s for member in picker.parts.store.pool.members]
+            for picker in run.pickers
+            if all(member.rates.evidence for member in picker.parts.store.pool.members)
+        )
+
+    run.timeline.at(10.5, look)
+    lost_nothing(run)
+    assert not set(map(id, before)) & set(map(id, run.pickers))
+    assert len(shown) == 2
+    assert all(slow > 3 * fast for slow, fast in shown)
