@@ -44,6 +44,9 @@ PRIORITY_MEMORY_S: Final = 60.0
 #: leave is its headroom: it never waits for those that were sent just before.
 HEADROOM: Final = 5.0
 
+#: Shortest time of an answer (s), as in the cost of `adaptive`.
+_SHORTEST_ANSWER_S: Final = 1e-3
+
 #: How much longer a queue may be where a prompt is cached or an adapter loaded, in seconds of prefill
 #: or loading that are saved (a factor): as long as that saves. What is cached adds little to a queue,
 #: and is soon out of it; while an engine loads an adapter it computes nothing. For prompts it matters
@@ -55,11 +58,12 @@ _SAVED_WAIT_FACTOR: Final = 1.0
 def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
     """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
 
-    wait = q p + i(n) + w b, with q the uncached prompt tokens sent there and estimated as not yet
+    wait = q p + i(n) + s w b, with q the uncached prompt tokens sent there and estimated as not yet
     computed, p the seconds of each, i(n) the iteration with n requests that they are computed
     beside, 0 where q is; w the requests in front that wait for a place or memory, and b = o i(r) / r
     the seconds between two answers that end (o tokens of an answer, i(r) seconds of an iteration
-    with r running). All of it is our own account, corrected by scrapes; an endpoint whose
+    with r running). s = max(0, 1 - age / (o i(r))): of what a scrape showed, nothing is left after the
+    time of an answer. All of it is our own account, corrected by scrapes; an endpoint whose
     scrape is late counts as the mean of the others, and while none has a scrape w is 0.
 
     Args:
@@ -81,8 +85,9 @@ def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
     if excess_s > 0.0 or load.waiting:
         rates = candidate.rates
         running = max(1.0, load.running or 1.0)
-        num_ahead = _count_requests_ahead(candidate, excess_s)
-        total_s += num_ahead * rates.output_tokens * rates.iteration_s(running) / running
+        answer_s = max(_SHORTEST_ANSWER_S, rates.output_tokens * rates.iteration_s(running))
+        shown = 1.0 if candidate.is_imputed else max(0.0, 1.0 - candidate.age_s / answer_s)
+        total_s += shown * _count_requests_ahead(candidate, excess_s) * answer_s / running
     return total_s
 
 

@@ -3,7 +3,7 @@ import math
 import msgspec
 import pytest
 
-from extproc.endpoint import AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
+from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
 from extproc.routing import admission
 
 RATES = StepTimeModel(
@@ -27,6 +27,7 @@ def candidate(*, queued=0.0, requests=10.0, waiting=0.0, running=10.0, usage=0.5
     )
     facts = {
         "load": load,
+        "age_s": 0.0,
         "estimated_requests": requests,
         "queued_tokens": queued,
         "rates": RATES,
@@ -48,6 +49,22 @@ def test_requests_ahead_wait_for_answers_to_end():
     """Two in front, an answer ends every 100 * 0.04 / 10 s."""
     waiting = candidate(waiting=2.0, requests=12.0)
     assert admission.wait_s(waiting) == pytest.approx(0.8)
+
+
+def test_what_an_old_scrape_showed_counts_less():
+    """Half after half of the 4 s of an answer, nothing after all of it; own prompts count in full."""
+    waits = [
+        admission.wait_s(candidate(waiting=2.0, requests=12.0, queued=1000.0, age_s=age_s))
+        for age_s in (0.0, 2.0, 4.0, 15.0)
+    ]
+    own_s = admission.wait_s(candidate(requests=12.0, queued=1000.0))
+    assert waits == [pytest.approx(own_s + seconds) for seconds in (0.8, 0.4, 0.0, 0.0)]
+
+
+def test_the_mean_of_others_is_as_young_as_they_are():
+    """It stands in for the endpoint's own scrape, which is late."""
+    late = candidate(waiting=2.0, requests=12.0, age_s=15.0, page=NO_LOAD)
+    assert admission.wait_s(late) == pytest.approx(0.8)
 
 
 def test_kv_limit_is_lower_without_priority():
