@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import mmh3
 import msgspec
@@ -128,6 +128,10 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     has_candidates: bool
 
 
+#: Hashes of the blocks of a prompt, and the hash by which ties are broken.
+PromptHashes: TypeAlias = tuple[Sequence[int], int | None]
+
+
 def hash_session(session: str) -> int:
     """Hash of a session, 60 bits; 0 for none."""
     if not session:
@@ -172,8 +176,9 @@ class Recording:
 
     def add(self, entry: RoutedRequest, num_candidates: int) -> None:
         """Record a decision with so many candidates, or drop it where too many wait."""
-        waiting = len(self._entries) + self._num_lines
-        if waiting >= MAX_ENTRIES or waiting * num_candidates > _MAX_CANDIDATES:
+        waiting = len(self._entries)
+        is_full = waiting + self._num_lines >= MAX_ENTRIES
+        if is_full or waiting * num_candidates > _MAX_CANDIDATES:  # lines hold none of them
             self._drop(1)
         else:
             self._entries.append(entry)
@@ -391,33 +396,40 @@ class Recordings:
         self._active.remove(recording)
         self._on_change(len(self._active))
 
-    def add_routed(self, decision: Decision, slim: Decision, *, now: float, queued_s: float) -> int:
+    def hash_prompt(self, decision: Decision) -> PromptHashes:
+        """Hash the prompt of a decision, of which recordings have nothing else."""
+        request, chain = decision.request, decision.block_hashes
+        if not chain and request.prompt:
+            # A strategy that reads no prefixes is compared with strategies that do.
+            seed = blocks.seed(request.model, request.adapter)
+            chain = blocks.chain(request.prompt, seed, schedule=self._schedule)
+        return chain, affinity_seed(request)
+
+    def add_routed(
+        self, decision: Decision, hashes: PromptHashes, *, now: float, queued_s: float
+    ) -> int:
         """Record a decision.
 
         Args:
-            decision: With its prompt and block hashes.
-            slim: Without them, and with its pool.
+            decision: Without its prompt, and with its pool.
 
         Returns:
             Its number.
         """
         self._number += 1
-        request, num_candidates = decision.request, len(slim.candidates)
+        num_candidates = len(decision.candidates)
         if (credit := self._credit + (now - self._credited_at) * _CANDIDATES_PER_S) > 0.0:
             self._credit = min(credit, _CANDIDATES_PER_S) - num_candidates
             self._credited_at = now
-        chain = decision.block_hashes
-        if not chain and request.prompt:
-            # A strategy that reads no prefixes is compared with strategies that do.
-            seed = blocks.seed(request.model, request.adapter)
-            chain = blocks.chain(request.prompt, seed, schedule=self._schedule)
+        session = decision.request.session
+        chain, seed = hashes
         entry = RoutedRequest(
             self._number,
             now,
-            slim,
+            decision,
             chain,
-            hash_session(request.session),
-            affinity_seed(request),
+            hash_session(session) if session else 0,
+            seed,
             queued_s,
             credit > 0.0,
         )

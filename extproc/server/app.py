@@ -49,7 +49,7 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_log import RejectionLog
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings, Rotat
 
 _log = logging.getLogger("extproc.server")
 
-#: Seconds between two batches of rows.
-_BATCH_S: Final = 0.25
+#: Seconds between two batches of rows: what may wait is more than a process decides in them.
+_BATCH_S: Final = 0.5
 
 #: Entries turned into rows at a time (count), between which requests have their turn: some 5 us each.
 _TURN_ENTRIES: Final = 128

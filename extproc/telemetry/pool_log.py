@@ -291,7 +291,9 @@ class LoggedRequestRecorder(RequestRecorder):
         if is_logged and (not self.failures_only or _is_failure(self.decision, status)):
             self.logged_at = time.time()  # noqa: TID251 - as other log records
         RequestRecorder.on_finished(self, endpoint=endpoint, status=status, duration_s=duration_s)
-        if self.logged_at:
+        # Where the request before is to be logged and waits, its line is due already.
+        waiting = self._streams.ended
+        if self.logged_at and not (len(waiting) > 1 and waiting[-2].logged_at):
             self._streams.settle_soon()
 
 

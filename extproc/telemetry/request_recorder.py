@@ -1,57 +1,34 @@
-"""Request recorder: counts streams and requests, and remembers decisions and rejections."""
+"""Request recorder: notes what happens to a request, and remembers decisions and rejections."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from extproc.decision import Decision, Rejection
-from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
 from extproc.recording.rows import EndRow
 from extproc.request import UNNAMED, RequestLabels, shorten_id
-from extproc.supervision import ExceptionLog
 from extproc.telemetry import explanation
-from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
-from extproc.telemetry.decision_log import (
-    NO_USAGE,
-    DecisionLog,
-    DecisionRecord,
-    RejectionRecord,
-)
-from extproc.telemetry.log_format import DelayedCall, RequestLine, log_requests
-from extproc.telemetry.request_series import (
-    NO_STATUS,
-    TOKEN_KINDS,
-    UNOBSERVED_STATUS,
-    UNPARSED,
-    RequestSeries,
-    WaitingValues,
-)
+from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.decision_log import NO_USAGE, DecisionRecord, RejectionRecord
+from extproc.telemetry.log_format import RequestLine
+from extproc.telemetry.request_series import TOKEN_KINDS, UNPARSED, RequestSeries
 
 if TYPE_CHECKING:
-    from extproc.recording.recorder import Recordings
+    from extproc.recording.recorder import PromptHashes, Recordings
     from extproc.telemetry.request_trace import TracedRequest
-
-
-class RequestTracer(Protocol):
-    """Observes requests whose traces are sent."""
-
-    def observe(
-        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float
-    ) -> TracedRequest:
-        """Create the observer of a traced request, which reports to its recorder as well."""
+    from extproc.telemetry.stream_recorder import StreamRecorder
 
 
 #: Requests whose facts are counted together (count): some 1 ms of work where they are logged and
 #: recorded, too. At 1,000 requests a second fewer cost more, as code is not in the caches.
 _BATCH: Final = 128
 
-#: Seconds that the line of a request may wait for others: at 1,000 a second, a batch.
-_LINE_DELAY_S: Final = 0.125
+#: Bytes of a prompt that may wait with its decision for others to be recorded.
+_MAX_WAITING_BYTES: Final = 8192
 
 #: Statuses that are numbers; empty where there was none.
 _STATUS: Final = re.compile("[1-9][0-9]{2}")
@@ -74,6 +51,7 @@ class RequestRecorder(DecisionRecord):
         routing_s: Seconds that routing took.
         queue_s: Seconds in the queue; None without.
         number: Number of its decision in recordings; 0 for none.
+        prompt_hashes: Result of `Recordings.hash_prompt` of a long prompt to be recorded; None elsewhere.
         endpoint: The endpoint that served; None if it left the pool, or before the end.
         logged_at: Unix time of its end where that is to be logged; 0 otherwise.
         refusal_status: HTTP status of a refusal after the decision; empty without.
@@ -102,6 +80,7 @@ class RequestRecorder(DecisionRecord):
         "logged_at",
         "number",
         "pool_counters",
+        "prompt_hashes",
         "queue_s",
         "refusal_status",
         "response_s",
@@ -111,6 +90,7 @@ class RequestRecorder(DecisionRecord):
     routing_s: float
     endpoint: str | None
     queue_s: float | None
+    prompt_hashes: PromptHashes | None
     _series: RequestSeries | None
 
     # Without the constructor of the base, which has the decision already.
@@ -123,7 +103,8 @@ class RequestRecorder(DecisionRecord):
         self.answer_ids = ()
         self.number = 0
         self.logged_at = 0.0
-        self.seconds = self.headers_s = self.first_token_s = self.queue_s = self._series = None
+        self.seconds = self.headers_s = self.first_token_s = self.queue_s = None
+        self._series = self.prompt_hashes = None
         self.response_s = self.first_chunk_s = self.last_chunk_s = -1.0
         self.is_routed = self.is_stream = self.is_served = self.is_chunked = False
         self.is_ttft_due = False
@@ -200,19 +181,38 @@ class RequestRecorder(DecisionRecord):
         now: float,
         duration_s: float,
     ) -> None:
-        """Note a routed request and its decision, without the prompt, which waits for no other."""
+        """Note a routed request and its decision, without a prompt that no recording needs."""
         self.id, self.at, self.labels = request_id, now, labels
-        self.decision = decision.without_prompt(self.pool_counters.name)
         self.routing_s, self.is_routed = duration_s, True
         if trace_id:
             self.trace_id = trace_id
         streams = self._streams
-        if streams.recordings is not None:
-            streams.record(self, decision)
+        if streams.recordings is None:
+            self.decision = decision.without_prompt(self.pool_counters.name)
+        else:
+            self.decision = decision
+            if len(decision.request.prompt) > _MAX_WAITING_BYTES:
+                streams.hash_prompt(self)
         routed = streams.routed
         routed.append(self)
         if len(routed) >= _BATCH:
             streams.settle()
+
+    def hash_prompt(self, recordings: Recordings) -> None:
+        """Take the prompt from a decision that is to be recorded, and leave its hashes."""
+        decision = self.decision
+        self.decision = decision.without_prompt(self.pool_counters.name)
+        self.prompt_hashes = recordings.hash_prompt(decision)
+
+    def record(self, recordings: Recordings) -> None:
+        """Record the decision, which leaves it without its prompt."""
+        if self.prompt_hashes is None:
+            self.hash_prompt(recordings)
+        hashes, self.prompt_hashes = self.prompt_hashes, None
+        if hashes is not None:
+            self.number = recordings.add_routed(
+                self.decision, hashes, now=self.at, queued_s=self.queue_s or 0.0
+            )
 
     def find_series(self) -> RequestSeries:
         """The series of a routed request."""
@@ -321,219 +321,3 @@ def _to_number(status: str) -> int | None:
 def model_of(labels: RequestLabels | None) -> str:
     """Model of a refused request; empty where it names none or was not read."""
     return "" if labels is None or labels.target_model == UNNAMED else labels.target_model
-
-
-class StreamRecorder:
-    """Recorder of all streams.
-
-    Args:
-        recorder_type: Recorder of a request, which may log it as well.
-        tracer: Sends the traces of requests; None sends none.
-
-    Attributes:
-        routed: Requests that were routed and wait to be counted and recorded, a few at most.
-        answered: The same whose response headers came.
-        ended: The same that ended.
-        values: Values of series that wait to be counted.
-        recordings: Recordings under way; None without any.
-    """
-
-    def __init__(
-        self,
-        counters: ProcessCounters,
-        decisions: DecisionLog,
-        clock: Callable[[], float],
-        recorder_type: type[RequestRecorder] = RequestRecorder,
-        tracer: RequestTracer | None = None,
-    ) -> None:
-        self.counters = counters
-        self.decisions = decisions
-        self.tracer = tracer
-        self.routed: list[RequestRecorder] = []
-        self.answered: list[RequestRecorder] = []
-        self.ended: list[RequestRecorder] = []
-        self.values = WaitingValues()
-        self.recordings: Recordings | None = None
-        self._due_lines = DelayedCall(self.settle)
-        self._recorder_type = recorder_type
-        self._exceptions = ExceptionLog(counters.exceptions, clock)
-        counters.before_reading(self.settle)
-        decisions.before_reading(self.settle)
-
-    def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
-        """Record requests with another recorder from the next one on."""
-        self._recorder_type = recorder_type
-
-    def set_recordings(self, recordings: Recordings | None) -> None:
-        """Put requests into recordings from the next decision on; None ends that."""
-        self.settle()
-        self.recordings = recordings
-
-    def record(self, request: RequestRecorder, decision: Decision) -> None:
-        """Put a decision with its prompt into recordings; a bug there must not cost the request."""
-        if self.recordings is None:
-            return
-        try:
-            request.number = self.recordings.add_routed(
-                decision, request.decision, now=request.at, queued_s=request.queue_s or 0.0
-            )
-        except Exception as error:  # noqa: BLE001
-            self.on_exception(error)
-
-    def on_stream_opened(self) -> None:
-        """Count an open stream."""
-        self.counters.streams_open += 1
-
-    def on_stream_ended(self, result: str) -> None:
-        """Count the end of a stream by its result."""
-        self.counters.streams_open -= 1
-        self.counters.streams[result] += 1
-
-    def on_exception(self, error: BaseException) -> None:
-        """Count and log an unexpected exception."""
-        self._exceptions.record(error)
-
-    def observe_request(self, pool: str) -> RequestRecorder:
-        """Create the recorder of a request; `pool` is the default pool."""
-        return self._recorder_type(self, self.counters.open_pools[pool])
-
-    def settle(self) -> None:
-        """Count, record and remember what waits."""
-        routed, answered, ended = self.routed, self.answered, self.ended
-        self.routed, self.answered, self.ended = [], [], []
-        steps = (
-            (self._settle_routed, routed),
-            (self._settle_answered, answered),
-            (self._settle_ended, ended),
-        )
-        for step, waiting in steps:
-            for counters, requests in self._by_pool(waiting):
-                self._attempt(step, counters, requests)
-        self.values.settle()
-        if self.recordings is not None:
-            self._attempt(self.recordings.encode)
-        if any(request.logged_at for request in ended):
-            self._attempt(self._log, ended)
-
-    def _attempt(self, step: Callable[..., None], *arguments: object) -> None:
-        """Do a part of the work on a batch: a bug there must not keep the others from being counted."""
-        try:
-            step(*arguments)
-        except Exception as error:  # noqa: BLE001
-            self.on_exception(error)
-
-    def _log(self, ended: Sequence[RequestRecorder]) -> None:
-        """Log the requests that are to be, all but those whose line a bug prevents."""
-        lines: list[tuple[float, RequestLine]] = []
-        for request in ended:
-            if request.logged_at:
-                try:
-                    lines.append((request.logged_at, request.build_line()))
-                except Exception as error:  # noqa: BLE001
-                    self.on_exception(error)
-        log_requests(lines)
-
-    def settle_soon(self) -> None:
-        """Settle in a moment, so that no line is late; at once where no event loop runs."""
-        if not self._due_lines.schedule(_LINE_DELAY_S):
-            self.settle()
-
-    def _by_pool(
-        self, requests: Sequence[RequestRecorder]
-    ) -> Iterable[tuple[PoolCounters, Sequence[RequestRecorder]]]:
-        """Requests by the counters of their pool."""
-        if requests and len(self.counters.open_pools) == 1:
-            return [(requests[0].pool_counters, requests)]
-        by_pool: defaultdict[PoolCounters, list[RequestRecorder]] = defaultdict(list)
-        for request in requests:
-            by_pool[request.pool_counters].append(request)
-        return by_pool.items()
-
-    def add_ttft(self, request: RequestRecorder, ttft_s: float) -> None:
-        """Count the time to the first token, and what was predicted of a stream."""
-        series, trace_id, add = request.find_series(), request.trace_id, self.values.add
-        if not request.is_stream:
-            add(series, "complete_ttft", ttft_s, trace_id)
-            return
-        add(series, "stream_ttft", ttft_s, trace_id)
-        predicted_s = request.decision.predicted_ttft_s
-        if predicted_s:
-            add(series, "predicted_ttft", predicted_s)
-            add(series, "ttft_ratio", (ttft_s - request.routed_s) / predicted_s)
-
-    def _settle_routed(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
-        """Count routed requests of a pool, and remember their decisions."""
-        self.counters.routing_duration_s.add_all([request.routing_s for request in requests])
-        counters.record_routed([request.decision for request in requests])
-        for request in requests:
-            request.find_series().change_running(1)
-        self.decisions.extend(requests)
-
-    def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
-        """Count times to response headers, which are those to the first token without chunks."""
-        counters.response_headers_s.add_all(
-            [request.headers_s for request in requests if request.headers_s is not None]
-        )
-        for request in requests:
-            if request.is_served and not request.is_chunked and request.is_routed:
-                self.add_ttft(request, request.response_s)
-
-    def _settle_ended(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
-        """Count ends of requests of a pool and their tokens, and record them."""
-        counters.record_finished(
-            [
-                (REMOVED_ENDPOINT if request.endpoint is None else request.endpoint, request.status)
-                for request in requests
-            ],
-            num_reported=sum(["completion" in request.usage for request in requests]),
-        )
-        headers_s: defaultdict[str, list[float]] = defaultdict(list)
-        for request in requests:
-            if not request.is_routed:
-                continue
-            if request.endpoint and request.is_served and request.headers_s is not None:
-                headers_s[request.endpoint].append(request.headers_s)
-            self._count_end(request)
-        for address, durations_s in headers_s.items():
-            counters.record_headers(address, durations_s)
-        if self.recordings is not None:
-            self._record_ends(self.recordings, requests)
-
-    def _record_ends(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
-        """Record ends; a bug at one of them must not keep the others from it."""
-        ends: list[EndRow] = []
-        for request in requests:
-            if request.number:
-                try:
-                    ends.append(request.build_end())
-                except Exception as error:  # noqa: BLE001
-                    self.on_exception(error)
-        recordings.add_ends(ends)
-
-    def _count_end(self, request: RequestRecorder) -> None:
-        """Count the end of a routed request in its series."""
-        series = request.find_series()
-        if request.usage:
-            self._count_tokens(request, series)
-        if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
-            self.add_ttft(request, request.response_s)
-        series.change_running(-1)
-        if request.is_served and series.labels != request.labels:
-            # The engine serves the model, even if it does not list it.
-            series = request.pool_counters.series.find(request.labels, is_served=True)
-        status = request.status or request.refusal_status
-        if not status:
-            is_watched = request.decision.request.api not in surfaces.UNOBSERVED
-            status = NO_STATUS if is_watched else UNOBSERVED_STATUS
-        name = series.name_status(status)
-        self.values.add(series, name, request.seconds or 0.0, request.trace_id)
-
-    def _count_tokens(self, request: RequestRecorder, series: RequestSeries) -> None:
-        """Count the tokens of a request, and the time that each took."""
-        for kind in TOKEN_KINDS:
-            if kind in request.usage:
-                self.values.add(series, kind, request.usage[kind])
-        gaps = request.usage.get("completion", 0) - 1
-        span_s = request.last_chunk_s - request.first_chunk_s
-        if gaps > 0 and span_s > 0.0:
-            self.values.add(series, "tpot", span_s / gaps)

@@ -32,7 +32,7 @@ from extproc.server.ext_proc_servicer import ExternalProcessorServicer
 from extproc.server.http2_protocol import Http2Protocol
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference

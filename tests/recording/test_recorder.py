@@ -38,7 +38,8 @@ def lines(recording):
 
 def add(active, decision, *, now=10.0):
     """Record a decision."""
-    return active.add_routed(decision, decision, now=now, queued_s=0.0)
+    hashes = active.hash_prompt(decision)
+    return active.add_routed(decision.without_prompt(), hashes, now=now, queued_s=0.0)
 
 
 def test_a_decision_has_endpoints_and_states_before_it():
@@ -169,10 +170,7 @@ def test_neither_prompt_nor_session_is_recorded():
     recording = active.start()
     session = CANARY + "\ud83d"  # which no Unicode text can have
     decision = a_decision([a_candidate(1)], session=session, prompt=CANARY.encode() * 100)
-    slim = msgspec.structs.replace(
-        decision, request=msgspec.structs.replace(decision.request, prompt=b"")
-    )
-    active.add_routed(decision, slim, now=10.0, queued_s=0.0)
+    add(active, decision)
     written = recording.take(100)
     assert CANARY.encode() not in written
     assert b'"session":' in written

@@ -25,7 +25,7 @@ from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 A = "10.0.0.1:8000"

@@ -25,7 +25,7 @@ from extproc.simulator import api_responses
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.canary import AUTHORIZATION, CANARY
 from tests.support.pool_fixture import PoolFixture
 

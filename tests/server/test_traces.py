@@ -17,8 +17,8 @@ from extproc.protocol.trace_context import TraceSampler, parse_traceparent
 from extproc.server.app import EndpointPickerProcess
 from extproc.server.stream_handler import open_stream
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_trace import TracedRequest
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.server.test_stream_handler import BODY, HEADERS, MODES, StreamFixture, answer
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture

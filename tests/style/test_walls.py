@@ -53,7 +53,7 @@ ALLOWED = (
         "a node is plain data of the tree, which its index writes for every block",
     ),
     (
-        "extproc/telemetry/request_recorder.py",
+        "extproc/telemetry/*_recorder.py",
         "direct_responses streams_open",
         "counters are plain data of the package, written for every request",
     ),

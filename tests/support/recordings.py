@@ -70,7 +70,9 @@ def record(
         waited_s = timeline.now - sim_request.sent_at
         chain = block_hashes(sim_request.work, picker.cuts)
         full = msgspec.structs.replace(outcome, block_hashes=chain)
-        numbers[sim_request.id] = active.add_routed(full, full, now=timeline.now, queued_s=waited_s)
+        numbers[sim_request.id] = active.add_routed(
+            full.without_prompt(), active.hash_prompt(full), now=timeline.now, queued_s=waited_s
+        )
         lines.extend(recording.take(1000))
         return commit(sim_request, outcome)
 

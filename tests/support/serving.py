@@ -32,7 +32,7 @@ from extproc.server.transport import ExtProcServicer, Keepalive, ListenAddresses
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import PoolFixture

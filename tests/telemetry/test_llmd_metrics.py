@@ -14,7 +14,7 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -13,7 +13,8 @@ from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry import pool_log
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import RequestRecorder, StreamRecorder
+from extproc.telemetry.request_recorder import RequestRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.canary import CANARY
 
 ADDRESS = "10.0.0.1:8000"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 
 from extproc.decision import NO_ENDPOINTS, Decision, Rejection
 from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.prefix_cache import blocks
 from extproc.request import HttpRequest, InferenceRequest, RequestLabels
 from extproc.telemetry import explanation, exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
+from tests.support import recordings
 from tests.support.pool_fixture import PoolFixture
 
 
@@ -52,13 +56,17 @@ class RecorderFixture:
         self.decisions = DecisionLog(10)
         self.recorder = StreamRecorder(self.counters, self.decisions, lambda: 0.0)
 
-    def route(self, pool="default"):
+    def route(self, pool="default", *, prompt=None):
         """The recorder of a routed request."""
         request = self.recorder.observe_request("default")
         if pool != "default":
             request.on_pool_selected(pool)
+        decision = decided()
+        if prompt is not None:
+            inference = msgspec.structs.replace(decision.request, prompt=prompt)
+            decision = msgspec.structs.replace(decision, request=inference)
         request.on_routed(
-            decided(), request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+            decision, request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
         )
         return request
 
@@ -328,6 +336,9 @@ def test_a_bug_in_the_recording_of_a_request_keeps_no_other_from_being_counted()
         def __init__(self):
             self.num_tried = self.num_ends = 0
 
+        def hash_prompt(self, _):
+            return (), None
+
         def add_routed(self, *_, **__):
             self.num_tried += 1
             if self.num_tried % 2:
@@ -356,3 +367,24 @@ def test_a_bug_in_the_recording_of_a_request_keeps_no_other_from_being_counted()
     assert page(subject.counters)[running] == 0
     assert (recordings.num_tried, recordings.num_ends) == (4, 2)
     assert sum(subject.counters.exceptions.values()) >= 4  # and those of `encode`
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("size_bytes", [1000, 100_000])
+def test_a_prompt_waits_only_where_it_is_short_and_recorded(size_bytes, is_recorded):
+    """It waits for the batch in which it is hashed; recordings have the hashes of all prompts."""
+    subject, active = RecorderFixture(), recordings.recordings()
+    recording = active.start()
+    if is_recorded:
+        subject.recorder.set_recordings(active)
+    request = subject.route(prompt=b"x" * size_bytes)
+    waits = is_recorded and size_bytes == 1000
+    assert bool(request.decision.request.prompt) is waits
+    subject.counters.settle()
+    assert (request.decision.request.prompt, request.decision.pool) == (b"", "default")
+    rows = [json.loads(line) for line in recording.take(10).splitlines()]
+    decisions = [row for row in rows if row["kind"] == "decision"]
+    assert len(decisions) == is_recorded
+    if is_recorded:
+        chain = blocks.chain(b"x" * size_bytes, blocks.seed("", ""))
+        assert decisions[0]["blocks"] == list(chain) != []

@@ -13,8 +13,8 @@ from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import MAX_HISTOGRAM_MODELS, Exposition
-from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_series import MAX_SERIES, MAX_UNANSWERED_MODELS
+from extproc.telemetry.stream_recorder import StreamRecorder
 
 ADDRESS = "10.0.0.1:8000"
 

@@ -12,8 +12,8 @@ from extproc.protocol.trace_context import TraceContext
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_trace import MAX_CANDIDATES, TracedRequest
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.canary import CANARY
 
 TRACE = TraceContext("a" * 32, "b" * 16, 1, "c" * 16)

@@ -20,8 +20,8 @@ from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.request_series import UNPARSED
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.scaling import configured
 
 POLICY = {"window_s": 60.0, "interval_s": 5.0, "up": 2.0, "down": 1.0}

@@ -1,0 +1,257 @@
+"""Stream recorder: counts streams, and counts, records and logs requests a batch at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from extproc.parsing import surfaces
+from extproc.protocol.trace_context import TraceContext
+from extproc.recording.rows import EndRow
+from extproc.supervision import ExceptionLog
+from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.log_format import DelayedCall, RequestLine, log_requests
+from extproc.telemetry.request_recorder import RequestRecorder
+from extproc.telemetry.request_series import (
+    NO_STATUS,
+    TOKEN_KINDS,
+    UNOBSERVED_STATUS,
+    RequestSeries,
+    WaitingValues,
+)
+
+if TYPE_CHECKING:
+    from extproc.recording.recorder import Recordings
+    from extproc.telemetry.request_trace import TracedRequest
+
+
+class RequestTracer(Protocol):
+    """Observes requests whose traces are sent."""
+
+    def observe(
+        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float
+    ) -> TracedRequest:
+        """Create the observer of a traced request, which reports to its recorder as well."""
+
+
+#: Seconds that the line of a request may wait for others: at 1,000 a second, a batch.
+_LINE_DELAY_S: Final = 0.125
+
+
+class StreamRecorder:
+    """Recorder of all streams.
+
+    Args:
+        recorder_type: Recorder of a request, which may log it as well.
+        tracer: Sends the traces of requests; None sends none.
+
+    Attributes:
+        routed: Requests that were routed and wait to be counted and recorded, a few at most.
+        answered: The same whose response headers came.
+        ended: The same that ended.
+        values: Values of series that wait to be counted.
+        recordings: Recordings under way; None without any.
+    """
+
+    def __init__(
+        self,
+        counters: ProcessCounters,
+        decisions: DecisionLog,
+        clock: Callable[[], float],
+        recorder_type: type[RequestRecorder] = RequestRecorder,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        self.counters = counters
+        self.decisions = decisions
+        self.tracer = tracer
+        self.routed: list[RequestRecorder] = []
+        self.answered: list[RequestRecorder] = []
+        self.ended: list[RequestRecorder] = []
+        self.values = WaitingValues()
+        self.recordings: Recordings | None = None
+        self._due_lines = DelayedCall(self.settle)
+        self._recorder_type = recorder_type
+        self._exceptions = ExceptionLog(counters.exceptions, clock)
+        counters.before_reading(self.settle)
+        decisions.before_reading(self.settle)
+
+    def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
+        """Record requests with another recorder from the next one on."""
+        self._recorder_type = recorder_type
+
+    def set_recordings(self, recordings: Recordings | None) -> None:
+        """Put requests into recordings from the next decision on; None ends that."""
+        self.settle()
+        self.recordings = recordings
+
+    def hash_prompt(self, request: RequestRecorder) -> None:
+        """Hash a prompt that is not to wait; a bug there must not cost the request."""
+        if self.recordings is not None:
+            self._attempt(request.hash_prompt, self.recordings)
+
+    def _record(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
+        """Put decisions into recordings, all but those that a bug prevents."""
+        for request in requests:
+            self._attempt(request.record, recordings)
+
+    def on_stream_opened(self) -> None:
+        """Count an open stream."""
+        self.counters.streams_open += 1
+
+    def on_stream_ended(self, result: str) -> None:
+        """Count the end of a stream by its result."""
+        self.counters.streams_open -= 1
+        self.counters.streams[result] += 1
+
+    def on_exception(self, error: BaseException) -> None:
+        """Count and log an unexpected exception."""
+        self._exceptions.record(error)
+
+    def observe_request(self, pool: str) -> RequestRecorder:
+        """Create the recorder of a request; `pool` is the default pool."""
+        return self._recorder_type(self, self.counters.open_pools[pool])
+
+    def settle(self) -> None:
+        """Count, record and remember what waits."""
+        routed, answered, ended = self.routed, self.answered, self.ended
+        self.routed, self.answered, self.ended = [], [], []
+        if self.recordings is not None:
+            self._record(self.recordings, routed)
+        steps = (
+            (self._settle_routed, routed),
+            (self._settle_answered, answered),
+            (self._settle_ended, ended),
+        )
+        for step, waiting in steps:
+            for counters, requests in self._by_pool(waiting):
+                self._attempt(step, counters, requests)
+        self.values.settle()
+        if self.recordings is not None:
+            self._attempt(self.recordings.encode)
+        if any(request.logged_at for request in ended):
+            self._attempt(self._log, ended)
+
+    def _attempt(self, step: Callable[..., None], *arguments: object) -> None:
+        """Do a part of the work: a bug there must not keep the others from being done."""
+        try:
+            step(*arguments)
+        except Exception as error:  # noqa: BLE001
+            self.on_exception(error)
+
+    def _log(self, ended: Sequence[RequestRecorder]) -> None:
+        """Log the requests that are to be, all but those whose line a bug prevents."""
+        lines: list[tuple[float, RequestLine]] = []
+        for request in ended:
+            if request.logged_at:
+                try:
+                    lines.append((request.logged_at, request.build_line()))
+                except Exception as error:  # noqa: BLE001
+                    self.on_exception(error)
+        log_requests(lines)
+
+    def settle_soon(self) -> None:
+        """Settle in a moment, so that no line is late; at once where no event loop runs."""
+        if not self._due_lines.schedule(_LINE_DELAY_S):
+            self.settle()
+
+    def _by_pool(
+        self, requests: Sequence[RequestRecorder]
+    ) -> Iterable[tuple[PoolCounters, Sequence[RequestRecorder]]]:
+        """Requests by the counters of their pool."""
+        if requests and len(self.counters.open_pools) == 1:
+            return [(requests[0].pool_counters, requests)]
+        by_pool: defaultdict[PoolCounters, list[RequestRecorder]] = defaultdict(list)
+        for request in requests:
+            by_pool[request.pool_counters].append(request)
+        return by_pool.items()
+
+    def add_ttft(self, request: RequestRecorder, ttft_s: float) -> None:
+        """Count the time to the first token, and what was predicted of a stream."""
+        series, trace_id, add = request.find_series(), request.trace_id, self.values.add
+        if not request.is_stream:
+            add(series, "complete_ttft", ttft_s, trace_id)
+            return
+        add(series, "stream_ttft", ttft_s, trace_id)
+        predicted_s = request.decision.predicted_ttft_s
+        if predicted_s:
+            add(series, "predicted_ttft", predicted_s)
+            add(series, "ttft_ratio", (ttft_s - request.routed_s) / predicted_s)
+
+    def _settle_routed(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
+        """Count routed requests of a pool, and remember their decisions."""
+        self.counters.routing_duration_s.add_all([request.routing_s for request in requests])
+        counters.record_routed([request.decision for request in requests])
+        for request in requests:
+            request.find_series().change_running(1)
+        self.decisions.extend(requests)
+
+    def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
+        """Count times to response headers, which are those to the first token without chunks."""
+        counters.response_headers_s.add_all(
+            [request.headers_s for request in requests if request.headers_s is not None]
+        )
+        for request in requests:
+            if request.is_served and not request.is_chunked and request.is_routed:
+                self.add_ttft(request, request.response_s)
+
+    def _settle_ended(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
+        """Count ends of requests of a pool and their tokens, and record them."""
+        counters.record_finished(
+            [
+                (REMOVED_ENDPOINT if request.endpoint is None else request.endpoint, request.status)
+                for request in requests
+            ],
+            num_reported=sum(["completion" in request.usage for request in requests]),
+        )
+        headers_s: defaultdict[str, list[float]] = defaultdict(list)
+        for request in requests:
+            if not request.is_routed:
+                continue
+            if request.endpoint and request.is_served and request.headers_s is not None:
+                headers_s[request.endpoint].append(request.headers_s)
+            self._count_end(request)
+        for address, durations_s in headers_s.items():
+            counters.record_headers(address, durations_s)
+        if self.recordings is not None:
+            self._record_ends(self.recordings, requests)
+
+    def _record_ends(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
+        """Record ends; a bug at one of them must not keep the others from it."""
+        ends: list[EndRow] = []
+        for request in requests:
+            if request.number:
+                try:
+                    ends.append(request.build_end())
+                except Exception as error:  # noqa: BLE001
+                    self.on_exception(error)
+        recordings.add_ends(ends)
+
+    def _count_end(self, request: RequestRecorder) -> None:
+        """Count the end of a routed request in its series."""
+        series = request.find_series()
+        if request.usage:
+            self._count_tokens(request, series)
+        if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
+            self.add_ttft(request, request.response_s)
+        series.change_running(-1)
+        if request.is_served and series.labels != request.labels:
+            # The engine serves the model, even if it does not list it.
+            series = request.pool_counters.series.find(request.labels, is_served=True)
+        status = request.status or request.refusal_status
+        if not status:
+            is_watched = request.decision.request.api not in surfaces.UNOBSERVED
+            status = NO_STATUS if is_watched else UNOBSERVED_STATUS
+        name = series.name_status(status)
+        self.values.add(series, name, request.seconds or 0.0, request.trace_id)
+
+    def _count_tokens(self, request: RequestRecorder, series: RequestSeries) -> None:
+        """Count the tokens of a request, and the time that each took."""
+        for kind in TOKEN_KINDS:
+            if kind in request.usage:
+                self.values.add(series, kind, request.usage[kind])
+        gaps = request.usage.get("completion", 0) - 1
+        span_s = request.last_chunk_s - request.first_chunk_s
+        if gaps > 0 and span_s > 0.0:
+            self.values.add(series, "tpot", span_s / gaps)
