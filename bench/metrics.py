@@ -1,12 +1,13 @@
 """Measures what metrics, log lines and recordings cost: CPU of a request, and pages of 500 endpoints.
 
-    python -m bench.metrics [--parts processes core pages] [--rounds 30] [--seconds 0.5] [--rate 1000]
+    python -m bench.metrics [--parts processes core pages] [--rounds 60] [--seconds 0.5] [--rate 1000]
 
-`processes`: pickers over 8 and 20 endpoints are loaded in turns by streams of `bench.stream_load`, 1,000
-a second, each round in another order: one that observes no request, one with metrics and the ring of
-decisions as always, one with `log.requests: all` besides, and one with a recording of decisions besides.
-They are started four times, each time with four rounds to warm up, and all processes have priority over
-other work where root runs them. Ratios are taken to the first, within a round; the last one has the bar.
+`processes`: a picker over 8 and another over 20 endpoints is loaded by streams of `bench.stream_load`,
+1,000 a second. It changes what it observes from slice to slice, each round in another order: nothing,
+metrics and the ring of decisions as always, `log.requests: all` besides, and a recording of decisions
+besides. It is one process, because two with the same settings differ by some percent from their start to
+their end; and it is started several times. All processes have priority over other work where root runs
+them. Ratios are taken to the slice without anything, within a round; the last one has the bar.
 `core`: requests pass the core alone, without gRPC, 1,000 in a second of simulated time, with the body and
 the usage of an answer. `pages`: pages are rendered under the names of extproc alone, with those of llm-d,
 and with the table of series full; they are rendered in pieces, between which requests are routed.
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import math
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -43,12 +46,14 @@ from extproc.decision import Decision
 from extproc.demo import stack
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
+from extproc.server.decision_recording import DecisionRecorder
 from extproc.telemetry import log_format
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.request_recorder import RequestRecorder
+from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 #: Share of the CPU of a request that metrics, log and recording may cost together.
@@ -61,14 +66,15 @@ POOL_SIZES = (8, 20)
 CONNECTIONS = 16
 
 #: Streams per second (1/s), and rounds of it before those that count.
-RATE, WARM_UP_ROUNDS = 1000.0, 4
+RATE, WARM_UP_ROUNDS = 1000.0, 2
 
 #: Starts of the processes that the rounds are shared among: the memory of a process lies as it does from
 #: its start to its end, which makes some percent of its CPU.
-STARTS = 4
+STARTS = 6
 
-#: Seconds after a slice in which lines of it are still written.
-SETTLED_S = 0.25
+#: Seconds of load after a change of what is observed, before those that count: the interpreter adapts its
+#: instructions to what they meet.
+CHANGE_S = 0.15
 
 #: Requests of a round of the core (count).
 REQUESTS = 50
@@ -96,8 +102,12 @@ class NoObserver:
 OFF, METRICS, LOG, RECORDING = "off", "metrics", "+ log", "+ recording"
 
 
-def _config(name: str, file: Path) -> str:
-    """Configuration of a picker."""
+#: Signals that make a served picker observe what a row has.
+SIGNALS = {row: signal.SIGRTMIN + at for at, row in enumerate((OFF, METRICS, LOG, RECORDING))}
+
+
+def _config(file: Path) -> str:
+    """Configuration of a picker, with everything that it may record."""
     scheduling = {
         "profile": {
             "name": "bench",
@@ -113,45 +123,94 @@ def _config(name: str, file: Path) -> str:
         "kind": "ExtProcConfig",
         "scrape": {"enabled": False},
         "scheduling": scheduling,
+        "log": {"requests": "all"},
+        "decisions": {"record": {"file": str(file), "max_files": 2}},
     }
-    if name in (LOG, RECORDING):
-        config["log"] = {"requests": "all"}
-    if name == RECORDING:
-        config["decisions"] = {"record": {"file": str(file), "max_files": 2}}
     return json.dumps(config)
 
 
-async def compare_processes(
+def serve(arguments: Sequence[str]) -> int:
+    """A picker that observes of requests what the last of `SIGNALS` says; there is no such setting."""
+    nothing, record = NoObserver(), DecisionRecorder.run
+    observers: dict[str, Callable[[StreamRecorder, str], Any]] = {
+        OFF: lambda *_: nothing,
+        METRICS: lambda streams, pool: RequestRecorder(streams, streams.counters.open_pools[pool]),
+        LOG: StreamRecorder.observe_request,
+        RECORDING: StreamRecorder.observe_request,
+    }
+
+    async def follow_signals(recorder: DecisionRecorder) -> None:
+        """Record while it is to be recorded."""
+        loop = asyncio.get_running_loop()
+        rows: asyncio.Queue[str] = asyncio.Queue()
+        for row, number in SIGNALS.items():
+            loop.add_signal_handler(number, rows.put_nowait, row)
+        while True:
+            row = await rows.get()
+            StreamRecorder.observe_request = observers[row]  # type: ignore[method-assign]
+            if row == RECORDING:
+                recording = loop.create_task(record(recorder))
+                following = await rows.get()
+                rows.put_nowait(following)
+                recording.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await recording
+
+    for number in SIGNALS.values():  # until there is a loop
+        signal.signal(number, signal.SIG_IGN)
+    DecisionRecorder.run = follow_signals  # type: ignore[method-assign]
+    return extproc.cli.main.main(["serve", *arguments])
+
+
+async def compare_process(
     size: int, rounds: int, seconds: float, transport: str, *, rate_per_s: float
 ) -> Mapping[str, Sequence[float]]:
-    """CPU of a request (us) by round, by what is recorded, with `size` endpoints."""
-    rows = (OFF, METRICS, LOG, RECORDING)
+    """CPU of a request (us) by round, by what is recorded, of one process with `size` endpoints."""
+    rows = tuple(SIGNALS)
     used: dict[str, list[float]] = {row: [] for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         async with stack.stack() as children:
-            running = {}
-            for name in rows:
-                port = stack.free_port()
-                entry = ["bench.metrics", "--serve"] if name == OFF else ["extproc", "serve"]
-                child = await children.start(
-                    name,
-                    [
-                        *(sys.executable, "-m", *entry, "--host", "127.0.0.1"),
-                        *("--endpoints", ",".join(f"127.0.0.{at + 2}:9" for at in range(size))),
-                        *("--secure-serving=false", "--transport", transport),
-                        *("--grpc-port", str(port), "--metrics-port", "0"),
-                        *("--grpc-health-port", "0", "--drain-timeout", "0s"),
-                        *("--config-text", _config(name, Path(folder) / "decisions.jsonl")),
-                    ],
-                    ready="extproc is listening",
+            port = stack.free_port()
+            child = await children.start(
+                "extproc",
+                [
+                    *(sys.executable, "-m", "bench.metrics", "--serve", "--host", "127.0.0.1"),
+                    *("--endpoints", ",".join(f"127.0.0.{at + 2}:9" for at in range(size))),
+                    *("--secure-serving=false", "--transport", transport),
+                    *("--grpc-port", str(port), "--metrics-port", "0"),
+                    *("--grpc-health-port", "0", "--drain-timeout", "0s"),
+                    *("--config-text", _config(Path(folder) / "decisions.jsonl")),
+                ],
+                ready="extproc is listening",
+            )
+            slices = [
+                row
+                for rng in [random.Random(1)]
+                for _ in range(WARM_UP_ROUNDS + rounds)
+                for row in rng.sample(rows, len(rows))
+            ]
+            times: list[float] = []
+            body = rig.chat(2_000)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(
+                    load_streams(
+                        port,
+                        *messages(body),
+                        body_bytes=len(body),
+                        connections=CONNECTIONS,
+                        seconds=1.05 * len(slices) * (CHANGE_S + seconds) + 1.0,
+                        rate_per_s=rate_per_s,
+                        times=times,
+                    )
                 )
-                running[name] = port, child.process.pid
-            rng = random.Random(1)
-            for number in range(-WARM_UP_ROUNDS, rounds):
-                for row in rng.sample(rows, len(rows)):
-                    cpu_us = await _load(*running[row], seconds, rate_per_s)
-                    if number >= 0:
-                        used[row].append(cpu_us)
+                for number, row in enumerate(slices):
+                    os.kill(child.process.pid, SIGNALS[row])
+                    await asyncio.sleep(CHANGE_S)
+                    cpu_s, requests = threads_cpu_s(child.process.pid), len(times)
+                    await asyncio.sleep(seconds)
+                    cpu_s = threads_cpu_s(child.process.pid) - cpu_s
+                    if number >= WARM_UP_ROUNDS * len(rows):
+                        used[row].append(cpu_s / (len(times) - requests) * 1e6)
     return used
 
 
@@ -160,28 +219,12 @@ async def compare_starts(
 ) -> Mapping[str, Sequence[float]]:
     """The same over several starts of the processes."""
     parts = [
-        await compare_processes(
+        await compare_process(
             size, math.ceil(rounds / STARTS), seconds, transport, rate_per_s=rate_per_s
         )
         for _ in range(STARTS)
     ]
     return {row: [*itertools.chain(*(part[row] for part in parts))] for row in parts[0]}
-
-
-async def _load(port: int, pid: int, seconds: float, rate_per_s: float) -> float:
-    """CPU of a request (us) in a slice of time."""
-    body = rig.chat(2_000)
-    before = threads_cpu_s(pid)
-    stats = await load_streams(
-        port,
-        *messages(body),
-        body_bytes=len(body),
-        connections=CONNECTIONS,
-        seconds=seconds,
-        rate_per_s=rate_per_s,
-    )
-    await asyncio.sleep(SETTLED_S)
-    return (threads_cpu_s(pid) - before) / stats["requests"] * 1e6
 
 
 def threads_cpu_s(pid: int) -> float:
@@ -351,14 +394,11 @@ def print_pages(endpoints: int, rounds: int) -> None:
 def main() -> None:
     """Run from the command line."""
     if sys.argv[1:2] == ["--serve"]:
-        # A picker of which nothing of a request is recorded; there is no such setting.
-        nothing = NoObserver()
-        StreamRecorder.observe_request = lambda *_: nothing
-        sys.exit(extproc.cli.main.main(["serve", *sys.argv[2:]]))
+        sys.exit(serve(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts = ("processes", "core", "pages")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument(
         "--rate", type=float, default=RATE, help="0 for as many as the pickers take"

@@ -218,15 +218,17 @@ async def load_streams(
     connections: int,
     seconds: float,
     rate_per_s: float = 0.0,
+    times: list[float] | None = None,
 ) -> dict[str, float]:
     """Streams on `connections`; requests, seconds and percentiles of latency (seconds).
 
     Args:
         rate_per_s: Streams per second on all connections; 0 for a closed loop.
+        times: Filled with the seconds of each stream at its end.
     """
     interval_s = connections / rate_per_s if rate_per_s else 0.0
     loop = asyncio.get_running_loop()
-    times: list[float] = []
+    times = [] if times is None else times
     started = time.perf_counter()
     clients = []
     for number in range(connections):
