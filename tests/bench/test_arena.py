@@ -1,6 +1,7 @@
 """Tests of the arena: what a seed draws, how ratios are taken, and that the test set stays shut."""
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -84,6 +85,15 @@ def test_the_test_set_is_shut():
 def small(seed=7):
     """A drawn scenario of forty requests."""
     return dataclasses.replace(scenarios.draw(seed), requests=40)
+
+
+def test_recorded_rates_are_of_the_scenarios_that_are_drawn():
+    """A field that is new in `Scenario` changes their keys; record the rates under the new ones."""
+    rates = json.loads((rig.RESULTS / f"{saturation.RECORD}.json").read_text())["rates"]
+    assert rates
+    for seed, known in rates.items():
+        drawn = scenarios.draw(int(seed), may_test=True)
+        assert list(known) == [drawn.key], f"seed {seed}"
 
 
 def test_the_rate_of_saturation_is_found_again():
