@@ -276,6 +276,10 @@ class PeerReplica:
         """Number of open requests of other replicas in our accounts."""
         return sum(len(peer.open) for peer in self._peers.values())
 
+    def is_alive(self, picker: str) -> bool:
+        """True if a replica was heard lately; what was open in one that was dropped is not known."""
+        return picker in self._peers
+
     def apply_message(self, message: PeerMessage, now: float) -> set[str]:
         """Apply the message of a picker.
 

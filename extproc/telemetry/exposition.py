@@ -131,7 +131,7 @@ class Exposition:
         )
         yield _counter(
             "extproc_peer_sync_failures",
-            "Connections to peers that failed or ended, and messages dropped for slow peers, by reason; "
+            "Connections with peers that failed, ended or were cut off as too slow (`slow`), by reason; "
             "only with `peer_sync.peers`.",
             "reason",
             counters.peer_sync_failures,
