@@ -1,12 +1,15 @@
 """Runs a well-behaved client for minutes beside everything that can go wrong at once.
 
-python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--transport native] [--write]
+python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--transport native] [--exchange direct]
+    [--write]
 
-A real picker, a real Envoy, 8 engines (2 of them with hostile pages, KV events and rendered prompts), Redis
-and a Kubernetes API server where they are there. A quarter of the time is quiet, but for the client; then hostile clients of every
-kind come, floods of HTTP/2 frames on the port of ext_proc, engines are killed and hung, files are
-broken and mended, Redis and the API server go away and come back. It prints a table of bars and ends
-with 1 where a bar is missed.
+A real picker, a real Envoy, 8 engines (2 of them with hostile pages, KV events and rendered prompts) and a
+Kubernetes API server where there is one. A quarter of the time is quiet, but for the client; then hostile
+clients of every kind come, floods of HTTP/2 frames on the port of ext_proc, engines are killed and hung,
+files are broken and mended, the API server goes away and comes back. The picker exchanges its requests with
+another replica, which is killed, stopped and started again (`bench.chaos_peers`), or with `--exchange
+redis` over a Redis, which goes away and holds what no replica wrote. It prints a table of bars and ends with
+1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from pathlib import Path
 
 import msgspec
 
-from bench import chaos_site, hostile_requests, rig, robustness, steady_client
-from bench.chaos_site import ChaosEngine, ChaosSite
+from bench import chaos_peers, chaos_site, hostile_requests, rig, robustness, steady_client
+from bench.chaos_site import ChaosBar, ChaosEngine, ChaosSite
 from bench.hostile_watch import MIB
 from extproc.routing import peer_sync
 from extproc.server import native_ext_proc
@@ -80,15 +83,6 @@ class Event(msgspec.Struct, frozen=True):
     at: float
 
 
-class ChaosBar(msgspec.Struct, frozen=True):
-    """One line of the table."""
-
-    name: str
-    wanted: str
-    measured: str
-    is_met: bool
-
-
 class Chaos:
     """Everything hostile, until it is stopped.
 
@@ -101,6 +95,7 @@ class Chaos:
         events: What was done to engines.
         answers: What hostile clients got, by kind and status.
         counts: How often other things were done.
+        peers: What was done to the other replica; None without one.
     """
 
     def __init__(self, site: ChaosSite, rng: random.Random, seconds: float) -> None:
@@ -108,6 +103,7 @@ class Chaos:
         self.events: list[Event] = []
         self.answers: collections.Counter[str] = collections.Counter()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.peers = chaos_peers.ChaosPeers(site.picker, site.peer) if site.peer else None
         self._rng = rng
         self._seconds = seconds
         self._end = 0.0
@@ -126,6 +122,7 @@ class Chaos:
             self._files,
         ]
         parts += [self._redis, self._entries] if self.site.redis else []
+        parts += [self._peer, self._slow_readers] if self.peers else []
         parts += [self._cluster] if self.site.cluster else []
         async with asyncio.TaskGroup() as tasks:
             for part in parts:
@@ -172,7 +169,7 @@ class Chaos:
     async def _engines(self) -> None:
         """Kill and hang engines in turn, one at a time."""
         period_s = max(3 * TROUBLE_S, self._seconds / 20)
-        for what in _alternating("kill", "hang"):
+        for what in itertools.cycle(("kill", "hang")):
             if not await self._until(period_s - TROUBLE_S):
                 return
             engine = self._rng.choice(self.site.engines)
@@ -197,6 +194,22 @@ class Chaos:
             self.counts["edits"] += 1
         for path, text in good.items():
             path.write_text(text)
+
+    async def _peer(self) -> None:
+        """Kill and stop the other replica in turn."""
+        assert self.peers is not None
+        period_s = max(3 * chaos_peers.TROUBLE_S, self._seconds / 16)
+        for outage in itertools.cycle((self.peers.kill, self.peers.stop)):
+            if not await self._until(period_s - chaos_peers.TROUBLE_S):
+                return
+            await outage()
+            self.counts[self.peers.outages[-1].what] += 1
+
+    async def _slow_readers(self) -> None:
+        assert self.peers is not None
+        while await self._until(chaos_peers.TROUBLE_S):
+            await self.peers.read_slowly()
+            self.counts["slow readers of requests"] += 1
 
     async def _redis(self) -> None:
         redis = self.site.redis
@@ -235,11 +248,6 @@ class Chaos:
             self.counts["API server away"] += 1
 
 
-def _alternating(*what: str):
-    while True:
-        yield from what
-
-
 async def _mend(engine: ChaosEngine, what: str) -> None:
     if what == "hang":
         engine.send(signal.SIGCONT)
@@ -270,39 +278,78 @@ async def sampled(site: ChaosSite, samples: list[tuple[float, int]]) -> None:
 
 
 async def run(
-    minutes: float, rate_per_s: float, seed: int, transport: str
+    minutes: float, rate_per_s: float, seed: int, transport: str, exchange: str
 ) -> tuple[list[ChaosBar], dict]:
     """Everything, from start to end."""
     seconds = 60.0 * minutes
     quiet_s = seconds / 4
-    async with chaos_site.site(transport) as site:
+    async with chaos_site.site(transport, exchange) as site:
         for line in site.missing:
             print(line, flush=True)
         chaos = Chaos(site, random.Random(seed), seconds - quiet_s)
         samples: list[tuple[float, int]] = []
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "outcomes.json"
-            words = [str(site.picker.port), str(rate_per_s), str(seconds), str(file)]
-            argv = [sys.executable, "-m", "bench.steady_client", *words]
-            client = await site.children.start("steady", argv, ready="is ready")
-            done = client.line("is done")
+        async with asyncio.TaskGroup() as clients:
+            client = clients.create_task(_client(site, site.picker.port, rate_per_s, seconds))
+            # Its requests are answered slowly, so that some are open whenever it is killed.
+            port, rate = (site.peer.ports.listener, chaos_peers.RATE_PER_S) if site.peer else (0, 0)
+            peer_client = clients.create_task(
+                _client(site, port, rate, seconds, tokens=chaos_peers.TOKENS)
+            )
             sampling = asyncio.ensure_future(sampled(site, samples))
             await asyncio.sleep(quiet_s)
             began = time.monotonic()
             await chaos.run()
             ended = time.monotonic()
-            await done
-            outcomes = msgspec.json.decode(
-                file.read_bytes(), type=list[steady_client.ClientOutcome]
-            )
         await asyncio.sleep(CALM_S)
         accounts = await site.picker.accounts()
+        if site.peer is not None:
+            left = await site.peer.watched.accounts()
+            accounts |= {f"other replica: {name}": value for name, value in left.items()}
         metrics = await site.picker.metrics()
         chaos.counts |= {
             name: int(value) for name, value in metrics.items() if name.startswith(_COUNTED)
         }
         sampling.cancel()
-        return judged(site, chaos, outcomes, samples, accounts, began=began, ended=ended)
+        bars, figures = judged(
+            site, chaos, client.result(), samples, accounts, began=began, ended=ended
+        )
+        if chaos.peers is not None:
+            rows, more = _judge_peers(chaos, chaos.peers, peer_client.result())
+            bars += rows
+            figures |= more
+        return bars, figures | {"bars": [msgspec.to_builtins(bar) for bar in bars]}
+
+
+async def _client(
+    site: ChaosSite, port: int, rate_per_s: float, seconds: float, *, tokens: int = 16
+) -> list[steady_client.ClientOutcome]:
+    """Run a well-behaved client to its end."""
+    if not port:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "outcomes.json"
+        words = [str(port), str(rate_per_s), str(seconds), str(tokens), str(file)]
+        argv = [sys.executable, "-m", "bench.steady_client", *words]
+        client = await site.children.start("steady", argv, ready="is ready")
+        await client.line("is done")
+        return msgspec.json.decode(file.read_bytes(), type=list[steady_client.ClientOutcome])
+
+
+def _judge_peers(
+    chaos: Chaos, peers: chaos_peers.ChaosPeers, outcomes: list[steady_client.ClientOutcome]
+) -> tuple[list[ChaosBar], dict]:
+    excused = sum(
+        outcome.status != 200
+        and not peers.is_excused(outcome)
+        and was_hit(outcome, chaos.events, "kill")
+        for outcome in outcomes
+    )
+    figures = {
+        "peer_requests": len(outcomes),
+        "peer_gone_s": peers.gone_s,
+        "peer_agreement_s": peers.agreement_s,
+    }
+    return chaos_peers.judge(peers, outcomes, excused), figures
 
 
 def judged(
@@ -369,7 +416,6 @@ def judged(
         "other": dict(chaos.counts),
         "hostile_answers": dict(sorted(chaos.answers.items())),
         "missing": site.missing,
-        "bars": [msgspec.to_builtins(bar) for bar in bars],
     }
     return bars, figures
 
@@ -386,17 +432,23 @@ async def main() -> int:
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", choices=("native", "grpcio"), default="native")
-    parser.add_argument("--write", action="store_true", help="write bench/results/chaos.json")
+    parser.add_argument("--exchange", choices=("direct", "redis"), default="direct")
+    parser.add_argument(
+        "--write", action="store_true", help="write bench/results/chaos.json or chaos_redis.json"
+    )
     wanted = parser.parse_args()
     async with asyncio.timeout(60.0 * wanted.minutes + 600.0):
-        bars, figures = await run(wanted.minutes, wanted.rate, wanted.seed, wanted.transport)
+        bars, figures = await run(
+            wanted.minutes, wanted.rate, wanted.seed, wanted.transport, wanted.exchange
+        )
     for name in ("engines", "other"):
         print(f"{name}: {figures[name]}")
     for bar in bars:
         met = "met   " if bar.is_met else "MISSED"
         print(f"{met} {bar.name}: wanted {bar.wanted}, measured {bar.measured}")
     if wanted.write:
-        rig.write("chaos", "python -m bench.chaos " + " ".join(sys.argv[1:]), figures)
+        name = "chaos" if wanted.exchange == "direct" else "chaos_redis"
+        rig.write(name, "python -m bench.chaos " + " ".join(sys.argv[1:]), figures)
     return 0 if all(bar.is_met for bar in bars) else 1
 
 

@@ -1,14 +1,15 @@
-"""The installation of bench.chaos: a picker, an Envoy, 8 engines, Redis, an API server."""
+"""The installation of bench.chaos: replicas, each behind an Envoy, 8 engines, Redis, an API server."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,39 @@ ENGINES, LIARS, PODS = 8, 2, 2
 SPEED = "4"
 
 
-class ChaosEngine:
+class ChaosBar(msgspec.Struct, frozen=True):
+    """One line of the table."""
+
+    name: str
+    wanted: str
+    measured: str
+    is_met: bool
+
+
+class ChaosProcess(abc.ABC):
+    """A process that may be killed, stopped and started again."""
+
+    def __init__(self, children: stack.Stack) -> None:
+        self.child: stack.Child | None = None
+        self._children = children
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Start it, where it does not run."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to its process."""
+        assert self.child is not None
+        self.child.process.send_signal(number)
+
+
+class ChaosEngine(ChaosProcess):
     """One engine, which may be killed, hung and started again on its address."""
 
     def __init__(self, children: stack.Stack, host: str, port: int) -> None:
+        super().__init__(children)
         self.address = f"{host}:{port}"
         self.labels = kv_ports()
-        self.child: stack.Child | None = None
-        self._children = children
         events, replay = self.labels.values()
         kv_flags = ("--kv-events-port", events, "--kv-replay-port", replay)
         self._flags = ("--host", host, "--port", str(port), "--speed", SPEED, *kv_flags)
@@ -46,10 +72,33 @@ class ChaosEngine:
         argv = [sys.executable, "-m", "extproc", "engine", *self._flags]
         self.child = await self._children.start("engine", argv, ready="listening on ")
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to its process."""
+
+class ChaosReplica(ChaosProcess):
+    """One replica of the picker, on ports that stay the same.
+
+    Args:
+        flags: Of `extproc serve`, without ports.
+        pages: Port of its pages.
+    """
+
+    def __init__(self, children: stack.Stack, flags: Sequence[str], pages: int) -> None:
+        super().__init__(children)
+        self.ports = stack.EnvoyPorts(*(stack.free_port() for _ in range(3)))
+        self._pages = pages
+        self._flags = (
+            *flags,
+            *("--grpc-port", str(self.ports.extproc), "--metrics-port", str(pages)),
+        )
+
+    @property
+    def watched(self) -> WatchedPicker:
+        """The process that runs now."""
         assert self.child is not None
-        self.child.process.send_signal(number)
+        return WatchedPicker(self.child, self.ports.listener, self._pages, self.ports.extproc)
+
+    async def start(self) -> None:
+        """Start it, where it does not run."""
+        self.child = await self._children.extproc(*self._flags)
 
 
 def kv_ports() -> dict[str, str]:
@@ -104,16 +153,18 @@ class ChaosSite(msgspec.Struct, frozen=True):
 
     Attributes:
         picker: The picker, behind Envoy.
+        peer: Another replica, behind an Envoy of its own; None without a direct exchange.
         engines: Simulated engines of both pools.
         config: The picker's configuration file.
         listed: Its file of endpoints.
-        redis: None without redis-server.
+        redis: None without redis-server, or with a direct exchange.
         cluster: None without an API server of our own.
         children: For further processes.
         missing: What is not there, a line for each.
     """
 
     picker: WatchedPicker
+    peer: ChaosReplica | None
     engines: list[ChaosEngine]
     config: Path
     listed: Path
@@ -124,17 +175,23 @@ class ChaosSite(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def site(transport: str) -> AsyncIterator[ChaosSite]:
-    """Start everything, with a transport of the picker; nothing is left when the block ends."""
+async def site(transport: str, exchange: str) -> AsyncIterator[ChaosSite]:
+    """Start everything; nothing is left when the block ends.
+
+    Args:
+        transport: Of the picker.
+        exchange: `direct` with another replica, or `redis` with whatever writes to it.
+    """
     missing: list[str] = []
     async with contextlib.AsyncExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         children = await held.enter_async_context(stack.stack())
-        redis = Redis(children, folder) if shutil.which("redis-server") else None
-        if redis is None:
-            missing.append("redis-server is not on the PATH: nothing is shared")
-        else:
+        redis = None
+        if exchange == "redis" and shutil.which("redis-server"):
+            redis = Redis(children, folder)
             await redis.start()
+        elif exchange == "redis":
+            missing.append("redis-server is not on the PATH: nothing is shared")
         port = stack.free_port()
         pods = [f"127.1.0.{at}" for at in range(1, PODS + 1)]
         cluster = await _cluster(held, pods, port, missing)
@@ -152,15 +209,31 @@ async def site(transport: str) -> AsyncIterator[ChaosSite]:
             written.append({"address": address, "labels": labels})
         config, listed = folder / "extproc.yaml", folder / "endpoints.yaml"
         listed.write_text(yaml.safe_dump({"endpoints": written}))
-        config.write_text(yaml.safe_dump(_config(listed, redis, cluster)))
+        pages = [stack.free_port() for _ in range(2 if exchange == "direct" else 1)]
+        sync: dict[str, Any] = {"url": redis.url} if redis else {}
+        if exchange == "direct":
+            sync = {"peers": [f"127.0.0.1:{number}" for number in pages]}
+        config.write_text(yaml.safe_dump(_config(listed, sync, cluster)))
         every = [entry["address"] for entry in written]
         every += [engine.address for engine in engines if cluster]
         addresses = [*dict.fromkeys(every)]
-        picker = await _picker(children, config, cluster, addresses, transport=transport)
-        yield ChaosSite(picker, engines, config, listed, redis, cluster, children, missing)
+        flags = (
+            *("--config-file", str(config), "--host", "127.0.0.1", "--secure-serving=false"),
+            *("--grpc-health-port", "0", "--drain-timeout", "0s", "--fallback-endpoints", "2"),
+            *("--transport", transport),
+            *(("--kubeconfig", str(cluster.kubeconfig)) if cluster else ()),
+        )
+        replicas = [ChaosReplica(children, flags, number) for number in pages]
+        for replica in replicas:
+            await replica.start()
+            await _envoy(children, replica.ports, addresses)
+        peer = replicas[1] if exchange == "direct" else None
+        yield ChaosSite(
+            replicas[0].watched, peer, engines, config, listed, redis, cluster, children, missing
+        )
 
 
-def _config(listed: Path, redis: Redis | None, cluster: ChaosCluster | None) -> dict[str, Any]:
+def _config(listed: Path, sync: dict[str, Any], cluster: ChaosCluster | None) -> dict[str, Any]:
     pools: list[dict[str, Any]] = []
     if cluster is not None:
         where = {"inference_pool": "vllm", "namespace": cluster.namespace}
@@ -176,27 +249,11 @@ def _config(listed: Path, redis: Redis | None, cluster: ChaosCluster | None) -> 
         # The labels of listed endpoints name both ports; those of the cluster publish elsewhere.
         # So few blocks that hostile engines reach the bound within the run.
         "kv_events": {"enabled": True, "replay_port": 5558, "max_blocks": 20_000},
-        **({"peer_sync": {"url": redis.url}} if redis else {}),
+        "peer_sync": sync,
     }
 
 
-async def _picker(
-    children: stack.Stack,
-    config: Path,
-    cluster: ChaosCluster | None,
-    addresses: list[str],
-    *,
-    transport: str,
-) -> WatchedPicker:
-    ports = stack.EnvoyPorts(*(stack.free_port() for _ in range(3)))
-    pages = stack.free_port()
-    child = await children.extproc(
-        *("--config-file", str(config), "--host", "127.0.0.1", "--secure-serving=false"),
-        *("--grpc-port", str(ports.extproc), "--metrics-port", str(pages)),
-        *("--grpc-health-port", "0", "--drain-timeout", "0s", "--fallback-endpoints", "2"),
-        *("--transport", transport),
-        *(("--kubeconfig", str(cluster.kubeconfig)) if cluster else ()),
-    )
+async def _envoy(children: stack.Stack, ports: stack.EnvoyPorts, addresses: Sequence[str]) -> None:
     template = ROOT / "envoy" / "override-host.yaml"
     envoy = stack.envoy_config(template, ports, engines=addresses, plaintext=True)
     chain = envoy["static_resources"]["listeners"][0]["filter_chains"][0]
@@ -204,7 +261,6 @@ async def _picker(
     header = {"key": steady_client.UPSTREAM, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
     routes["response_headers_to_add"] = [{"header": header}]
     await children.envoy(envoy)
-    return WatchedPicker(child, ports.listener, pages, ports.extproc)
 
 
 async def _cluster(

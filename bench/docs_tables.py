@@ -275,6 +275,9 @@ BLOCKS: Mapping[str, GeneratedBlock] = {
     "chaos": GeneratedBlock(
         "benchmarks/robustness.md", lambda: robustness.chaos_table(run.read("chaos"))
     ),
+    "chaos redis": GeneratedBlock(
+        "benchmarks/robustness.md", lambda: robustness.chaos_table(run.read("chaos_redis"))
+    ),
     "hostile": GeneratedBlock(
         "benchmarks/robustness.md", lambda: robustness.hostile_table(run.read("hostile"))
     ),

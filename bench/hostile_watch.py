@@ -22,6 +22,7 @@ ACCOUNTS = (
     "extproc_body_buffer_bytes",
     "extproc_endpoint_inflight_requests",
     "extproc_flow_control_queue_size",
+    "extproc_peer_sync_inflight_requests",
 )
 
 #: Longest wait for the page of metrics.

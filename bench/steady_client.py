@@ -1,9 +1,9 @@
 """Sends requests at a fixed rate from a process of its own, and records each outcome.
 
-python -m bench.steady_client PORT RATE SECONDS FILE
+python -m bench.steady_client PORT RATE SECONDS TOKENS FILE
 
-FILE becomes JSON: a list of rows as of `ClientOutcome`. Times are of the system's monotonic clock, which all
-processes of a machine share.
+Each answer has TOKENS. FILE becomes JSON: a list of rows as of `ClientOutcome`. Times are of the
+system's monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ClientOutcome(msgspec.Struct, frozen=True, array_like=True):
     upstream: str
 
 
-async def request_once(port: int, number: int, begun: float) -> ClientOutcome:
+async def request_once(port: int, number: int, begun: float, tokens: int) -> ClientOutcome:
     """Send one request. Every fourth is for the pool of the cluster, where there is one."""
     prompt = f"conversation {number % _CONVERSATIONS}: " + "a word and another one, " * 40
-    body = {"model": "demo", "prompt": prompt + str(number), "max_tokens": 16}
+    body = {"model": "demo", "prompt": prompt + str(number), "max_tokens": tokens}
     headers = [("content-type", "application/json"), ("x-pool", "kube" if number % 4 == 3 else "")]
     status, upstream = 0, ""
     try:
@@ -61,17 +61,18 @@ async def request_once(port: int, number: int, begun: float) -> ClientOutcome:
     return ClientOutcome(begun, time.monotonic(), status, upstream)
 
 
-async def main(port: int, rate_per_s: float, seconds: float, file: Path) -> None:
+async def main(port: int, rate_per_s: float, seconds: float, tokens: int, file: Path) -> None:
     """Send at the rate, however long answers take, and write the file at the end."""
     print("steady client is ready", flush=True)
     start, tasks = time.monotonic(), []
     for number in range(int(seconds * rate_per_s)):
         begun = start + number / rate_per_s
         await asyncio.sleep(max(0.0, begun - time.monotonic()))
-        tasks.append(asyncio.ensure_future(request_once(port, number, begun)))
+        tasks.append(asyncio.ensure_future(request_once(port, number, begun, tokens)))
     file.write_bytes(msgspec.json.encode(await asyncio.gather(*tasks)))
     print("steady client is done", flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])))
+    port, rate, seconds, tokens, file = sys.argv[1:]
+    asyncio.run(main(int(port), float(rate), float(seconds), int(tokens), Path(file)))
