@@ -251,3 +251,15 @@ class ForeignTraffic:
         self._others += _ALPHA * (foreign - self._others)
         requests = self._ours + self._others
         self.share = self._others / requests if requests else 0.0
+
+
+def engine_restarted(before: Load, after: Load) -> bool:
+    """True if the engine is another process than at the last scrape."""
+    if before.started_at is not None and after.started_at is not None:
+        # Whole seconds: an exporter may round.
+        return after.started_at > before.started_at + 1.0
+    pairs = (
+        (before.prefix_queries, after.prefix_queries),
+        (before.counters.generated_tokens, after.counters.generated_tokens),
+    )
+    return any(old is not None and new is not None and new < old for old, new in pairs)

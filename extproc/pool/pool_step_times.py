@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, NO_LOAD, Load, StepTimeModel
-from extproc.pool import step_time_estimator
+from extproc.pool import step_time_values
 from extproc.pool.answer_pace import AnswerPace
 from extproc.pool.request_tokens import AnswerTokens
 from extproc.pool.snapshot import EndpointSnapshot
@@ -171,8 +171,7 @@ class PoolStepTimeEstimators:
         if not self._is_changed:
             here, before = self._typical(), self._shared
             self._is_changed = here.keys() != before.keys() or not all(
-                step_time_estimator.are_close(typical, before[kind])
-                for kind, typical in here.items()
+                step_time_values.are_close(typical, before[kind]) for kind, typical in here.items()
             )
 
     def _typical(self) -> dict[_Kind | None, StepTimeModel]:
@@ -189,10 +188,10 @@ def _summarize(shown: Iterable[StepTimeEstimator]) -> _Shown:
     learners = list(shown)
     if not learners:
         return _NOTHING
-    mean = step_time_estimator.pool_mean([learner.rates_at_pool_speed for learner in learners])
+    mean = step_time_values.pool_mean([learner.rates_at_pool_speed for learner in learners])
     mean = msgspec.structs.replace(mean, evidence=float(len(learners)))
     slowness = [learner.slowness for learner in learners]
     return _Shown(
-        step_time_estimator.scaled(mean, median(slowness)),
-        step_time_estimator.scaled(mean, min(slowness)),
+        step_time_values.scaled(mean, median(slowness)),
+        step_time_values.scaled(mean, min(slowness)),
     )

@@ -18,7 +18,6 @@ What an engine did before the first scrape shows in the time that sequences had 
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -26,6 +25,7 @@ from statistics import median
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
+from extproc.pool import engine_counters, step_time_values
 from extproc.pool.engine_counters import CounterReader, IdleTime, Spans, WorkCounters
 from extproc.pool.least_squares import RecursiveLeastSquares
 from extproc.pool.reload_time import ReloadTimeEstimator
@@ -63,12 +63,6 @@ _FRESH_S, _HALVES_S = 10.0, 20.0
 
 #: Share by which the time of a window may differ from what was foretold and still be usual.
 _USUAL = 0.25
-
-#: Share by which an engine may differ from its pool and count as equal, however many windows show
-#: it: pickers that do not talk agree on the endpoint of a conversation where costs are equal. Where
-#: half of the engines have half the speed, p99 of first tokens is 0.70 s with 0.2 and 0.58 s with 0.4
-#: (`python -m bench.proof --only heterogeneous --columns adaptive --seeds 8`).
-_ALIKE = 0.4
 
 #: Times of an engine of which nothing is known, as a share of those of the fastest one: a chosen guess.
 #: Such an engine must look better than prefixes that others hold, or it gets no requests for minutes.
@@ -138,7 +132,7 @@ class StepTimeEstimator:
     ) -> None:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
         self._answers = AnswerTokens(prior.output_tokens) if answers is None else answers
-        self._prior = self._fastest = _unknowns(prior)
+        self._prior = self._fastest = step_time_values.unknowns_of(prior)
         self._weight = _WEAK
         self._look_alikes = 0.0
         self._counter_reader = CounterReader()
@@ -176,8 +170,10 @@ class StepTimeEstimator:
             look_alikes: Engines behind the prior that look like this one (count).
         """
         if prior.evidence > bool(self.rates.evidence):
-            self._prior = _unknowns(prior)
-            self._fastest = self._prior if fastest is None else _unknowns(fastest)
+            self._prior = step_time_values.unknowns_of(prior)
+            self._fastest = (
+                self._prior if fastest is None else step_time_values.unknowns_of(fastest)
+            )
             self._weight = _STRONG
             self._look_alikes = look_alikes
 
@@ -192,7 +188,7 @@ class StepTimeEstimator:
         Returns:
             True if rates change by it.
         """
-        pace = shrunk(slowness, 1.0, noise=1.0 / (1.0 + answers))
+        pace = step_time_values.shrunk(slowness, 1.0, noise=1.0 / (1.0 + answers))
         is_tried, self._is_tried = self._is_tried, is_tried
         if self.rates.evidence:
             return False
@@ -223,7 +219,7 @@ class StepTimeEstimator:
         spans = Spans.read(load.counters) if last is None else None
         if spans is not None:
             self._learn_past(load, spans)
-        if last is not None and engine_restarted(last, load):
+        if last is not None and engine_counters.engine_restarted(last, load):
             self._start = None
             self._outputs = None
             self._counter_reader = CounterReader()
@@ -290,7 +286,7 @@ class StepTimeEstimator:
             at: Its end.
             began: Begin of its work, without the idle time before it.
         """
-        foretold = zip(_unknowns(self.rates), row, strict=True)
+        foretold = zip(step_time_values.unknowns_of(self.rates), row, strict=True)
         past_share = self._share_kept(began)
         self._weigh(
             row,
@@ -304,7 +300,8 @@ class StepTimeEstimator:
         if self._loading_known:
             solution[_LOADING] = self.rates.adapter_load_s if self._shown else median(self._loads)
         self.rates = msgspec.structs.replace(
-            _with_unknowns(solution, self.rates), evidence=evidence
+            step_time_values.from_unknowns(solution, self.rates),
+            evidence=evidence,
         )
 
     def _freshness(self, now: float) -> float:
@@ -363,7 +360,7 @@ class StepTimeEstimator:
         """
         if not self._seconds:
             return 1.0
-        return self._seconds / _seconds_of(self._prior, self._rows)
+        return self._seconds / step_time_values.seconds_of(self._prior, self._rows)
 
     @property
     def rates_at_pool_speed(self) -> StepTimeModel:
@@ -372,7 +369,7 @@ class StepTimeEstimator:
         The mean of these is the next prior. What rows do not tell apart is the prior times the
         slowness: with that in the mean each prior would exceed the one before.
         """
-        return scaled(self.rates, 1.0 / self._likely(self.slowness, 1.0))
+        return step_time_values.scaled(self.rates, 1.0 / self._likely(self.slowness, 1.0))
 
     @property
     def is_unexplored(self) -> bool:
@@ -398,7 +395,7 @@ class StepTimeEstimator:
         """
         if not self._windows:
             return prior
-        return shrunk(shown, prior, noise=_USUAL * _USUAL / self._windows)
+        return step_time_values.shrunk(shown, prior, noise=_USUAL * _USUAL / self._windows)
 
     @property
     def _anchored(self) -> Sequence[float]:
@@ -411,9 +408,9 @@ class StepTimeEstimator:
             return prior
         if self._weight is _WEAK:
             return [*(slowness * value for value in prior[:_LOADING]), prior[_LOADING]]
-        usual = _unknowns(DEFAULT_STEP_TIMES)
+        usual = step_time_values.unknowns_of(DEFAULT_STEP_TIMES)
         rows = self._rows if self._seconds else _TYPICAL_ROW
-        speed = _seconds_of(prior, rows) / _seconds_of(usual, rows)
+        speed = step_time_values.seconds_of(prior, rows) / step_time_values.seconds_of(usual, rows)
         share = _WEAK / _STRONG
         return [
             *(
@@ -430,26 +427,34 @@ class StepTimeEstimator:
         if self._weight is _WEAK:
             return own
         if self.is_unexplored:
-            fastest = _with_unknowns(self._fastest, own)
+            fastest = step_time_values.from_unknowns(self._fastest, own)
             if self._is_tried:
                 return fastest
-            return scaled(fastest, 1.0 - (1.0 - _UNTRIED) / max(1.0, self._look_alikes))
+            return step_time_values.scaled(
+                fastest, 1.0 - (1.0 - _UNTRIED) / max(1.0, self._look_alikes)
+            )
         if not own.evidence:
-            return scaled(_with_unknowns(self._prior, own), self._pace)
+            return step_time_values.scaled(
+                step_time_values.from_unknowns(self._prior, own), self._pace
+            )
         fresh = 1.0 if self._last is None else self._freshness(self._last.at)
         settled = [
             there + fresh * (self._likely(shown, anchor) - there)
             for shown, anchor, there in zip(
-                _unknowns(own), self._anchored, self._prior, strict=True
+                step_time_values.unknowns_of(own), self._anchored, self._prior, strict=True
             )
         ]
         settled[_LOADING] = own.adapter_load_s if self._loading_known else self._prior[_LOADING]
-        return _with_unknowns(settled, own)
+        return step_time_values.from_unknowns(settled, own)
 
     @property
     def due_rates(self) -> StepTimeModel:
         """The same, by which answers are due: of an engine without evidence those of the prior."""
-        return self.pooled_rates if self.rates.evidence else _with_unknowns(self._prior, self.rates)
+        return (
+            self.pooled_rates
+            if self.rates.evidence
+            else step_time_values.from_unknowns(self._prior, self.rates)
+        )
 
     @property
     def _loading_known(self) -> bool:
@@ -487,90 +492,6 @@ class StepTimeEstimator:
         self._shown = True
 
 
-def pool_mean(rates: Sequence[StepTimeModel]) -> StepTimeModel:
-    """Mean step times of the engines with evidence: the prior of a new engine.
-
-    Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
-    """
-    shown = [model for model in rates if model.evidence]
-    if not shown:
-        return DEFAULT_STEP_TIMES
-    count = len(shown)
-    means = [sum(column) / count for column in zip(*map(_unknowns, shown), strict=True)]
-    facts = StepTimeModel(
-        output_tokens=sum(model.output_tokens for model in shown) / count,
-        context_tokens=sum(model.context_tokens for model in shown) / count,
-        evidence=float(count) if count > 1 else 0.0,
-    )
-    return _with_unknowns(means, facts)
-
-
-def engine_restarted(before: Load, after: Load) -> bool:
-    """True if the engine is another process than at the last scrape."""
-    if before.started_at is not None and after.started_at is not None:
-        # Whole seconds: an exporter may round.
-        return after.started_at > before.started_at + 1.0
-    pairs = (
-        (before.prefix_queries, after.prefix_queries),
-        (before.counters.generated_tokens, after.counters.generated_tokens),
-    )
-    return any(old is not None and new is not None and new < old for old, new in pairs)
-
-
-def shrunk(shown: float, prior: float, *, noise: float) -> float:
-    """Estimate between a prior and what was shown: the prior where those are alike.
-
-    Args:
-        noise: Squared share by which what was shown errs.
-    """
-    if shown == prior:
-        return prior
-    off = (shown - prior) / min(shown, prior)
-    return prior + (shown - prior) * max(0.0, 1.0 - (_ALIKE * _ALIKE + noise) / (off * off))
-
-
-def scaled(rates: StepTimeModel, factor: float) -> StepTimeModel:
-    """Rates with every time but that of adapter loads times a factor."""
-    *times, loading = _unknowns(rates)
-    return _with_unknowns([*(factor * value for value in times), loading], rates)
-
-
-def are_close(first: StepTimeModel, second: StepTimeModel) -> bool:
-    """True if no step time differs by more than a twentieth."""
-    pairs = zip(_unknowns(first), _unknowns(second), strict=True)
-    return all(abs(mine - other) <= 0.05 * other for mine, other in pairs)
-
-
 def _busy_s(start: WorkCounters, end: WorkCounters) -> float:
     """Seconds of a window in which there was something to do."""
     return (end.at - start.at) - (end.idle_s - start.idle_s)
-
-
-def _seconds_of(unknowns: Sequence[float], row: Sequence[float]) -> float:
-    """Seconds that a row takes by step times, adapter loads apart."""
-    seconds: float = sum(map(operator.mul, unknowns[:_LOADING], row))
-    return seconds
-
-
-def _unknowns(rates: StepTimeModel) -> tuple[float, float, float, float, float]:
-    """The numbers a, b, c, d and l in rates."""
-    return (
-        rates.step_s,
-        rates.prefill_s,
-        rates.decode_s,
-        rates.context_s,
-        rates.adapter_load_s,
-    )
-
-
-def _with_unknowns(unknowns: Sequence[float], facts: StepTimeModel) -> StepTimeModel:
-    """Rates of these numbers, everything else taken from `facts`."""
-    step_s, prefill_s, decode_s, context_s, adapter_load_s = unknowns
-    return msgspec.structs.replace(
-        facts,
-        step_s=step_s,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        context_s=context_s,
-        adapter_load_s=adapter_load_s,
-    )

@@ -10,10 +10,10 @@ import msgspec
 from extproc.endpoint import METRICS_PORT, Endpoint, Load, ServedModels, split_ranks
 from extproc.pool import (
     endpoint_health,
+    engine_counters,
     inference_policy,
     outlier_detection,
     plausibility,
-    step_time_estimator,
 )
 from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
@@ -221,7 +221,7 @@ class PoolStore:
         if member is None:
             return None
         account = member.account
-        restart = step_time_estimator.engine_restarted(member.load, load)
+        restart = engine_counters.engine_restarted(member.load, load)
         self._learn_text_sizes(load, account)
         own = max(token.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
-from extproc.pool import step_time_estimator
+from extproc.pool import engine_counters, step_time_estimator, step_time_values
 from extproc.pool.least_squares import RecursiveLeastSquares
 from extproc.pool.pool_step_times import PoolStepTimeEstimators
 from extproc.pool.request_tokens import AnswerTokens
@@ -106,10 +106,8 @@ def test_a_restart_starts_a_new_window():
     before = estimator.rates
     estimator.update(row(10.0, 1.0, 0.0, 1.0, started_at=900.0))
     assert estimator.rates == before
-    assert step_time_estimator.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 1.0, 0.0, 1.0))
-    assert not step_time_estimator.engine_restarted(
-        row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0)
-    )
+    assert engine_counters.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 1.0, 0.0, 1.0))
+    assert not engine_counters.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0))
 
 
 def test_a_new_endpoint_starts_from_the_pool_estimate():
@@ -119,8 +117,8 @@ def test_a_new_endpoint_starts_from_the_pool_estimate():
         StepTimeModel(step_s=0.03, evidence=1.0),
         StepTimeModel(step_s=9.0),
     ]
-    assert step_time_estimator.pool_mean(shown).step_s == pytest.approx(0.02)
-    assert step_time_estimator.pool_mean([StepTimeModel(step_s=9.0)]) == DEFAULT_STEP_TIMES
+    assert step_time_values.pool_mean(shown).step_s == pytest.approx(0.02)
+    assert step_time_values.pool_mean([StepTimeModel(step_s=9.0)]) == DEFAULT_STEP_TIMES
 
 
 def test_adapter_loads_are_learned_from_engine_counters():
@@ -255,7 +253,7 @@ def test_undetermined_rates_return_to_the_pool_mean():
         for _ in range(3)
     ]
     for tick in range(400):
-        shown = step_time_estimator.pool_mean([estimator.rates for estimator in learners])
+        shown = step_time_values.pool_mean([estimator.rates for estimator in learners])
         for learner in learners:
             learner.set_prior(shown)
             learner.update(row(float(tick), 66.0 * tick, 0.0, 66.0 * tick))

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservation
-from extproc.pool import step_time_estimator
+from extproc.pool import step_time_values
 from extproc.pool.snapshot import Pool
 from extproc.scrape import client
 from extproc.server.peer_addresses import PeerAddresses
@@ -54,7 +54,7 @@ class DemandCounters:
             available=available(pool),
             waiting=math.fsum(load.waiting or 0.0 for load in fresh),
             running=math.fsum(load.running or 0.0 for load in fresh),
-            rates=step_time_estimator.pool_mean([member.rates for member in pool.members])
+            rates=step_time_values.pool_mean([member.rates for member in pool.members])
             if pool.members
             else None,
         )
@@ -95,9 +95,7 @@ class DemandCounters:
         reported_tokens = total - self._reported_tokens
         self._answered, self._reports = counters.answered_total, counters.reported_total
         self._reported_tokens = total
-        usual = step_time_estimator.pool_mean(
-            [member.rates for member in pool.members]
-        ).output_tokens
+        usual = step_time_values.pool_mean([member.rates for member in pool.members]).output_tokens
         self._answer_tokens += reported_tokens + max(0, answered - reports) * usual
 
 
