@@ -12,16 +12,18 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-#: Published strategies, and `balanced`.
+#: Published strategies.
 PUBLISHED = (
     "lmetric",
     "prefix-hash",
     "weighted",
-    "balanced",
     "least-request",
     "least-load",
     "filter-chain",
 )
+
+#: Published strategies and `balanced`, a weighted sum of our own.
+OTHERS = (*PUBLISHED, "balanced")
 
 ADAPTIVE, CLAIRVOYANT = "adaptive", "clairvoyant"
 

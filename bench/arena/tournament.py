@@ -254,6 +254,6 @@ def _slug(variant: scenario.Variant) -> str:
 
 
 def default_variants() -> list[scenario.Variant]:
-    """Adaptive, the published strategies and the clairvoyant."""
-    names = (score.ADAPTIVE, *score.PUBLISHED, score.CLAIRVOYANT)
+    """Adaptive, the other strategies and the clairvoyant."""
+    names = (score.ADAPTIVE, *score.OTHERS, score.CLAIRVOYANT)
     return [scenario.Variant(name=name, strategy=name) for name in names]
