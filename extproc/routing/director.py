@@ -285,6 +285,7 @@ class Director:
 
         Args:
             cached_tokens: Of its tokens, those predicted as cached there.
+            max_tokens: Longest answer that the request allows (tokens); None for any.
         """
         endpoint, account = member.endpoint, member.account
         prompt_tokens = size.tokens

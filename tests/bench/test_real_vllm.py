@@ -250,7 +250,7 @@ def test_cpu_time_of_http_servers_is_read_from_their_pages():
     assert counters.server_ms(before, after, 100) == 10.0
 
 
-def test_waits_are_told_apart_by_what_is_ahead():
+def test_waits_are_separated_by_what_is_ahead():
     """Each request ahead takes 20 ms, and 100 tokens take 3 ms; those of other engines take nothing."""
     answers = [
         counters.EngineAnswer(
