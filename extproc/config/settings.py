@@ -393,8 +393,8 @@ class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             under load, events are collected for this time. 0.002 are at most 500 messages per second.
         beat_s: Seconds between two complete lists of open requests, which repair lost events.
         silent_s: Seconds without a message after which a replica counts as gone. 5 are five lists.
-        max_entries: Entries that the stream retains, approximately (count). 10000 are some seconds;
-            a reader that is further behind starts at the end.
+        max_entries: Entries that the stream retains, approximately (count). 10000 are some seconds.
+            A reader that is further behind misses entries; open requests among them are written again.
     """
 
     peers: tuple[validation.Name, ...] = ()

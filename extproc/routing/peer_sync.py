@@ -3,7 +3,9 @@
 Each replica writes facts about its own requests to an event log, which a channel carries to the
 other replicas. These charge the requests and predict their prefixes as cached as for their own
 decisions, but count them separately. Facts may be late, lost, duplicated and out of order: each
-replica regularly lists its open requests, and a silent replica has none.
+replica regularly lists its open requests, and a silent replica has none. A list also names the
+replicas whose lists had requests of unknown start; over a store, they write their open requests
+again.
 """
 
 from __future__ import annotations
@@ -81,11 +83,13 @@ class OpenRequests(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=Fal
     Attributes:
         until: The latest number.
         serial: Number of the list, counted from 1 by its replica; 0 from versions without it.
+        incomplete: Names of the replicas that listed requests whose start the replica does not know.
     """
 
     until: _Number
     numbers: Sequence[_Number]
     serial: _Number = 0
+    incomplete: Sequence[_PickerName] = ()
 
 
 class PickerLeft(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
@@ -163,16 +167,16 @@ class PeerEventLog:
         if started is not None:
             self._put(RequestEnded(started.number, answered, ran))
 
-    def publish_open(self) -> None:
-        """Record the numbers of the open requests."""
-        self._put(self._list_open())
+    def publish_open(self, incomplete: Sequence[str] = ()) -> None:
+        """Record the numbers of the open requests, and the replicas that are to send theirs again."""
+        self._put(self._list_open(incomplete))
 
     def publish_left(self) -> None:
         """Record that this replica stops."""
         self._put(PickerLeft())
 
     def snapshot(self) -> Iterator[PeerMessage]:
-        """Messages for a new reader: the open requests as they are now, then their list."""
+        """Messages for a reader that knows none: the open requests as they are now, then their list."""
         facts: list[Fact] = [*self._open.values(), self._list_open()]
         return (
             PeerMessage(self.picker, facts[at : at + MAX_FACTS])
@@ -184,10 +188,10 @@ class PeerEventLog:
         facts, self._waiting = self._waiting[:max_facts], self._waiting[max_facts:]
         return PeerMessage(self.picker, facts) if facts else None
 
-    def _list_open(self) -> OpenRequests:
+    def _list_open(self, incomplete: Sequence[str] = ()) -> OpenRequests:
         self._latest_list += 1
         numbers = [started.number for started in self._open.values()]
-        return OpenRequests(self._latest, numbers, self._latest_list)
+        return OpenRequests(self._latest, numbers, self._latest_list, incomplete)
 
     def _put(self, fact: Fact) -> None:
         waiting = self._waiting
@@ -230,13 +234,22 @@ class _ChargedRequest(msgspec.Struct, frozen=True):
 
 
 class _PeerRequests:
-    """Open and recently ended requests of another replica."""
+    """Open and recently ended requests of another replica, and those that cannot be charged here."""
 
-    __slots__ = ("ended", "ended_until", "heard_at_s", "open", "reported_open", "serial")
+    __slots__ = (
+        "ended",
+        "ended_until",
+        "heard_at_s",
+        "open",
+        "reported_open",
+        "serial",
+        "uncharged",
+    )
 
     def __init__(self) -> None:
         self.heard_at_s = 0.0
         self.open: dict[int, _ChargedRequest] = {}
+        self.uncharged: dict[int, None] = {}
         self.ended: dict[int, None] = {}
         self.ended_until = 0
         self.serial = 0
@@ -246,6 +259,14 @@ class _PeerRequests:
         """True if a request is known to have ended."""
         return number in self.ended or (
             number <= self.ended_until and number not in self.reported_open
+        )
+
+    @property
+    def is_incomplete(self) -> bool:
+        """True if the start of a request that it listed as open is unknown."""
+        return any(
+            number not in self.open and number not in self.uncharged and number not in self.ended
+            for number in self.reported_open
         )
 
 
@@ -279,6 +300,11 @@ class PeerReplica:
     def is_alive(self, picker: str) -> bool:
         """True if a replica was heard lately; what was open in one that was dropped is not known."""
         return picker in self._peers
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Names of the replicas that listed requests whose start is unknown."""
+        return [name for name, peer in self._peers.items() if peer.is_incomplete]
 
     def apply_message(self, message: PeerMessage, now: float) -> set[str]:
         """Apply the message of a picker.
@@ -322,12 +348,15 @@ class PeerReplica:
 
     def _on_started(self, peer: _PeerRequests, fact: RequestStarted, now: float) -> None:
         number = fact.number
-        if number in peer.open or peer.is_over(number) or len(peer.open) >= MAX_OPEN:
+        if number in peer.open or peer.is_over(number):
             return
         director = self._directors(fact.pool)
         member = None if director is None else director.pool.find(fact.address)
-        if director is None or member is None:
+        if director is None or member is None or len(peer.open) >= MAX_OPEN:
+            if len(peer.uncharged) < MAX_OPEN:
+                peer.uncharged[number] = None
             return
+        peer.uncharged.pop(number, None)
         target, size = (
             fact.target,
             PromptSize(fact.prompt_tokens, fact.prompt_bytes, fact.has_media),
@@ -358,6 +387,7 @@ class PeerReplica:
             peer.ended[number] = None
             if len(peer.ended) > MAX_OPEN:
                 del peer.ended[next(iter(peer.ended))]
+        peer.uncharged.pop(number, None)
         charged = peer.open.pop(number, None)
         if charged is not None:
             _close(charged, now, freed, answered=fact.answered, ran=fact.ran)
@@ -379,6 +409,7 @@ def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]
     )
     for number in [number for number in peer.open if peer.is_over(number)]:
         _close(peer.open.pop(number), now, freed, answered=False, ran=True)
+    peer.uncharged = dict.fromkeys(n for n in peer.uncharged if not peer.is_over(n))
     ended = [n for n in peer.ended if n > peer.ended_until or n in peer.reported_open]
     peer.ended = dict.fromkeys(ended)
 

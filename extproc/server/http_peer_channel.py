@@ -35,9 +35,6 @@ _MEDIA_TYPE = "application/vnd.msgpack"
 #: Seconds between two looks for peers, and at least: a peer that connects is looked for at once.
 _RESOLVE_S, _RESOLVE_PAUSE_S = 5.0, 0.5
 
-#: Seconds between two looks whether the endpoints of this replica are known.
-_SYNC_PAUSE_S = 0.05
-
 #: Seconds in which a connection must be made.
 _CONNECT_TIMEOUT_S = 2.0
 
@@ -98,10 +95,7 @@ class HttpPeerChannel(PeerChannel):
         unresolved: frozenset[str] = frozenset()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                if not self.is_synced:
-                    # Peers say once what is open, and it can only be charged to known endpoints.
-                    await asyncio.sleep(_SYNC_PAUSE_S)
-                    continue
+                await self.wait_synced()
                 self._has_new_reader.clear()
                 self._wanted = set(await self._addresses.resolve())
                 for name in self._addresses.unresolved - unresolved:

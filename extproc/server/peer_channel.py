@@ -32,6 +32,9 @@ _BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 5.0
 #: Seconds that a peer may be away before it is logged: one that starts or leaves is for a moment.
 _ROLLOUT_S = 10.0
 
+#: Seconds between two looks whether the endpoints of this replica are known.
+_SYNC_PAUSE_S = 0.05
+
 #: Seconds that the last message may take.
 RESPONSE_TIMEOUT_S: Final = 2.0
 
@@ -94,14 +97,18 @@ class PeerChannel(abc.ABC):
                     await self.flush()
             await self.close()
 
-    @property
-    def is_synced(self) -> bool:
-        """True once the endpoints of this replica are known."""
-        return self._registry.synced
+    async def wait_synced(self) -> None:
+        """Wait until endpoints are known: what is open at peers can only be charged to these."""
+        while not self._registry.synced:  # noqa: ASYNC110 - no event exists for it
+            await asyncio.sleep(_SYNC_PAUSE_S)
+
+    def publish_open(self) -> None:
+        """Record the list of open requests in the event log."""
+        self.event_log.publish_open()
 
     @abc.abstractmethod
     async def flush(self) -> None:
-        """Send all events that wait; those of a failed attempt are lost."""
+        """Send all events that wait; those of a failed attempt are lost until a repair."""
 
     @abc.abstractmethod
     async def receive(self) -> None:
@@ -144,6 +151,10 @@ class PeerChannel(abc.ABC):
                 if num_retries == self._num_retries:
                     await self._wait_retry((wait_s - _BACK_OFF_S) * (0.5 + self._rng.random()))
                 wait_s = min(2.0 * wait_s, _MAX_BACK_OFF_S)
+
+    def request_flush(self) -> None:
+        """Let the next flush come soon though no event waits."""
+        self._waiting.set()
 
     def retry(self) -> None:
         """Let tasks that wait after a failure try again, as what was away may be there."""
@@ -189,7 +200,7 @@ class PeerChannel(abc.ABC):
             peer_sync.connect(
                 [(name, runtime.parts.director) for name, runtime in runtimes], self.event_log
             )
-            self.event_log.publish_open()
+            self.publish_open()
             self._notify_capacity(self.replica.drop_silent(self.clock()))
             self.supervisor.record_success("peer_sync", "beat")
             await asyncio.sleep(self.settings.beat_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ class RedisPeerChannel(PeerChannel):
         super().__init__(settings, registry, clock)
         self._writing, self._reading = build_client(settings), build_client(settings)
         self.connection_errors = _connection_errors()
+        #: Whether a peer lacks requests of this replica, and when they were last written again.
+        self._is_rewrite_wanted, self._rewritten_at = False, -math.inf
 
     async def close(self) -> None:
         """Close both connections."""
@@ -53,9 +56,15 @@ class RedisPeerChannel(PeerChannel):
                     await connection.aclose()
 
     async def flush(self) -> None:
-        """Write all queued events in a round trip."""
+        """Write all queued events in a round trip, and all open requests if a peer lacks some."""
         pipeline = self._writing.pipeline(transaction=False)
-        while (message := self.event_log.take(peer_sync.MAX_FACTS)) is not None:
+        messages = [*iter(lambda: self.event_log.take(peer_sync.MAX_FACTS), None)]
+        now = self.clock()
+        # Many peers lack them at once after an outage.
+        rewrites = self._is_rewrite_wanted and now - self._rewritten_at >= self.settings.beat_s
+        if rewrites:
+            messages.extend(self.event_log.snapshot())
+        for message in messages:
             pipeline.xadd(
                 self.settings.stream,
                 {_FIELD: peer_sync.encode(message)},
@@ -63,9 +72,16 @@ class RedisPeerChannel(PeerChannel):
                 approximate=True,
             )
         await pipeline.execute()
+        if rewrites:
+            self._is_rewrite_wanted, self._rewritten_at = False, now
+
+    def publish_open(self) -> None:
+        """Record the list of open requests, and the peers whose requests are unknown in part."""
+        self.event_log.publish_open(self.replica.incomplete)
 
     async def receive(self) -> None:
-        """Read new entries of the stream until that fails; entries until a retry are lost."""
+        """Read new entries of the stream until that fails; peers write again what is lost by it."""
+        await self.wait_synced()
         stream, client = self.settings.stream, self._reading
         last = await self._newest_entry()
         self.log_recovery("receive")
@@ -75,12 +91,21 @@ class RedisPeerChannel(PeerChannel):
                 for entry, fields in entries:
                     message = peer_sync.decode(fields.get(_FIELD, b""))
                     if message is not None:
+                        self._answer(message)
                         self.apply_message(message, instance="an entry of the stream")
                     last = entry
             if not streams and _entry_order(await self._newest_entry()) < _entry_order(last):
                 # Not even an own heartbeat is read: the stream was lost, and its ids began anew, as
                 # after a failover to a server whose clock is behind.
                 last = b"0-0"
+
+    def _answer(self, message: peer_sync.PeerMessage) -> None:
+        """Write all open requests again if a peer lacks some."""
+        own = self.event_log.picker
+        for fact in message.facts:
+            if isinstance(fact, peer_sync.OpenRequests) and own in fact.incomplete:
+                self._is_rewrite_wanted = True
+                self.request_flush()
 
     async def _newest_entry(self) -> bytes:
         newest: Any = await self._reading.xrevrange(self.settings.stream, count=1)

@@ -226,6 +226,20 @@ def test_a_list_without_serial_is_read_as_of_an_earlier_version():
     assert peer_sync.decode(data) == peer_sync.PeerMessage("a", [peer_sync.OpenRequests(3, [2], 0)])
 
 
+def test_a_list_with_a_request_of_unknown_start_is_incomplete_until_its_start():
+    """Requests whose end is known, or that cannot be charged here, are known."""
+    side = Side("a")
+    say(side, fact(1), fact(2, pool="other"), fact(3), peer_sync.RequestEnded(3, answered=True))
+    say(side, peer_sync.OpenRequests(3, [1, 2], 1), picker="b")
+    assert side.mirror.incomplete == []
+    say(side, peer_sync.OpenRequests(4, [1, 2, 4], 2))
+    assert side.mirror.incomplete == ["b"]
+    say(side, fact(4))
+    assert (side.mirror.incomplete, side.open) == ([], 2)
+    say(side, peer_sync.OpenRequests(6, [1, 6], 3), peer_sync.RequestEnded(6, answered=True))
+    assert side.mirror.incomplete == []
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_silent_or_stopped_peer_has_no_open_requests(leaves):
     """Its requests go; those of another stay."""
@@ -258,7 +272,7 @@ def test_every_event_round_trips():
     facts = [
         sent,
         peer_sync.RequestEnded(1, answered=True, ran=False),
-        peer_sync.OpenRequests(2, [2], 3),
+        peer_sync.OpenRequests(2, [2], 3, ["b"]),
         peer_sync.PickerLeft(),
     ]
     message = peer_sync.PeerMessage("a", facts)

@@ -141,9 +141,8 @@ async def test_an_unreachable_redis_does_not_stop_routing(server):
         assert sum(second.in_flight().values()) == 1
         server.start()
         await until(lambda: first.heard == second.heard == 1)
+        await until(lambda: [sum(r.in_flight().values()) for r in (first, second)] == [2, 2])
         assert not any(task.done() for task in tasks)
-        second.send()
-        await until(lambda: sum(first.in_flight().values()) >= 2)
 
 
 async def test_entries_below_those_of_a_lost_stream_are_read(server, monkeypatch):
