@@ -150,9 +150,10 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
         computed: Prompt tokens computed.
         context: Tokens of context that running requests have; None when unknown.
         loads: Adapters that were loaded onto the device (count).
-        loading_s: Seconds of adapter loads where the engine tells them, else 0.
+        loading_s: Seconds of adapter loads where the engine tells them, else 0; the mean of its ranks.
         idle_s: Seconds in which nothing ran, as far as known (cumulative).
         idled: Times at which our last request ended (count); -1 where nothing but ours runs.
+        rank_steps: Iterations of each rank where the engine shows several as one; empty for one.
     """
 
     at: float
@@ -164,6 +165,16 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
     loading_s: float
     idle_s: float
     idled: int
+    rank_steps: tuple[float, ...] = ()
+
+    def steps_since(self, start: WorkCounters) -> float:
+        """Iterations since the start of a window; of ranks, which run beside each other, the most."""
+        pairs = zip(start.rank_steps, self.rank_steps, strict=True)
+        return max((end - begin for begin, end in pairs), default=self.steps - start.steps)
+
+    def can_begin(self, end: WorkCounters) -> bool:
+        """True if a window may last from here to there."""
+        return self.idled == end.idled and len(self.rank_steps) == len(end.rank_steps)
 
 
 class CounterReader:
@@ -201,9 +212,10 @@ class CounterReader:
             *work,
             None if capacity is None or usage is None else capacity * usage + shared,
             self._device.loads if adapter_load_s is None else 0,
-            adapter_load_s or 0.0,
+            (adapter_load_s or 0.0) / max(1, len(load.counters.rank_steps)),
             idle.until(load.at) if is_alone else 0.0,
             -1 if is_alone else idle.times,
+            load.counters.rank_steps,
         )
 
     def _work(self, last: Load | None, load: Load) -> tuple[float, float, float] | None:

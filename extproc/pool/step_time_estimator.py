@@ -12,6 +12,9 @@ device. Windows of about a second are the rows of a least squares problem that f
 engine has not shown yet stays near the prior, which is what the rest of the pool has shown, times
 the slowness of this engine: how much longer its windows took than the prior says.
 
+Ranks that a page shows as one engine run beside each other: they are one engine whose iterations
+compute what all of them do, and S is that of the busiest one.
+
 What an engine did before the first scrape shows in the time that sequences had in the batch (`Spans`).
 """
 
@@ -234,14 +237,14 @@ class StepTimeEstimator:
         moved = here is not None and here.steps != self._steps
         self._steps = None if here is None else here.steps
         start = self._start
-        if start is not None and (here is None or start.idled != here.idled):
+        if start is not None and (here is None or not start.can_begin(here)):
             start = self._start = None
         if here is None or not (load.running or is_alone):
             self._start = None
         elif start is None:
             self._start = here if moved or not load.running else None
         elif moved or not load.running:
-            steps = here.steps - start.steps
+            steps = here.steps_since(start)
             if _busy_s(start, here) >= _WINDOW_S and steps >= _WINDOW_STEPS:
                 self._start = here
                 self._row(start, here)
@@ -260,13 +263,14 @@ class StepTimeEstimator:
         if spans.preemptions * _PREEMPTED_STEPS > spans.gaps:
             return
         self._has_past = True
+        # Of ranks, too, all are counted: the time that sequences had is summed over them as well.
         for (ran, computed, generated), seconds in spans.rows(load.counters.steps or 0.0):
             row = (ran, computed, generated, generated * self.rates.context_tokens, 0.0)
             self._learn_row(row, seconds, at=load.at, began=load.at - seconds)
 
     def _row(self, start: WorkCounters, end: WorkCounters) -> None:
         seconds = _busy_s(start, end) - max(0.0, end.loading_s - start.loading_s)
-        steps = end.steps - start.steps
+        steps = end.steps_since(start)
         if steps < 1 or seconds <= 0:
             return
         generated = end.generated - start.generated

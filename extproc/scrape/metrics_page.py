@@ -220,14 +220,18 @@ def _totals(families: MetricFamilies, engine: engines.EngineSpec) -> EngineCount
     if not engine.totals:
         return NO_COUNTERS
     totals: dict[str, float | None] = {}
+    rank_steps: tuple[float, ...] = ()
     for name, series in engine.totals:
         # An absent family costs a walk over the page; a sum without its count is not searched.
         if name == "adapter_load_s" and totals["adapter_loads"] is None:
             continue
         if name == "reload_s" and not totals["reloaded_tokens"]:
             continue
-        totals[name] = _total(families.numbers(series))
-    return EngineCounters(**totals)
+        numbers = families.numbers(series)
+        totals[name] = _total(numbers)
+        if name == "steps" and len(numbers) > 1 and totals[name] is not None:
+            rank_steps = tuple(numbers)
+    return EngineCounters(**totals, rank_steps=rank_steps)
 
 
 def _recognize_engine(text: bytes, engine_type: str) -> engines.EngineSpec | None:

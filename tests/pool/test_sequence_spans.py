@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from extproc.endpoint import EngineCounters
 from extproc.pool import step_time_estimator
 from extproc.simulator import profiles
 from extproc.simulator.fleet import engine_node, event_queue, sim_request
@@ -84,6 +85,22 @@ def test_adapters_before_the_first_scrape_may_have_been_loaded(adapters):
     estimator = step_time_estimator.StepTimeEstimator()
     estimator.update(msgspec.structs.replace(page, adapters=adapters, adapter_slots=4))
     assert bool(estimator.rates.evidence) is not bool(adapters)
+
+
+@pytest.mark.parametrize("name", ["a10-7b-fp16", "h100-8b-bf16"])
+def test_the_first_page_of_two_ranks_as_one_shows_the_iteration_of_one(name):
+    """Sums over ranks that served beside each other: an iteration takes as long as that of each."""
+    profile = profiles.find(name)
+    pages = [ServedEngine(profile, seed=seed).serve(120, rate=0.5) for seed in (1, 2)]
+    parts = [msgspec.structs.asdict(page.counters) for page in pages]
+    names = [name for name, value in parts[0].items() if isinstance(value, float)]
+    totals = {name: sum(part[name] for part in parts) for name in names}
+    counters = EngineCounters(**totals, rank_steps=tuple(part["steps"] for part in parts))
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(msgspec.structs.replace(pages[0], counters=counters))
+    learned = estimator.rates
+    truth = true_s(profile, context=learned.context_tokens)
+    assert iteration_s(learned) == pytest.approx(truth, rel=0.2)
 
 
 def test_preempted_sequences_show_nothing():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +82,70 @@ def test_the_speed_of_an_engine_is_learned(name):
     decode_s = learned.iteration_s(1) - learned.step_s
     assert profile.decode_s_per_seq < decode_s < profile.decode_s_per_seq + 2500 * context
     assert learned.output_tokens == pytest.approx(160, rel=0.3)
+
+
+class JoinedRanks:
+    """Two ranks that a page shows as one engine; requests go to them in turn, or all to the first."""
+
+    def __init__(self, profile, *, spread):
+        self.ranks = [Counted(profile), Counted(profile)]
+        self.spread, self.rng = spread, random.Random(1)
+        self.times = [0.0, 0.0]
+        self.next, self.count = 0.0, 0
+
+    def run(self, until, rate):
+        while self.next < until:
+            request = engine_request.EngineRequest(
+                f"r{self.count}", self.rng.randint(50, 1500), self.rng.randint(20, 300)
+            )
+            self.count += 1
+            rank = self.count % 2 if self.spread else 0
+            self.times[rank] = self.ranks[rank].run(self.next, self.times[rank], lambda *_: None)
+            self.ranks[rank].engine.submit(request, self.next)
+            self.next += self.rng.expovariate(rate)
+        for rank, counted in enumerate(self.ranks):
+            self.times[rank] = counted.run(until, self.times[rank], lambda *_: None)
+
+    def load(self, now):
+        loads = [counted.load(now) for counted in self.ranks]
+        names = ("steps", "step_tokens", "generated_tokens", "finished")
+        totals = {name: sum(getattr(load.counters, name) for load in loads) for name in names}
+        totals["rank_steps"] = tuple(load.counters.steps for load in loads)
+        running = sum(load.running for load in loads)
+        return Load(at=now, running=running, waiting=0.0, counters=EngineCounters(**totals))
+
+
+@pytest.mark.parametrize("spread", [True, False])
+@pytest.mark.parametrize("name", ["l4-8b-fp8", "h100-8b-bf16"])
+def test_ranks_beside_each_other_take_the_time_of_one(name, spread):
+    """The iteration of two ranks as one engine lasts as long as that of a rank, within a fifth."""
+    profile = profiles.find(name)
+    joined, estimator = JoinedRanks(profile, spread=spread), step_time_estimator.StepTimeEstimator()
+    for tick in range(300):
+        joined.run(0.2 * (tick + 1), (0.6, 1.6, 3.2)[tick // 25 % 3] / (1 if spread else 2))
+        estimator.update(joined.load(0.2 * (tick + 1)))
+    learned = estimator.rates
+    assert learned.step_s == pytest.approx(profile.base_s, rel=0.2)
+    # Two ranks compute prompts twice as fast as one.
+    ranks = 2 if spread else 1
+    assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token / ranks, rel=0.35)
+
+
+def test_a_window_does_not_span_a_change_of_ranks():
+    """The counters of a rank that comes are no work of that time."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    loads = [row(float(tick), 20.0 * tick, 0.0, 20.0 * tick) for tick in range(8)]
+    for load in loads[:4]:
+        estimator.update(load)
+    before = estimator.rates
+    joined = msgspec.structs.replace(
+        loads[4],
+        counters=msgspec.structs.replace(
+            loads[4].counters, steps=9_080.0, rank_steps=(80.0, 9_000.0)
+        ),
+    )
+    estimator.update(joined)
+    assert estimator.rates == before
 
 
 def row(at, steps, computed, generated, *, running=1.0, started_at=None):

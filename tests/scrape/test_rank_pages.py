@@ -41,6 +41,9 @@ async def test_each_rank_of_a_whole_page_has_its_own_load():
     joined = metrics_page.read(page, 5.0)
     assert isinstance(joined, Load)
     assert joined.counters.finished == sum(finished)
+    assert joined.counters.rank_steps == tuple(load.counters.steps for load in ranked.loads)
+    assert joined.counters.steps == sum(joined.counters.rank_steps)
+    assert all(not load.counters.rank_steps for load in ranked.loads)
     assert joined.kv_blocks == 3 * (ranked.loads[0].kv_blocks or 0)
 
 
