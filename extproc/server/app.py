@@ -93,7 +93,7 @@ class EndpointPickerProcess:
             settle=self.counters.settle,
             on_change=self._recorder.set_recordings,
         )
-        self._rejection_log = RejectionLog(lambda: self.counters.pools)
+        self._rejection_log = RejectionLog(lambda: self.counters.open_pools)
         self.reloads = reload.ReloadHistory(settings, clock, self.counters)
         self.history = TrafficHistory()
         self.budget = BufferBudget(settings.limits.max_assembly_bytes, free=free_in_turns)

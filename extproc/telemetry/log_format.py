@@ -137,6 +137,7 @@ class DelayedCall:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self, delay_s: float = 0.0) -> bool:
         """Make the call unless it is due already; False where no event loop runs."""
@@ -145,11 +146,17 @@ class DelayedCall:
                 self._loop = asyncio.get_running_loop()
             except RuntimeError:
                 return False
-            self._loop.call_later(delay_s, self._run)
+            self._timer = self._loop.call_later(delay_s, self._run)
         return True
 
+    def cancel(self) -> None:
+        """Make no call that is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop = self._timer = None
+
     def _run(self) -> None:
-        self._loop = None
+        self._loop = self._timer = None
         self._call()
 
 

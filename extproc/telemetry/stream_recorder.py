@@ -115,6 +115,7 @@ class StreamRecorder:
 
     def settle(self) -> None:
         """Count, record and remember what waits."""
+        self._due_lines.cancel()  # what comes next can wait for others as long
         routed, answered, ended = self.routed, self.answered, self.ended
         self.routed, self.answered, self.ended = [], [], []
         if self.recordings is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -16,6 +17,7 @@ from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.request_recorder import RequestRecorder
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.canary import CANARY
+from tests.support.virtual_loop import VirtualLoop
 
 ADDRESS = "10.0.0.1:8000"
 LABELS = RequestLabels("m", "m", "none", 0)
@@ -208,3 +210,23 @@ def test_the_level_of_the_log_does_not_hide_requests(caplog):
         assert len(scene.take()) == 1
     finally:
         ours.setLevel(before)
+
+
+def test_a_line_waits_for_others_from_its_own_end_on(caplog):
+    """The timer of lines that were written before, because counters were read, does not end the wait."""
+    scene = RequestLogFixture(caplog, "all")
+    loop = VirtualLoop()
+
+    async def serve():
+        scene.serve("200")
+        await asyncio.sleep(0.1)
+        scene.recorder.settle()
+        assert len(scene.take()) == 1
+        scene.serve("200")
+        await asyncio.sleep(0.1)
+        assert scene.take() == []
+        await asyncio.sleep(0.1)
+        assert len(scene.take()) == 1
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(serve())
