@@ -16,7 +16,7 @@ import statistics
 
 from aiohttp import web
 
-from bench import metrics
+from bench import slices
 from extproc.demo import stack
 from tests.console import browser
 
@@ -104,9 +104,9 @@ async def compare(
 
 async def share_of_core(pid: int, seconds: float) -> float:
     """CPU of a process over a span, as a share of one core."""
-    before = metrics.threads_cpu_s(pid)
+    before = slices.threads_cpu_s(pid)
     await asyncio.sleep(seconds)
-    return (metrics.threads_cpu_s(pid) - before) / seconds
+    return (slices.threads_cpu_s(pid) - before) / seconds
 
 
 def main() -> None:

@@ -5,9 +5,8 @@
 `processes`: a picker over 8 and another over 20 endpoints is loaded by streams of `bench.stream_load`,
 1,000 a second. It changes what it observes from slice to slice, each round in another order: nothing,
 metrics and the ring of decisions as always, `log.requests: all` besides, and a recording of decisions
-besides. It is one process, because two with the same settings differ by some percent from their start to
-their end; and it is started several times. All processes have priority over other work where root runs
-them. Ratios are taken to the slice without anything, within a round; the last one has the bar.
+besides, as `bench.slices` says. All processes have priority over other work where root runs them. Ratios
+are taken to the slice without anything; the last one has the bar.
 `core`: requests pass the core alone, without gRPC, 1,000 in a second of simulated time, with the body and
 the usage of an answer. `pages`: pages are rendered under the names of extproc alone, with those of llm-d,
 and with the table of series full; they are rendered in pieces, between which requests are routed.
@@ -21,10 +20,7 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
-import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -38,12 +34,9 @@ import msgspec
 import uvloop
 
 import extproc.cli.main
-from bench import agreement, rig, soak
-from bench.stream_load import load_streams
-from bench.transport import messages
+from bench import agreement, slices, soak
 from extproc.config.settings import LogSection
 from extproc.decision import Decision
-from extproc.demo import stack
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.server.decision_recording import DecisionRecorder
@@ -61,20 +54,6 @@ BAR_RATIO = 1.08
 
 #: Endpoints of a pool, and the first of the two has the bar.
 POOL_SIZES = (8, 20)
-
-#: Connections of the load, each with one stream at a time.
-CONNECTIONS = 16
-
-#: Streams per second (1/s), and rounds of it before those that count.
-RATE, WARM_UP_ROUNDS = 1000.0, 2
-
-#: Starts of the processes that the rounds are shared among: the memory of a process lies as it does from
-#: its start to its end, which makes some percent of its CPU.
-STARTS = 6
-
-#: Seconds of load after a change of what is observed, before those that count: the interpreter adapts its
-#: instructions to what they meet.
-CHANGE_S = 0.15
 
 #: Requests of a round of the core (count).
 REQUESTS = 50
@@ -103,7 +82,7 @@ OFF, METRICS, LOG, RECORDING = "off", "metrics", "+ log", "+ recording"
 
 
 #: Signals that make a served picker observe what a row has.
-SIGNALS = {row: signal.SIGRTMIN + at for at, row in enumerate((OFF, METRICS, LOG, RECORDING))}
+SIGNALS = slices.number_signals((OFF, METRICS, LOG, RECORDING))
 
 
 def _config(file: Path) -> str:
@@ -156,98 +135,31 @@ def serve(arguments: Sequence[str]) -> int:
                 with contextlib.suppress(asyncio.CancelledError):
                     await recording
 
-    for number in SIGNALS.values():  # until there is a loop
-        signal.signal(number, signal.SIG_IGN)
+    slices.ignore_signals(SIGNALS)
     DecisionRecorder.run = follow_signals  # type: ignore[method-assign]
     return extproc.cli.main.main(["serve", *arguments])
 
 
-async def compare_process(
+async def compare_processes(
     size: int, rounds: int, seconds: float, transport: str, *, rate_per_s: float
 ) -> Mapping[str, Sequence[float]]:
-    """CPU of a request (us) by round, by what is recorded, of one process with `size` endpoints."""
-    rows = tuple(SIGNALS)
-    used: dict[str, list[float]] = {row: [] for row in rows}
+    """CPU of a request (us) by round, by what is recorded, of a process with `size` endpoints."""
     with tempfile.TemporaryDirectory() as folder:
-        async with stack.stack() as children:
-            port = stack.free_port()
-            child = await children.start(
-                "extproc",
-                [
-                    *(sys.executable, "-m", "bench.metrics", "--serve", "--host", "127.0.0.1"),
-                    *("--endpoints", ",".join(f"127.0.0.{at + 2}:9" for at in range(size))),
-                    *("--secure-serving=false", "--transport", transport),
-                    *("--grpc-port", str(port), "--metrics-port", "0"),
-                    *("--grpc-health-port", "0", "--drain-timeout", "0s"),
-                    *("--config-text", _config(Path(folder) / "decisions.jsonl")),
-                ],
-                ready="extproc is listening",
-            )
-            slices = [
-                row
-                for rng in [random.Random(1)]
-                for _ in range(WARM_UP_ROUNDS + rounds)
-                for row in rng.sample(rows, len(rows))
-            ]
-            times: list[float] = []
-            body = rig.chat(2_000)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(
-                    load_streams(
-                        port,
-                        *messages(body),
-                        body_bytes=len(body),
-                        connections=CONNECTIONS,
-                        seconds=1.05 * len(slices) * (CHANGE_S + seconds) + 1.0,
-                        rate_per_s=rate_per_s,
-                        times=times,
-                    )
-                )
-                for number, row in enumerate(slices):
-                    os.kill(child.process.pid, SIGNALS[row])
-                    await asyncio.sleep(CHANGE_S)
-                    cpu_s, requests = threads_cpu_s(child.process.pid), len(times)
-                    await asyncio.sleep(seconds)
-                    cpu_s = threads_cpu_s(child.process.pid) - cpu_s
-                    if number >= WARM_UP_ROUNDS * len(rows):
-                        used[row].append(cpu_s / (len(times) - requests) * 1e6)
-    return used
-
-
-async def compare_starts(
-    size: int, rounds: int, seconds: float, transport: str, *, rate_per_s: float
-) -> Mapping[str, Sequence[float]]:
-    """The same over several starts of the processes."""
-    parts = [
-        await compare_process(
-            size, math.ceil(rounds / STARTS), seconds, transport, rate_per_s=rate_per_s
+        config = _config(Path(folder) / "decisions.jsonl")
+        picker = slices.SlicedPicker(
+            ["-m", "bench.metrics", "--serve", "--config-text", config], SIGNALS, size
         )
-        for _ in range(STARTS)
-    ]
-    return {row: [*itertools.chain(*(part[row] for part in parts))] for row in parts[0]}
-
-
-def threads_cpu_s(pid: int) -> float:
-    """CPU seconds of the threads that a process has, to the nanosecond."""
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
-
-
-def confidence(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the ends of its confidence interval of 95 %, by bootstrap."""
-    rng = random.Random(1)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2_000))
-    return statistics.median(values), medians[50], medians[-51]
+        return await slices.compare_starts(
+            picker, rounds, seconds, transport, rate_per_s=rate_per_s
+        )
 
 
 def print_processes(size: int, used: Mapping[str, Sequence[float]]) -> None:
     """The table of pickers with `size` endpoints, and the verdict."""
     print(f"{size} endpoints    CPU us  least us  added us  ratio to off [95 %]")
     for name, values in used.items():
-        ratio, least, most = confidence(
-            [value / less for value, less in zip(values, used[OFF], strict=True)]
-        )
-        added, *_ = confidence(
+        ratio, least, most = slices.confidence(slices.ratios(used, name, OFF))
+        added, *_ = slices.confidence(
             [value - less for value, less in zip(values, used[OFF], strict=True)]
         )
         print(
@@ -297,7 +209,7 @@ def _round_of(
             stream = core.open(*request)
             core.say(stream, *answer)
             stream.finish()
-            core.passes(1.0 / RATE)
+            core.passes(1.0 / slices.RATE)
         if recording is not None:
             core.picker.counters.settle()
             while recording.take(128):
@@ -401,7 +313,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument(
-        "--rate", type=float, default=RATE, help="0 for as many as the pickers take"
+        "--rate", type=float, default=slices.RATE, help="0 for as many as the pickers take"
     )
     parser.add_argument("--transport", default="native")
     parser.add_argument("--core-rounds", type=int, default=40)
@@ -411,7 +323,7 @@ def main() -> None:
         for size in POOL_SIZES:
             with agreement.has_priority():
                 used = uvloop.run(
-                    compare_starts(
+                    compare_processes(
                         size, args.rounds, args.seconds, args.transport, rate_per_s=args.rate
                     )
                 )

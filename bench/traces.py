@@ -1,130 +1,117 @@
 """Measures what traces cost: CPU per request without them, unsampled, at 1 % and of every request.
 
-    python -m bench.traces [--transport native] [--rounds 12] [--seconds 1.0] [--write]
+    python -m bench.traces [--transport native] [--rounds 60] [--seconds 0.5] [--write]
 
-A picker process for each row is loaded in turns by streams of `bench.stream_load`, 1,000 a second, each
-round in another order, and spans go to a receiver in this process. The pickers are started several times,
-as those of `bench.metrics` are. Ratios are taken to the picker without traces, within a round: the machine
-may be busy. Traces of 1 % of the requests have a bar.
+A picker over eight endpoints is loaded by streams, 1,000 a second, and changes from slice to slice the share
+of requests that it traces, as `bench.slices` says; a second one gets requests whose client has not sampled
+its trace. Spans go to a receiver in this process. Ratios are taken to the slice without traces. Traces of 1 %
+of the requests have a bar.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import os
 import random
+import signal
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import uvloop
 
-from bench import agreement, metrics, rig
-from bench.stream_load import load_streams
-from bench.transport import messages
-from extproc.demo import stack
+import extproc.cli.main
+from bench import agreement, rig, slices
+from extproc.protocol.trace_context import TraceSampler
+from extproc.server import transport
+from extproc.server.stream_context import StreamContext
+from extproc.server.transport import Transport
 from tests.support import otlp_receiver
 
-ENDPOINTS = ",".join(f"127.0.0.{at}:9" for at in range(2, 10))
-
-#: Two scorers over eight endpoints, which need not be there: they are not scraped.
+#: Two scorers over endpoints that are not scraped.
 CONFIG = (
     "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, scheduling: "
     "{profile: {name: bench, scorers: [{kind: in-flight, weight: 4}, "
     "{kind: prefix-cache-scorer, weight: 3}], picker: {kind: max-score-picker}}}}"
 )
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-CONNECTIONS = 16
+
+#: Headers of a client whose trace is not sampled.
+UNSAMPLED = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"}
 
 #: Row with a bar, and its largest ratio to no traces.
 BAR_ROW, BAR_RATIO = "on, 1 % by chance", 1.02
 
-#: Environment of a picker, and flags of the client's trace; none sends no `traceparent`.
-ROWS: Mapping[str, tuple[Mapping[str, str], str]] = {
-    "off": ({}, ""),
-    "on, the client's trace is not sampled": ({"OTEL_TRACES_SAMPLER_ARG": "1"}, "00"),
-    "on, no trace, none by chance": ({"OTEL_TRACES_SAMPLER_ARG": "0"}, ""),
-    BAR_ROW: ({"OTEL_TRACES_SAMPLER_ARG": "0.01"}, ""),
-    "on, 10 % by chance": ({"OTEL_TRACES_SAMPLER_ARG": "0.1"}, ""),
-    "on, every request": ({"OTEL_TRACES_SAMPLER_ARG": "1"}, ""),
+#: Share of the requests that are sampled, by row; None traces none.
+OFF, CLIENT = "off", "on, the client's trace is not sampled"
+RATIOS: Mapping[str, float | None] = {
+    OFF: None,
+    "on, no trace, none by chance": 0.0,
+    BAR_ROW: 0.01,
+    "on, 10 % by chance": 0.1,
+    "on, every request": 1.0,
+    CLIENT: 1.0,
 }
+SIGNALS = slices.number_signals(tuple(RATIOS))
 
 
-async def measure_processes(
-    transport: str, rounds: int, seconds: float
-) -> Mapping[str, Sequence[float]]:
-    """CPU of a request (µs) by round, for each way to trace, of one start of the pickers."""
-    used: dict[str, list[float]] = {name: [] for name in ROWS}
-    with otlp_receiver.receiving() as receiver:
-        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{receiver.grpc_port}"}
-        async with stack.stack() as children:
-            running = {}
-            for name, (environment, _) in ROWS.items():
-                os.environ.pop("OTEL_EXPORTER_OTLP_ENDPOINT", None)
-                os.environ.update({**endpoint, **environment} if environment else {})
-                port = stack.free_port()
-                child = await children.extproc(
-                    *("--endpoints", ENDPOINTS, "--host", "127.0.0.1", "--secure-serving=false"),
-                    *("--transport", transport, "--grpc-port", str(port), "--metrics-port", "0"),
-                    *("--grpc-health-port", "0", "--drain-timeout", "0s", "--config-text", CONFIG),
-                )
-                running[name] = rig.Rig(port, 0, child.process.pid, children)
-            rng = random.Random(1)
-            for number in range(-metrics.WARM_UP_ROUNDS, rounds):
-                for name in rng.sample(list(ROWS), len(ROWS)):
-                    cpu_us = await _load(running[name], ROWS[name][1], seconds)
-                    if number >= 0:
-                        used[name].append(cpu_us)
-    return used
+def serve(arguments: Sequence[str]) -> int:
+    """A picker that samples as the last of `SIGNALS` says; a setting holds until the next start."""
+    rng = random.Random()
+    samplers = {
+        SIGNALS[row]: None if ratio is None else TraceSampler(ratio, is_parent_based=True, rng=rng)
+        for row, ratio in RATIOS.items()
+    }
+    build = transport.build_transport
+
+    def build_switched(settings: Any, shared: StreamContext, *others: Any) -> Transport:
+        def switch(number: int, _: FrameType | None) -> None:
+            shared.trace_sampler = samplers[number]
+
+        for number in samplers:
+            signal.signal(number, switch)
+        return build(settings, shared, *others)
+
+    slices.ignore_signals(SIGNALS)
+    transport.build_transport = build_switched  # type: ignore[assignment]
+    return extproc.cli.main.main(["serve", *arguments])
 
 
-async def compare(transport: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for each way to trace: CPU of a request (µs), and its ratio to that without traces."""
-    rounds_per_start = math.ceil(rounds / metrics.STARTS)
-    parts = [
-        await measure_processes(transport, rounds_per_start, seconds) for _ in range(metrics.STARTS)
-    ]
-    used = {name: [*itertools.chain(*(part[name] for part in parts))] for name in ROWS}
+async def compare(kind: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for each way to trace: CPU of a request (us), and its ratio to that without traces."""
+    arguments = ["-m", "bench.traces", "--serve", "--config-text", CONFIG]
     rows = []
-    for name, values in used.items():
-        ratios = [value / plain for value, plain in zip(values, used["off"], strict=True)]
-        ratio, *interval = metrics.confidence(ratios)
-        rows.append(
-            {
-                "name": name,
-                "cpu_us": round(statistics.median(values), 1),
-                "ratio": round(ratio, 3),
-                "ratio_95": [round(it, 3) for it in interval],
-            }
-        )
+    with otlp_receiver.receiving() as receiver:
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{receiver.grpc_port}"
+        untraced = {row: number for row, number in SIGNALS.items() if row != CLIENT}
+        clients = {row: SIGNALS[row] for row in (OFF, CLIENT)}
+        for picker in (
+            slices.SlicedPicker(arguments, untraced),
+            slices.SlicedPicker(arguments, clients, headers=UNSAMPLED),
+        ):
+            used = await slices.compare_starts(picker, rounds, seconds, kind)
+            for name in picker.signals:
+                ratio, *interval = slices.confidence(slices.ratios(used, name, OFF))
+                rows.append(
+                    {
+                        "name": name,
+                        "cpu_us": round(statistics.median(used[name]), 1),
+                        "ratio": round(ratio, 3),
+                        "ratio_95": [round(it, 3) for it in interval],
+                    }
+                )
     return rows
 
 
-async def _load(picker: rig.Rig, flags: str, seconds: float) -> float:
-    """CPU of a request (µs) in a slice of time."""
-    body = rig.chat(2_000)
-    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-{flags}"} if flags else {}
-    request, response = messages(body, headers)
-    before = metrics.threads_cpu_s(picker.pid)
-    stats = await load_streams(
-        picker.port,
-        request,
-        response,
-        body_bytes=len(body),
-        connections=CONNECTIONS,
-        seconds=seconds,
-        rate_per_s=metrics.RATE,
-    )
-    return (metrics.threads_cpu_s(picker.pid) - before) / stats["requests"] * 1e6
-
-
-if __name__ == "__main__":
+def main() -> None:
+    """Run from the command line."""
+    if sys.argv[1:2] == ["--serve"]:
+        sys.exit(serve(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", default="native")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--write", action="store_true", help="write bench/results/traces.json")
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
@@ -135,9 +122,8 @@ if __name__ == "__main__":
         print(
             f"{row['cpu_us']:7.1f} us  {row['ratio']:.3f} [{least:.3f} to {most:.3f}]  {row['name']}"
         )
-    by_name = {row["name"]: row for row in figures}
-    verdict = "met" if by_name[BAR_ROW]["ratio"] <= BAR_RATIO else "missed"
-    print(f"{BAR_ROW}: bar {BAR_RATIO} {verdict}")
+    ratio = next(row["ratio"] for row in figures if row["name"] == BAR_ROW)
+    print(f"{BAR_ROW}: bar {BAR_RATIO} {'met' if ratio <= BAR_RATIO else 'missed'}")
     if args.write:
         loads = {"load_before": load_before, "load_after": os.getloadavg()[0]}
         rig.write(
@@ -145,3 +131,7 @@ if __name__ == "__main__":
             f"python -m bench.traces --transport {args.transport} --rounds {args.rounds}",
             {"transport": args.transport, "rows": figures, **loads},
         )
+
+
+if __name__ == "__main__":
+    main()
