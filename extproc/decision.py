@@ -379,12 +379,14 @@ class Deferral(msgspec.Struct, frozen=True, gc=False):
         preferred_endpoint: Address of the endpoint it waits for; empty for any.
         busy_endpoints: Addresses of the endpoints without capacity for it; empty where none was
             checked, or where only the preferred one has none.
+        waits_for_slot: Adapters with open requests have the slots of every endpoint.
     """
 
     retry_in_s: float
     rejection: Rejection
     preferred_endpoint: str = ""
     busy_endpoints: Sequence[str] = ()
+    waits_for_slot: bool = False
 
 
 Outcome = Decision | Deferral | Rejection
@@ -465,11 +467,17 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
 
 
 def all_busy(
-    retry_in_s: float, *, preferred_endpoint: str = "", busy_endpoints: Sequence[str] = ()
+    retry_in_s: float,
+    *,
+    preferred_endpoint: str = "",
+    busy_endpoints: Sequence[str] = (),
+    waits_for_slot: bool = False,
 ) -> Deferral:
     """A request would wait too long on every endpoint: deferred, or 429."""
     retry_after_s = max(1, round(retry_in_s)) if retry_in_s < math.inf else 1
-    return Deferral(retry_in_s, _busy(retry_after_s), preferred_endpoint, busy_endpoints)
+    return Deferral(
+        retry_in_s, _busy(retry_after_s), preferred_endpoint, busy_endpoints, waits_for_slot
+    )
 
 
 @functools.lru_cache(maxsize=64)  # one for every look at a waiting request otherwise

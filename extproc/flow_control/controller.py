@@ -310,8 +310,10 @@ class FlowController(Generic[ItemT, GrantT]):
         self.queue.set_preferred_endpoint(queued, preferred)
         self._callbacks.on_waiting(item, preferred)
         if preferred and not busy:
-            return Blocked(preferred_endpoint=preferred)
-        return Blocked(busy=self.queue.sets.for_addresses(busy))
+            return Blocked(preferred_endpoint=preferred, waits_for_slot=outcome.waits_for_slot)
+        return Blocked(
+            busy=self.queue.sets.for_addresses(busy), waits_for_slot=outcome.waits_for_slot
+        )
 
     def _follow_endpoints(self) -> None:
         """Detect that endpoints or their models changed."""

@@ -19,24 +19,28 @@ class EndpointBits(msgspec.Struct, frozen=True):
     Attributes:
         for_target: Bits of the endpoints that can serve a target; 0 where none can.
         version: Source of the bits; the driver compares it to detect changes.
+        adapter_of: LoRA adapter of a target; empty for a base model.
     """
 
     for_target: Callable[[Any], int]
     for_addresses: Callable[[Sequence[str]], int]
     version: object = None
+    adapter_of: Callable[[Any], str] = lambda _: ""
 
 
 class EndpointSet:
-    """Endpoints that can serve some of the queued requests. Compared by identity.
+    """Endpoints that can serve queued requests for an adapter or none. Compared by identity.
 
     Attributes:
+        adapter: Adapter that the requests ask for; empty for a base model.
         bits: A bit for each of these endpoints; 0 if unknown, or if none can serve them.
         targets: Targets that are waited for and can be served by them (count).
     """
 
-    __slots__ = ("bits", "targets")
+    __slots__ = ("adapter", "bits", "targets")
 
-    def __init__(self, bits: int = 0) -> None:
+    def __init__(self, adapter: str = "", bits: int = 0) -> None:
+        self.adapter = adapter
         self.bits = bits
         self.targets = 0
 
@@ -60,7 +64,7 @@ class EndpointSets:
     def __init__(self) -> None:
         self._bits: EndpointBits | None = None
         self._targets: dict[Hashable, _TargetEntry] = {}
-        self._by_bits: dict[int, EndpointSet] = {}
+        self._by_bits: dict[tuple[str, int], EndpointSet] = {}
 
     def enter(self, target: Hashable) -> EndpointSet:
         """Count a request that joins the queue, and find its endpoint set."""
@@ -80,7 +84,7 @@ class EndpointSets:
             endpoints = entry.endpoints
             endpoints.targets -= 1
             if not endpoints.targets:
-                self._by_bits.pop(endpoints.bits, None)
+                self._by_bits.pop((endpoints.adapter, endpoints.bits), None)
 
     def current(self, target: Hashable) -> EndpointSet:
         """The endpoint set of a target that has queued requests."""
@@ -99,14 +103,14 @@ class EndpointSets:
         inherited: set[EndpointSet] = set()
         for target, entry in self._targets.items():
             before = entry.endpoints
-            wanted = 0 if bits is None else bits.for_target(target)
-            endpoint_set = None if bits is None else self._by_bits.get(wanted)
+            adapter, wanted = _group_of(target, bits)
+            endpoint_set = None if bits is None else self._by_bits.get((adapter, wanted))
             if endpoint_set is None:
                 endpoint_set = EndpointSet() if before in inherited else before
                 inherited.add(endpoint_set)
-                endpoint_set.bits, endpoint_set.targets = wanted, 0
+                endpoint_set.adapter, endpoint_set.bits, endpoint_set.targets = adapter, wanted, 0
                 if bits is not None:
-                    self._by_bits[wanted] = endpoint_set
+                    self._by_bits[adapter, wanted] = endpoint_set
             endpoint_set.targets += 1
             entry.endpoints = endpoint_set
         return True
@@ -118,11 +122,16 @@ class EndpointSets:
     def _find(self, target: Hashable) -> EndpointSet:
         if self._bits is None:
             return EndpointSet()
-        bits = self._bits.for_target(target)
-        endpoint_set = self._by_bits.get(bits)
+        adapter, bits = _group_of(target, self._bits)
+        endpoint_set = self._by_bits.get((adapter, bits))
         if endpoint_set is None:
-            endpoint_set = self._by_bits[bits] = EndpointSet(bits)
+            endpoint_set = self._by_bits[adapter, bits] = EndpointSet(adapter, bits)
         return endpoint_set
+
+
+def _group_of(target: Hashable, bits: EndpointBits | None) -> tuple[str, int]:
+    """Adapter and endpoint bits of a target."""
+    return ("", 0) if bits is None else (bits.adapter_of(target), bits.for_target(target))
 
 
 #: In which order requests of one tenant go on.

@@ -125,14 +125,17 @@ class Sweep:
         self._sets: set[EndpointSet] = set()
         self._flow_keys: set[FlowKey] = set()
         self._busy = 0
+        #: Endpoints whose adapter slots this band waits for, and the bands above (bits).
+        self._slots_wanted = self._slots_reserved = 0
 
     def enter(self, priority: float) -> None:
         """Go on to a band of this priority, for which endpoints may have a place."""
         self.priority = priority
-        self.has_blocks = False
+        self._slots_reserved |= self._slots_wanted
+        self.has_blocks = bool(self._slots_reserved)
         self._sets.clear()
         self._flow_keys.clear()
-        self._busy = 0
+        self._busy = self._slots_wanted = 0
 
     def block(self, flow_key: FlowKey) -> None:
         """Block the requests that prefer the same endpoint."""
@@ -145,13 +148,18 @@ class Sweep:
         self._sets.add(endpoints)
         self._busy |= busy
 
+    def reserve_slots(self, endpoints: EndpointSet) -> None:
+        """Let lower bands send no adapter to these endpoints, so that a slot becomes free."""
+        self._slots_wanted |= endpoints.bits
+
     def is_blocked(self, flow_key: FlowKey) -> bool:
         """True if the requests of this target are blocked."""
         endpoints = flow_key[0]
         bits = endpoints.bits
+        unusable = self._busy | self._slots_reserved if endpoints.adapter else self._busy
         return (
             endpoints in self._sets
-            or (bits != 0 and not bits & ~self._busy)
+            or (bits != 0 and not bits & ~unusable)
             or flow_key in self._flow_keys
         )
 

@@ -157,10 +157,12 @@ class Blocked(msgspec.Struct, frozen=True):
         preferred_endpoint: Address of the preferred endpoint, which blocks requests that prefer it as well;
             empty blocks all requests of its endpoint set.
         busy: Bits of the endpoints without capacity for its priority; 0 for unknown.
+        waits_for_slot: Whether it waits for a slot of its adapter.
     """
 
     preferred_endpoint: str = ""
     busy: int = 0
+    waits_for_slot: bool = False
 
 
 class DepartureCause(Enum):
@@ -339,6 +341,8 @@ class Queue:
                 sweep.block((item.endpoints, result.preferred_endpoint))
             else:
                 sweep.block_set(item.endpoints, result.busy)
+            if result.waits_for_slot:
+                sweep.reserve_slots(item.endpoints)
             return False
         self.leave(item)
         if result is DepartureCause.REJECTED:

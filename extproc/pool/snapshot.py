@@ -271,6 +271,10 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     serving: ModelIndex = ModelIndex()
     has_unknown_values: bool = False
 
+    def adapter_of(self, model: str, adapter: str = "") -> str:
+        """The LoRA adapter of a request for a model, and maybe an adapter; empty for a base model."""
+        return adapter or (model if model in self.adapters else "")
+
     def find(self, address: str) -> EndpointSnapshot | None:
         """The member of this address, if there is one."""
         at = self.positions.get(address)

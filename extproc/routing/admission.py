@@ -23,6 +23,7 @@ from extproc.scheduling.load_bounds import UtilizationDetector
 from extproc.scheduling.profile import SchedulerProfile
 
 _RESIDENT: Final = AdapterResidency.RESIDENT
+_FULL: Final = AdapterResidency.FULL
 
 #: Share of the KV cache that running answers may fill before a request of a priority above 0 has to
 #: wait for memory: what engines fill in steady state before they preempt.
@@ -55,7 +56,9 @@ _SHORTEST_ANSWER_S: Final = 1e-3
 _SAVED_WAIT_FACTOR: Final = 1.0
 
 
-def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
+def wait_s(
+    candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE, is_passing: bool = False
+) -> float:
     """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
 
     wait = q p + i(n) + s w b, with q the uncached prompt tokens sent there and estimated as not yet
@@ -68,31 +71,42 @@ def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
 
     Args:
         ceiling: Share of the KV cache that may be filled, 0..1.
+        is_passing: Whether those that wait there do so for an adapter slot, and the engine passes over
+            them for this request.
     """
     # Without calls where nothing waits: it runs for every endpoint of every request that waits.
-    queued = candidate.queued_tokens
+    queued, load = candidate.queued_tokens, candidate.load
+    waiting = load.waiting or 0.0
+    if is_passing:
+        queued -= waiting * candidate.prompt_tokens / max(1, candidate.in_flight)
+        waiting = 0.0
     total_s = 0.0
     if queued > 0.0:
         rates, requests = candidate.rates, candidate.estimated_requests
         # However short a prompt is, nothing overtakes the iteration that computes it.
         alongside = requests if requests > 1.0 else 1.0  # noqa: FURB136
         total_s = queued * rates.prefill_s + rates.iteration_s(alongside)
-    load = candidate.load
     usage, blocks, size = load.kv_usage, load.kv_blocks, load.block_tokens
     excess_s = 0.0
     if usage is not None and blocks and size:
         excess_s = (usage - ceiling) * blocks * size + candidate.unscraped_tokens
-    if excess_s > 0.0 or load.waiting:
+    if excess_s > 0.0 or waiting:
         rates = candidate.rates
         running = max(1.0, load.running or 1.0)
         answer_s = max(_SHORTEST_ANSWER_S, rates.output_tokens * rates.iteration_s(running))
         shown = 1.0 if candidate.is_imputed else max(0.0, 1.0 - candidate.age_s / answer_s)
-        total_s += shown * _count_requests_ahead(candidate, excess_s) * answer_s / running
+        ahead = _count_requests_ahead(candidate, excess_s, waiting=waiting)
+        total_s += shown * ahead * answer_s / running
     return total_s
 
 
 def excess_wait_s(
-    candidates: Sequence[Candidate], limit_s: float, *, priority: int, leaves_headroom: bool = False
+    candidates: Sequence[Candidate],
+    limit_s: float,
+    *,
+    priority: int,
+    leaves_headroom: bool = False,
+    num_adapters: int = 0,
 ) -> list[float]:
     """Seconds of wait above the limit, 0 or less with capacity: wait - m p - (l* - l) - limit.
 
@@ -103,6 +117,7 @@ def excess_wait_s(
         candidates: Eligible endpoints, at least one.
         limit_s: Wait above which an endpoint has no capacity (seconds).
         leaves_headroom: Whether requests of priorities above 0 come.
+        num_adapters: Adapters that requests may ask for (count).
     """
     ceiling = _KV_TARGET_BESIDE_PRIORITY if leaves_headroom else _KV_TARGET
     if priority > 0:
@@ -113,7 +128,8 @@ def excess_wait_s(
         longest_s = max(_adapter_load_s(candidate) for candidate in candidates)
     excess_s: list[float] = []
     for candidate in candidates:
-        seconds = wait_s(candidate, ceiling=ceiling) - limit_s
+        is_passing = num_adapters > 0 and _is_passing(candidate, num_adapters)
+        seconds = wait_s(candidate, ceiling=ceiling, is_passing=is_passing) - limit_s
         if longest_s:
             seconds -= _SAVED_WAIT_FACTOR * (longest_s - _adapter_load_s(candidate))
         if candidate.matched_tokens:
@@ -122,15 +138,24 @@ def excess_wait_s(
     return excess_s
 
 
+def _is_passing(candidate: Candidate, num_adapters: int) -> bool:
+    """True if requests seem to wait for slots of other adapters there, and memory is free."""
+    load = candidate.load
+    slots, usage = load.adapter_slots, load.kv_usage
+    if candidate.residency is _FULL or not slots or usage is None:
+        return False
+    return num_adapters > slots <= len(load.adapters or ()) and usage < _KV_TARGET_BESIDE_PRIORITY
+
+
 def _adapter_load_s(candidate: Candidate) -> float:
     """Estimated seconds in which the adapter of the request is loaded there."""
     return ADAPTER_LOAD_SHARES[candidate.residency] * candidate.rates.adapter_load_s
 
 
-def _count_requests_ahead(candidate: Candidate, excess_s: float) -> float:
+def _count_requests_ahead(candidate: Candidate, excess_s: float, *, waiting: float) -> float:
     """Requests ahead that wait for a batch slot or for memory, `excess_s` tokens of it."""
     in_front = excess_s / max(1.0, candidate.rates.context_tokens)
-    if candidate.load.waiting:
+    if waiting:
         in_front = max(in_front, candidate.estimated_requests - (candidate.load.running or 0.0))
     return max(0.0, in_front)
 
@@ -143,8 +168,12 @@ def admit(
     priority: int,
     may_defer: bool,
     leaves_headroom: bool = False,
+    num_adapters: int = 0,
 ) -> Outcome:
     """Score all candidates and dispatch to the best if it has capacity.
+
+    Where adapters with open requests have all slots, a request of another adapter waits here for one:
+    in the engine it would only wait, and each adapter that comes in between costs another load.
 
     Where the endpoint of choice has none and others have, the request waits for it if that costs
     less: c(wanted) + w + limit < min c(free), with c what the profile's cost model says and w the
@@ -155,15 +184,26 @@ def admit(
     Args:
         candidates: Eligible endpoints, at least one.
         limit_s: Wait above which an endpoint has no capacity (seconds).
-        may_defer: Whether it may wait for an endpoint while another one has a place.
+        may_defer: Whether it may wait for an endpoint while another one has a place, or for a slot.
         leaves_headroom: Whether requests of priorities above 0 come.
+        num_adapters: Adapters that requests may ask for (count).
 
     Returns:
         A decision, the rejection of the profile, or a deferral that names the preferred endpoint.
     """
     excess_s = excess_wait_s(
-        candidates, limit_s, priority=priority, leaves_headroom=leaves_headroom
+        candidates,
+        limit_s,
+        priority=priority,
+        leaves_headroom=leaves_headroom,
+        num_adapters=num_adapters,
     )
+    busy = candidates
+    num_full = sum(candidate.residency is _FULL for candidate in candidates) if may_defer else 0
+    if num_full:
+        # An engine passes over a request that waits for a slot, so it holds up no other one here.
+        busy = [c for c, seconds in zip(candidates, excess_s, strict=True) if seconds > 0.0]
+        excess_s = [s + _slot_wait_s(c) for s, c in zip(excess_s, candidates, strict=True)]
     if max(excess_s) <= 0.0:
         return run_profile(candidates)
     free = [
@@ -183,11 +223,23 @@ def admit(
     if not free:
         preferred = address if _in_seconds(outcome) else ""
         return all_busy(
-            min(excess_s), preferred_endpoint=preferred, busy_endpoints=_addresses(candidates)
+            min(excess_s),
+            preferred_endpoint=preferred,
+            busy_endpoints=_addresses(busy),
+            waits_for_slot=num_full == len(candidates),
         )
     if may_defer and _costs_less(outcome, candidates[index], free, limit_s):
         return all_busy(excess_s[index], preferred_endpoint=address)
     return run_profile(free)
+
+
+def _slot_wait_s(candidate: Candidate) -> float:
+    """Estimated seconds until an adapter slot is free: half an answer, as in the cost of `adaptive`."""
+    if candidate.residency is not _FULL:
+        return 0.0
+    rates = candidate.rates
+    running = max(1.0, candidate.load.running or 1.0)
+    return 0.5 * max(_SHORTEST_ANSWER_S, rates.output_tokens * rates.iteration_s(running))
 
 
 def _addresses(candidates: Sequence[Candidate]) -> Sequence[str]:

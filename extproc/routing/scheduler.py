@@ -279,7 +279,7 @@ class Scheduler:
             return eligible
         members = eligible.members
         request, tokens = self._count_tokens(request, chain)
-        adapter = request.adapter or (request.model if request.model in pool.adapters else "")
+        adapter = pool.adapter_of(request.model, request.adapter)
         matched = self._match(request, now, chain=chain, members=members, tokens=tokens)
         last_account, conversation_stats = None, (0.0, 0.0, 0.0, 0.0)
         if routing.tracks_conversations:
@@ -421,6 +421,7 @@ class Scheduler:
                 priority=context.request.priority,
                 may_defer=may_defer,
                 leaves_headroom=context.now < self._priority_until,
+                num_adapters=len(self._store.pool.adapters),
             )
         return outcome if exact is None else exact.with_source(outcome)
 

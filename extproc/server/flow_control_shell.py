@@ -286,6 +286,7 @@ class AsyncFlowController:
                 for_target=lambda target: serving.bits_for(*target),
                 for_addresses=serving.bits_of_addresses,
                 version=serving,
+                adapter_of=lambda target: self._director.pool.adapter_of(*target[:2]),
             )
         return self._bits
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import (
     Blocked,
     DepartureCause,
@@ -347,6 +347,62 @@ def test_a_preferred_endpoint_blocks_no_other_requests():
     requests.set_preferred_endpoint(by_name["c"], "x")
     assert requests.count == 2
     assert order(requests) == "ac"
+
+
+ENGINE = EndpointBits(
+    for_target=lambda _: 1, for_addresses=lambda _: 1, adapter_of=lambda name: name.strip(".")
+)
+
+
+def of_adapters(text, *, priorities=()):
+    """A queue of requests by adapter, `.` for the base model, in order of arrival, for one engine."""
+    requests = Queue(FlowControlSettings())
+    requests.replace_bits(ENGINE)
+    for at, name in enumerate(text):
+        priority = priorities[at] if priorities else 0
+        requests.join(waiter(name, arrived=at, target=name, priority=priority), 0.0)
+    return requests
+
+
+def went_with_slots(requests, loaded):
+    """Names of the requests that go on while these adapters have all slots."""
+    went = []
+
+    def go(item):
+        if item.target not in f".{loaded}":
+            return Blocked(waits_for_slot=True)
+        went.append(names[item])
+        return DepartureCause.DISPATCHED
+
+    requests.pump(go, 1.0)
+    return "".join(went)
+
+
+def test_a_request_that_waits_for_a_slot_holds_up_its_adapter_only():
+    """Those of loaded adapters and of the base model go on in their order, then the oldest."""
+    requests = of_adapters("ab.bcab.a")
+    assert went_with_slots(requests, "b") == "b.bb."
+    assert went_with_slots(requests, "ac") == "acaa"
+
+
+def test_a_busy_endpoint_holds_up_all_adapters():
+    """Endpoints without capacity have none for any request of the band."""
+    requests = of_adapters("ab.b")
+    looked = []
+
+    def go(item):
+        looked.append(names[item])
+        return Blocked(busy=1, waits_for_slot=True)
+
+    requests.pump(go, 1.0)
+    assert looked == ["a"]
+
+
+def test_a_slot_that_a_higher_priority_waits_for_becomes_free():
+    """Lower priorities send no adapter there until it has gone on, only requests without one."""
+    requests = of_adapters("b.bab", priorities=[0, 0, 0, 1, 0])
+    assert went_with_slots(requests, "b") == "."
+    assert went_with_slots(requests, "ab") == "abbb"
 
 
 def test_memory_follows_the_queue():

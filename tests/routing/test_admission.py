@@ -5,7 +5,7 @@ import math
 import pytest
 
 from extproc.decision import SATURATED, CostResult, Decision, Deferral, Rejection
-from extproc.endpoint import Candidate, Endpoint, StepTimeModel
+from extproc.endpoint import AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.routing import admission
 
@@ -78,6 +78,69 @@ def test_without_capacity_the_preferred_endpoint_is_named():
     assert (waits.preferred_endpoint, waits.busy_endpoints) == ("b", ["a", "b"])
     assert waits.retry_in_s == pytest.approx(0.03)
     assert choose(both, {"a": 2.0, "b": 1.0}, may_defer=False).preferred_endpoint == ""
+
+
+def holding(name, residency, *, queued=0.0):
+    """An endpoint whose adapter slots are in that state for the request."""
+    return Candidate(Endpoint(name), queued_tokens=queued, rates=RATES, residency=residency)
+
+
+def test_a_request_waits_while_other_adapters_have_all_slots():
+    """In the engine it would only wait; requests of other adapters are not behind it."""
+    waits = choose([holding("a", AdapterResidency.FULL)], {"a": 1.0})
+    assert isinstance(waits, Deferral)
+    assert (waits.waits_for_slot, waits.busy_endpoints) == (True, [])
+    # Half an answer of 200 tokens, less what it may wait.
+    assert waits.retry_in_s == pytest.approx(0.5 * 200 * 0.03 - 0.1)
+    busy = choose([holding("a", AdapterResidency.FULL, queued=1000.0)], {"a": 1.0})
+    assert (busy.waits_for_slot, busy.busy_endpoints) == (True, ["a"])
+
+
+def test_a_request_that_waited_for_long_waits_for_no_slot():
+    """It goes to the engine, which loads its adapter when a slot is free."""
+    chosen = choose([holding("a", AdapterResidency.FULL)], {"a": 1.0}, may_defer=False)
+    assert isinstance(chosen, Decision)
+
+
+def test_a_request_goes_where_a_slot_is_free():
+    """Slots that are taken elsewhere hold up nothing."""
+    full, free = holding("a", AdapterResidency.FULL), holding("b", AdapterResidency.EVICTABLE)
+    assert choose([full, free], {"a": 1.0, "b": 1.05}).endpoints[0].address == "b"
+    busy = holding("b", AdapterResidency.EVICTABLE, queued=1000.0)
+    waits = choose([full, busy], {"a": 2.0, "b": 1.0})
+    assert (waits.waits_for_slot, waits.busy_endpoints) == (False, ["b"])
+
+
+@pytest.mark.parametrize(
+    ("residency", "usage", "num_adapters", "is_free"),
+    [
+        (AdapterResidency.RESIDENT, 0.3, 2, True),
+        (AdapterResidency.FULL, 0.3, 2, False),
+        (AdapterResidency.RESIDENT, 0.9, 2, False),
+        (AdapterResidency.RESIDENT, 0.3, 1, False),
+    ],
+)
+def test_requests_that_wait_for_a_slot_are_no_queue_for_others(
+    residency, usage, num_adapters, is_free
+):
+    """An engine passes over them for a loaded adapter; without free memory they may wait for that.
+
+    Where all adapters have a slot, none waits for one.
+    """
+    load = Load(running=2.0, waiting=6.0, kv_usage=usage, adapters=frozenset("x"), adapter_slots=1)
+    place = Candidate(
+        Endpoint("a"),
+        load,
+        age_s=0.0,
+        in_flight=8,
+        estimated_requests=8.0,
+        prompt_tokens=8000,
+        queued_tokens=6000.0,
+        rates=RATES,
+        residency=residency,
+    )
+    (excess_s,) = admission.excess_wait_s([place], 0.1, priority=0, num_adapters=num_adapters)
+    assert (excess_s <= 0.0) is is_free
 
 
 def test_a_rejection_of_the_profile_is_returned():

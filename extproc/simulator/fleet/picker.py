@@ -210,6 +210,7 @@ class ExtprocPicker:
                 for_target=lambda adapter: serving.bits_for(adapter or MODEL),
                 for_addresses=serving.bits_of_addresses,
                 version=serving,
+                adapter_of=lambda adapter: adapter,
             )
         return self._bits
 

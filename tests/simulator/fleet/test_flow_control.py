@@ -13,7 +13,14 @@ from extproc.simulator.fleet.flow_control import SimFlowController
 from extproc.simulator.fleet.run_metrics import spread
 from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
 from extproc.simulator.fleet.simulation import Simulation
-from tests.simulator.fleet.builders import a_scenario, advance, exactly, independent, settings
+from tests.simulator.fleet.builders import (
+    a_scenario,
+    advance,
+    exactly,
+    independent,
+    settings,
+    spread_out,
+)
 
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 
@@ -266,3 +273,23 @@ def test_holding_leaves_conversations_where_they_are():
     )
     assert not waiting.failed
     assert waiting.requests_per_s >= 0.9 * free.requests_per_s
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_adapters_share_a_slot_as_without_flow_control(seed):
+    """Requests of a loaded adapter overtake those that would wait for its slot in the engine.
+
+    Sent one by one in order of arrival, they would take nine times as long until the first token.
+    """
+    workload = independent(200, prompt=exactly(1000), output=spread_out(60), adapters=8)
+    machine = {"max_loras": 1, "lora_load_s": 0.1}
+    fleet = [scenario.EngineGroup(count=1, profile="l4-8b-fp8", set=machine)]
+    definition = a_scenario(workload, fleet=fleet, client=client.Client(rate_per_s=1.5))
+    mean_s = []
+    for is_enabled in (False, True):
+        section = FlowControlSection(enabled=is_enabled, timeout_s=3600.0)
+        chosen = msgspec.structs.replace(settings(), flow_control=section)
+        summary = Simulation(definition, chosen, seed=seed).run().summary()
+        assert not summary.failed
+        mean_s.append(summary.ttft_s.mean)
+    assert mean_s[1] < 2.0 * mean_s[0]
