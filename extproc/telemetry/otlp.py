@@ -65,9 +65,9 @@ _MAX_COMMON: Final = 64
 
 #: Ended requests whose spans are built together (count), and seconds that one waits for others. Code
 #: that runs for one request in a hundred is not in the processor's caches: a trace then takes several
-#: times as long. Eight take less than a millisecond.
-_MAX_ENDED: Final = 8
-_ENDED_DELAY_S: Final = 1.0
+#: times as long. Sixteen take some 2 ms.
+_MAX_ENDED: Final = 16
+_ENDED_DELAY_S: Final = 2.0
 
 #: Numbers below this one have their encoding kept.
 _MAX_KEPT: Final = 4096

@@ -128,7 +128,7 @@ def test_close_sends_what_waits(receiver, build_tracer):
 
 
 def test_spans_are_built_for_several_requests_at_once(build_tracer):
-    """The eighth request builds those of all, and the end of the tracer those of the rest."""
+    """The sixteenth request builds those of all, and the end of the tracer those of the rest."""
     tracer, built = build_tracer(exporter="console"), []
 
     def lazy_spans(number):
@@ -139,13 +139,13 @@ def test_spans_are_built_for_several_requests_at_once(build_tracer):
         for number in numbers:
             tracer.add(TRACE, lazy_spans(number))
 
-    asyncio.run(add(range(7)))
+    asyncio.run(add(range(15)))
     assert built == []
-    asyncio.run(add([7]))
-    assert built == list(range(8))
-    asyncio.run(add([8]))
+    asyncio.run(add([15]))
+    assert built == list(range(16))
+    asyncio.run(add([16]))
     tracer.close(otlp_receiver.LIMIT_S)
-    assert built == list(range(9))
+    assert built == list(range(17))
 
 
 def test_failures_are_logged_once_and_counted(receiver, build_tracer, caplog):
