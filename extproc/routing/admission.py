@@ -45,6 +45,12 @@ PRIORITY_MEMORY_S: Final = 60.0
 #: leave is its headroom: it never waits for those that were sent just before.
 HEADROOM: Final = 5.0
 
+#: Requests that a page may show as waiting in an engine that has a place for all (count): they came in
+#: the iteration before, and count as queued tokens. As a queue for places they would close the engine
+#: until the next page. Not while requests of priorities above 0 come, which would wait behind them
+#: where the batch is full.
+_ARRIVING: Final = 1
+
 #: Shortest time of an answer (s), as in the cost of `adaptive`.
 _SHORTEST_ANSWER_S: Final = 1e-3
 
@@ -57,7 +63,11 @@ _SAVED_WAIT_FACTOR: Final = 1.0
 
 
 def wait_s(
-    candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE, is_passing: bool = False
+    candidate: Candidate,
+    *,
+    ceiling: float = _MAX_KV_USAGE,
+    is_passing: bool = False,
+    num_arriving: int = 0,
 ) -> float:
     """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
 
@@ -73,10 +83,13 @@ def wait_s(
         ceiling: Share of the KV cache that may be filled, 0..1.
         is_passing: Whether those that wait there do so for an adapter slot, and the engine passes over
             them for this request.
+        num_arriving: Requests that wait there and are no queue for places (count); more are all one.
     """
     # Without calls where nothing waits: it runs for every endpoint of every request that waits.
     queued, load = candidate.queued_tokens, candidate.load
     waiting = load.waiting or 0.0
+    if waiting <= num_arriving:
+        waiting = 0.0
     if is_passing:
         queued -= waiting * candidate.prompt_tokens / max(1, candidate.in_flight)
         waiting = 0.0
@@ -123,13 +136,17 @@ def excess_wait_s(
     if priority > 0:
         limit_s *= HEADROOM
         ceiling = _MAX_KV_USAGE
+    num_arriving = 0 if leaves_headroom or priority > 0 else _ARRIVING
     longest_s = 0.0
     if any(candidate.residency is not _RESIDENT for candidate in candidates):
         longest_s = max(_adapter_load_s(candidate) for candidate in candidates)
     excess_s: list[float] = []
     for candidate in candidates:
         is_passing = num_adapters > 0 and _is_passing(candidate, num_adapters)
-        seconds = wait_s(candidate, ceiling=ceiling, is_passing=is_passing) - limit_s
+        seconds = wait_s(
+            candidate, ceiling=ceiling, is_passing=is_passing, num_arriving=num_arriving
+        )
+        seconds -= limit_s
         if longest_s:
             seconds -= _SAVED_WAIT_FACTOR * (longest_s - _adapter_load_s(candidate))
         if candidate.matched_tokens:

@@ -143,6 +143,23 @@ def test_requests_that_wait_for_a_slot_are_no_queue_for_others(
     assert (excess_s <= 0.0) is is_free
 
 
+@pytest.mark.parametrize(
+    ("waiting", "facts", "is_free"),
+    [
+        (1.0, {"priority": 0}, True),
+        (2.0, {"priority": 0}, False),
+        (1.0, {"priority": 1}, False),
+        (1.0, {"priority": 0, "leaves_headroom": True}, False),
+    ],
+)
+def test_a_request_that_a_page_shows_as_waiting_closes_no_engine(waiting, facts, is_free):
+    """It waits for its prefill, and counts as queued tokens; priorities shall not wait behind it."""
+    load = Load(running=2.0, waiting=waiting, kv_usage=0.3)
+    place = Candidate(Endpoint("a"), load, age_s=0.0, estimated_requests=6.0, rates=RATES)
+    (excess_s,) = admission.excess_wait_s([place], 0.1, **facts)
+    assert (excess_s <= 0.0) is is_free
+
+
 def test_a_rejection_of_the_profile_is_returned():
     """A request that the profile rejects does not wait."""
     refused = admission.admit(lambda _: SATURATED, [BUSY, FREE], 0.1, priority=0, may_defer=True)
