@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import shlex
 import statistics
 import sys
@@ -20,7 +21,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from bench import agreement, rig
+from bench import agreement, rig, slices
 from bench.real_vllm import install, replicas, report, runs, workload
 from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, SEED
 from extproc.demo import stack
@@ -171,6 +172,26 @@ def _believed(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
     return [pair for pair in pairs if len(pair) == replicas.COUNT and min(pair) > 0.0]
 
 
+def intervals(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Confidence intervals of 95 % of what is wanted of `adaptive`, over the rounds of each workload."""
+    parts = []
+    for name, rounds in workloads.items():
+        hits = [way(row)["adaptive"] for row in rounds]
+        p50, p95 = (
+            [row["adaptive"][key] / row["least-request"][key] for row in rounds]
+            for key in ("ttft_p50_ms", "ttft_p95_ms")
+        )
+        texts = [
+            f"{low:.2f} to {high:.2f}"
+            for _, low, high in (slices.confidence(values) for values in (hits, p50, p95))
+        ]
+        parts.append(f"{name} ({len(rounds)} rounds) {texts[0]}, {texts[1]} x and {texts[2]} x")
+    return (
+        f"95 % intervals of these medians of `adaptive`, by bootstrap over the rounds, of the way, p50 and "
+        f"p95: {'; '.join(parts)}."
+    )
+
+
 def missed(workloads: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Bars of `adaptive` that are missed, and requests that failed."""
     lines = []
@@ -202,30 +223,38 @@ def block(result: Mapping[str, Any]) -> str:
                 f"| {row['ttft_p95']:.0f} ms | {row['ttft_p95_ratio']:.2f} x |"
             )
     machine, wrong = result["machine"], missed(result["workloads"])
-    count = len(next(iter(result["workloads"].values())))
+    counts = sorted({len(rounds) for rounds in result["workloads"].values()})
+    added = "".join(
+        f"; more by `{more['command']}` at {more['commit']}, {more['date']}"
+        for more in result.get("added", ())
+    )
     text = (
         f"`{result['command']}`, {result['vllm']} with torch {result['torch']}, "
         f"{result['replicas']} replicas of {result['kv_tokens']} KV tokens in blocks of "
-        f"{result['block_tokens']}; {result['date']}, {machine['cores']} cores of {machine['cpu']}. "
-        f"Medians of {count} rounds. Wanted of `adaptive`: {WANTED_HITS} of the way, and TTFT p50 "
+        f"{result['block_tokens']}; {result['date']}, {machine['cores']} cores of {machine['cpu']}{added}. "
+        f"Medians of {' to '.join(map(str, counts))} rounds. Wanted of `adaptive`: {WANTED_HITS} of the way, and TTFT p50 "
         f"and p95 not above those of `least-request`. "
         + (f"Missed: {'; '.join(wrong)}." if wrong else "All are met.")
     )
     known = " ".join(
-        filter(None, (about(result["workloads"]) for about in (beliefs, phases, waits)))
+        filter(None, (about(result["workloads"]) for about in (intervals, beliefs, phases, waits)))
     )
     return "\n".join([*rows, "", text, "", known])
 
 
 async def measure(
-    python: Path, model: Path, names: Sequence[str], rounds: int, running: Sequence[str]
+    python: Path,
+    model: Path,
+    names: Mapping[str, int],
+    rounds: int,
+    running: Sequence[str],
 ) -> dict[str, list[dict[str, Any]]]:
     """Rounds of some workloads, by name.
 
     Args:
         python: Of the virtualenv with vLLM.
         model: Folder of the model.
-        names: Of workloads.
+        names: Of workloads, and the number of the first round of each.
         rounds: Of each of them.
         running: Addresses of engines that run; empty starts them.
     """
@@ -241,9 +270,9 @@ async def measure(
             children = await stays.enter_async_context(stack.stack())
             engines = replicas.real(children, session, python=python, model=model)
             running = await stays.enter_async_context(engines)
-        for number, name in itertools.product(range(rounds), names):
+        for number, (name, first) in itertools.product(range(rounds), names.items()):
             async with asyncio.timeout(_ROUND_TIMEOUT_S):
-                results[name].append(await measure_round(session, running, name, number))
+                results[name].append(await measure_round(session, running, name, first + number))
     return results
 
 
@@ -259,15 +288,30 @@ def main() -> int:
         help="ip:port of both replicas, which run with the flags of this bench",
     )
     parser.add_argument("--write", action="store_true", help=f"write bench/results/{RESULT}.json")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="with --write: more rounds, with other requests, to those that are recorded",
+    )
     args = parser.parse_args()
     python, model, installed = install.prepare(args)
     running = args.engines.split(",") if args.engines else ()
+    recorded = _recorded() if args.add else {"workloads": {}}
+    numbers = {name: len(recorded["workloads"].get(name, ())) for name in args.only}
     with agreement.has_priority():
-        workloads = asyncio.run(measure(python, model, args.only, args.rounds, running))
+        measured = asyncio.run(measure(python, model, numbers, args.rounds, running))
+    workloads = recorded["workloads"] | {
+        name: [*recorded["workloads"].get(name, ()), *rounds] for name, rounds in measured.items()
+    }
     wrong = missed(workloads)
     for line in wrong:
         print(f"MISSED: {line}")
+    print(intervals(workloads))
     if args.write:
+        only = "" if args.only == names else f" --only {' '.join(map(shlex.quote, args.only))}"
+        count = "" if args.rounds == ROUNDS else f" --rounds {args.rounds}"
+        add = " --add" if args.add else ""
+        command = f"python -m bench.real_vllm.rounds{only}{count} --write{add}"
         document = {
             **installed,
             "replicas": replicas.COUNT,
@@ -276,10 +320,26 @@ def main() -> int:
             "seed": SEED,
             "workloads": workloads,
         }
-        only = "" if args.only == names else f" --only {' '.join(map(shlex.quote, args.only))}"
-        path = rig.write(RESULT, f"python -m bench.real_vllm.rounds{only} --write", document)
+        path = _write(command, document, recorded if args.add else None)
         print(f"wrote {path.relative_to(rig.ROOT)}")
     return 1 if wrong else 0
+
+
+def _recorded() -> dict[str, Any]:
+    """The result as it was written."""
+    recorded: dict[str, Any] = json.loads((rig.RESULTS / f"{RESULT}.json").read_text())
+    return recorded
+
+
+def _write(command: str, document: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> Path:
+    """Write a result; one that adds rounds to a recorded one keeps where and when that is of."""
+    path = rig.write(RESULT, command, dict(document))
+    if recorded is not None:
+        now = _recorded()
+        added = {key: now[key] for key in ("command", "commit", "date")}
+        extended = {**recorded, **document, "added": [*recorded.get("added", ()), added]}
+        path.write_text(json.dumps(extended, indent=2) + "\n")
+    return path
 
 
 if __name__ == "__main__":

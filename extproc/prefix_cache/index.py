@@ -13,10 +13,12 @@ several pools can share one bound: then the largest of them evicts.
 from __future__ import annotations
 
 import heapq
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Final
 
+from extproc.prefix_cache.evicted_runs import EvictedRuns
 from extproc.prefix_cache.radix_tree import WIDTH, EndpointCache, RadixNode, SpanTotals, packed
 
 #: An endpoint in one of its lives: its address and its incarnation.
@@ -121,6 +123,7 @@ class PrefixIndex:
         #: whose endpoint left.
         self._clearing: dict[int, int] = {}
         self._leaving: set[int] = set()
+        self._evicted = EvictedRuns()
         #: A heap of every slot with an epoch: none of its parts was touched before that.
         self._ages: list[tuple[int, int]] = []
 
@@ -135,6 +138,7 @@ class PrefixIndex:
             else:
                 slot = len(self._bits)
                 self._bits.append(1 << slot)
+                self._evicted.add_slot()
                 self._caches.append(EndpointCache(self._capacity, self._totals))
                 heapq.heappush(self._ages, (self._epoch, slot))
             self._slots[key] = slot
@@ -171,6 +175,26 @@ class PrefixIndex:
         for slot in self._clearing:
             depths[slot] = 0
         return depths
+
+    def lingering(
+        self, blocks: Sequence[int], depths: Sequence[int]
+    ) -> tuple[int, list[tuple[int, float]]] | None:
+        """Blocks of a chain behind those that any endpoint holds, which one may still have.
+
+        Args:
+            depths: What `match` returned for it.
+
+        Returns:
+            Its slot, and depths with the chances that it has all blocks to there; None for none.
+        """
+        if not self._evicted:
+            return None
+        deepest = max(depths)
+        if deepest >= len(blocks) or blocks[deepest] not in self._evicted:
+            return None
+        capacities = [cache.capacity for cache in self._caches]
+        remains = self._evicted.find(blocks, self._pack(blocks), deepest, capacities)
+        return None if remains is None or depths[remains[0]] < deepest else remains
 
     def record(self, key: Key, blocks: Sequence[int], unnamed: int = 0) -> None:
         """Predict that an endpoint holds a chain, as the most recently used one.
@@ -217,7 +241,8 @@ class PrefixIndex:
             self._release(slot)
         # As `bytes_estimate`, without a call.
         tree_bytes = _RUN_BYTES * self._runs + WIDTH * self._blocks
-        if tree_bytes + self._totals.bytes_estimate > self._max_bytes:
+        tree_bytes += self._totals.bytes_estimate
+        if tree_bytes + self._evicted.bytes_estimate > self._max_bytes:
             self.shrink(self._max_bytes)
         if self._budget is not None and not self._records % _LOOK:
             self._budget.enforce()
@@ -230,6 +255,8 @@ class PrefixIndex:
 
     def shrink(self, max_bytes: int) -> None:
         """Give up what was used longest ago, on any endpoint, until so many bytes are left."""
+        while self._evicted and self.bytes_estimate() > max_bytes:
+            self._evicted.drop_oldest()
         ages = self._ages
         while self._totals.parts and self.bytes_estimate() > max_bytes:
             age, slot = ages[0]
@@ -311,7 +338,7 @@ class PrefixIndex:
     def bytes_estimate(self) -> int:
         """Estimated bytes of memory."""
         tree = _RUN_BYTES * self._runs + WIDTH * self._blocks
-        return tree + self._totals.bytes_estimate
+        return tree + self._totals.bytes_estimate + self._evicted.bytes_estimate
 
     def _touch(self, slot: int, path: Sequence[tuple[RadixNode, int]], unnamed: int) -> None:
         """Hold the first blocks of each run of a path, the root as used last."""
@@ -365,7 +392,11 @@ class PrefixIndex:
         for _ in range(_MAX_RELEASED):
             if cache.held <= cache.capacity:
                 break
-            run, keep = cache.evict_excess()
+            held = cache.held
+            run, keep, before = cache.evict_excess()
+            gone = run.hashes[keep * WIDTH : before * WIDTH]
+            head = int.from_bytes(gone[:WIDTH], sys.byteorder)
+            self._evicted.record(slot, head, gone, held - cache.held, cache.capacity)
             if keep * WIDTH < len(run.hashes):
                 self._detach(run, bit, keep)
         if self._clearing:
@@ -374,6 +405,7 @@ class PrefixIndex:
     def _clear(self, slot: int) -> None:
         # Parts that are touched from now on have another age than those before.
         self._epoch += 1
+        self._evicted.forget(slot)
         self._clearing[slot] = self._epoch
         self._sweep()
 

@@ -251,13 +251,13 @@ class EndpointCache:
         _link(above, before=part.newer)
         return part.held_blocks
 
-    def evict_excess(self) -> tuple[RadixNode, int]:
+    def evict_excess(self) -> tuple[RadixNode, int, int]:
         """Give up blocks above `capacity` of the part that was touched longest ago, its tail first.
 
         More may be held than `capacity` when it is called, and still afterwards.
 
         Returns:
-            Its run, and how many blocks of it are still held.
+            Its run, how many blocks of it are still held, and how many were.
         """
         part = self._ring.newer
         keep = part.held_blocks + part.unnamed_blocks - (self.held - self.capacity)
@@ -265,9 +265,10 @@ class EndpointCache:
             keep = 0
         elif keep >= part.held_blocks:
             self._set_unnamed(part, keep - part.held_blocks)
-            return part.run, part.held_blocks
+            return part.run, part.held_blocks, part.held_blocks
+        before = part.held_blocks
         self._keep_of(part, keep)
-        return part.run, keep
+        return part.run, keep, before
 
     def evict_oldest(self) -> RadixNode:
         """Give up the part that was touched longest ago; there must be one.

@@ -45,8 +45,18 @@ class PrefixMatcher:
             return [0] * len(members)
         depths, slots = self.match_slots(chain)
         if members is self._store.pool.members:
-            return [tokens[depths[slot]] for slot in self._slots_in_order]
-        return [tokens[depths[slots[member.endpoint.address]]] for member in members]
+            in_order = self._slots_in_order
+        else:
+            in_order = [slots[member.endpoint.address] for member in members]
+        matched = [tokens[depths[slot]] for slot in in_order]
+        lingering = self._index.lingering(chain, depths)
+        if lingering is not None and lingering[0] in in_order:
+            expected = before = float(max(matched))
+            for depth, chance in lingering[1]:
+                expected += chance * (tokens[depth] - before)
+                before = tokens[depth]
+            matched[in_order.index(lingering[0])] = int(expected)
+        return matched
 
     def match_slots(self, chain: Sequence[int]) -> tuple[Sequence[int], Mapping[str, int]]:
         """Predicted cached blocks by slot (count), and the slots of the members by address.

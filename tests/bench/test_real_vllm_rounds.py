@@ -1,6 +1,8 @@
 """Tests of the rounds with tight caches on real engines, without vLLM."""
 
 import asyncio
+import contextlib
+import json
 from collections import Counter
 from itertools import takewhile
 
@@ -138,7 +140,41 @@ def test_the_table_has_a_row_for_each_strategy():
     row = "| bursts | `adaptive` | 0.600 | 0.60 | 0.60 | 90 ms | 0.90 x | 180 ms | 0.90 x |"
     assert row in text.splitlines()
     assert "Missed: bursts: 0.6 of the hits, wanted 0.9." in text
+    assert "bursts (1 rounds) 0.60 to 0.60, 0.90 to 0.90 x and 0.90 to 0.90 x" in text
     assert len(text.splitlines()) == 2 + len(rounds.STRATEGIES) + 4
+
+
+def test_added_rounds_go_behind_those_that_are_recorded(monkeypatch, tmp_path):
+    """With the numbers, and so the requests, that come next; the first ones keep commit and date."""
+    monkeypatch.setattr(rounds.rig, "RESULTS", tmp_path)
+    monkeypatch.setattr(rounds.rig, "ROOT", tmp_path)
+    monkeypatch.setattr(rounds.agreement, "has_priority", contextlib.nullcontext)
+    installed = {"vllm": "v", "torch": "t"}
+    monkeypatch.setattr(rounds.install, "prepare", lambda args: (None, None, installed))
+    begun = []
+
+    async def measure(python, model, names, count, running):
+        begun.append(dict(names))
+        return {name: [one_round(0.8, 90.0)] * count for name in names}
+
+    monkeypatch.setattr(rounds, "measure", measure)
+    for flags in (["--rounds", "2"], ["--rounds", "3", "--only", "bursts", "--add"]):
+        monkeypatch.setattr(rounds.sys, "argv", ["rounds", *flags, "--write"])
+        assert rounds.main() == 0
+    assert begun == [
+        {"shared prefixes": 0, "mixed lengths": 0, "bursts": 0, "adapters": 0},
+        {"bursts": 2},
+    ]
+    result = json.loads((tmp_path / "real_vllm_rounds.json").read_text())
+    counts = {name: len(figures) for name, figures in result["workloads"].items()}
+    assert counts == {"shared prefixes": 2, "mixed lengths": 2, "bursts": 5, "adapters": 2}
+    assert result["command"].endswith("rounds --rounds 2 --write")
+    assert [more["command"] for more in result["added"]] == [
+        "python -m bench.real_vllm.rounds --only bursts --rounds 3 --write --add"
+    ]
+    text = rounds.block(result)
+    assert "Medians of 2 to 5 rounds." in text
+    assert "more by `python -m bench.real_vllm.rounds --only bursts --rounds 3" in text
 
 
 def test_time_in_engines_is_shown_beside_the_clients():

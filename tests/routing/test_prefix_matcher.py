@@ -6,7 +6,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.endpoint import Load
-from extproc.prefix_cache import blocks, kv_events
+from extproc.prefix_cache import blocks, cache_model, kv_events
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from extproc.request import HttpRequest
@@ -94,6 +94,17 @@ def test_events_say_what_is_cached(pool):
     assert pool.matched() == {A: 80, B: 0}
     pool.exact.index.apply(pool.engines[A], AllBlocksCleared())
     assert pool.matched() == {A: 0, B: 0}
+
+
+def test_what_was_evicted_last_counts_by_its_chance():
+    """A prompt that no endpoint holds as a whole any more goes where it was."""
+    fixture = PoolFixture({A: load(0, 0.0), B: load(0, 0.0)})
+    raw = request(b"".join(b"%08d" % number for number in range(256)))
+    first = fixture.decide(raw)
+    fixture.director.reserve(first, fixture.now)
+    fixture.index.resize(cache_model.index_key(first.endpoints[0]), 4)
+    matched = {c.endpoint.address: c.matched_tokens for c in fixture.decide(raw).candidates}
+    assert matched == {A: 0, B: 0} | {first.endpoints[0].address: 256 + 128}
 
 
 def test_the_same_prompt_is_never_cached_as_a_whole(pool):
