@@ -105,8 +105,10 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       nothing until the cache will be full, as answers that are there grow like this one; then the
       time until they free what is missing. k is what the scrape says plus what was sent since, at
       least the prompts of the open requests, as those that wait hold nothing yet and cached prefixes
-      are not in use until they run, and at most what the requests can hold: a late scrape
-      forgets those that ended. Where the conversation lives m counts with u, for the same reason.
+      are not in use until they run, and at most what the requests can hold, as a late scrape does not
+      show which have ended: each its prompt and half an answer. Where each that ran at the scrape
+      held more, that counts by o s / (o s + a), a the age of the scrape: most of those that run have
+      long answers. Where the conversation lives m counts with u, as prefixes are not in use until then.
     - slowdown = n (`own_share` o d + `others_share` (u p + o d + l)): this answer's own tokens come
       slower in a larger batch, and every answer in it waits for this prefill, this adapter and one
       more sequence in each iteration.
@@ -439,14 +441,17 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         held = max(usage * capacity + c.unscraped_tokens, c.active_context_tokens)
         if held + wanted <= capacity:
             return 0.0, 0.0
+        rates = c.rates
+        answer_s = answer * rates.iteration_s(c.estimated_requests)
         if c.in_flight:
             mean = c.prompt_tokens / c.in_flight + 0.5 * answer
+            if running := c.load.running:
+                still = answer_s / max(answer_s + c.age_s, _SHORTEST_S)
+                mean += still * max(0.0, usage * capacity / running - mean)
             held = min(held, c.estimated_requests * mean)
         excess = (held + wanted) / capacity - 1.0
         if excess <= 0.0:
             return 0.0, 0.0
-        rates = c.rates
-        answer_s = answer * rates.iteration_s(c.estimated_requests)
         own = wanted - 0.5 * answer * c.estimated_requests
         copied = rates.copied_ratio
         others = copied * (1.0 + (c.load.waiting or 0.0)) * own

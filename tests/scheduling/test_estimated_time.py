@@ -115,6 +115,23 @@ def test_a_full_cache_adds_a_cost_term():
     assert priced.costs[0] > priced.costs[1]
 
 
+def test_long_answers_hold_what_the_scrape_shows():
+    """Requests that may run still hold what each held then; others a prompt and half an answer."""
+    load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16, "running": 4.0}
+    load |= {"in_flight": 4, "estimated_requests": 4, "prompt_tokens": 400}
+    rates = StepTimeModel(output_tokens=100.0)
+    answer_s = 100 * rates.iteration_s(4.0)
+    ages = {"now": 0.0, "an answer old": answer_s, "never": math.inf}
+    candidates = builders.candidates(
+        {name: load | {"rates": rates, "age_s": age_s} for name, age_s in ages.items()}
+    )
+    terms = dict(EstimatedTime().cost(builders.context(prompt_tokens=1000), candidates).terms)
+    # Of 1,600 tokens all are held, or 4 times 150, or half of each; 1,250 more are wanted.
+    assert terms["memory"] == pytest.approx(
+        [answer_s * (held + 1250 - 1600) / 1600 for held in (1600, 1100, 600)]
+    )
+
+
 def test_those_who_wait_for_memory_wait_for_what_this_request_takes():
     """They count where evicted blocks are loaded again, and the next request everywhere."""
     load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16, "estimated_requests": 4}
