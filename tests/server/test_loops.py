@@ -347,8 +347,12 @@ class OfflineChannel(redis_peer_channel.RedisPeerChannel):
     def __init__(self, registry):
         self.supervisor = registry.supervisor
         self.settings = types.SimpleNamespace(stream="s")
+        self.event_log = types.SimpleNamespace(picker="c")
         self.heard = []
         self._failing_tasks = set()
+
+    async def wait_synced(self):
+        """Endpoints are known."""
 
     def _apply_message(self, message):
         if message.picker == "poison":
