@@ -34,10 +34,6 @@ RATE, WARM_UP_ROUNDS = 1000.0, 2
 #: Starts of the process that the rounds are shared among.
 STARTS = 6
 
-#: Seconds of load after a change, before those that count: the interpreter adapts its instructions to what
-#: they meet.
-CHANGE_S = 0.15
-
 
 class SlicedPicker(msgspec.Struct, frozen=True):
     """A picker whose slices are compared.
@@ -47,12 +43,15 @@ class SlicedPicker(msgspec.Struct, frozen=True):
         signals: Signal by row.
         endpoints: Endpoints, which need not be there (count).
         headers: Headers of requests, besides those of the load.
+        change_s: Seconds of load after a change, before those that count: the interpreter adapts its
+            instructions to what they meet, and what waits of the slice before is to be done.
     """
 
     arguments: Sequence[str]
     signals: Mapping[str, int]
     endpoints: int = 8
     headers: Mapping[str, str] = {}
+    change_s: float = 0.15
 
 
 def number_signals(rows: Sequence[str]) -> dict[str, int]:
@@ -111,14 +110,14 @@ async def _compare(
                     *messages(body, dict(picker.headers)),
                     body_bytes=len(body),
                     connections=CONNECTIONS,
-                    seconds=1.05 * len(slices) * (CHANGE_S + seconds) + 1.0,
+                    seconds=1.05 * len(slices) * (picker.change_s + seconds) + 1.0,
                     rate_per_s=rate_per_s,
                     times=times,
                 )
             )
             for number, row in enumerate(slices):
                 os.kill(child.process.pid, picker.signals[row])
-                await asyncio.sleep(CHANGE_S)
+                await asyncio.sleep(picker.change_s)
                 cpu_s, requests = threads_cpu_s(child.process.pid), len(times)
                 await asyncio.sleep(seconds)
                 cpu_s = threads_cpu_s(child.process.pid) - cpu_s

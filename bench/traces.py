@@ -1,11 +1,12 @@
 """Measures what traces cost: CPU per request without them, unsampled, at 1 % and of every request.
 
-    python -m bench.traces [--transport native] [--rounds 60] [--seconds 0.5] [--write]
+    python -m bench.traces [--transport native] [--rounds 12] [--seconds 10] [--write]
 
 A picker over eight endpoints is loaded by streams, 1,000 a second, and changes from slice to slice the share
-of requests that it traces, as `bench.slices` says; a second one gets requests whose client has not sampled
-its trace. Spans go to a receiver in this process. Ratios are taken to the slice without traces. Traces of 1 %
-of the requests have a bar.
+of requests that it traces, as `bench.slices` says; another one gets requests whose client has not sampled
+its trace. Spans go to a receiver in this process, some seconds later: so slices are long, and begin when those
+of the slice before were sent. Ratios are taken to the slice without traces. Traces of 1 % of the requests
+have a bar.
 """
 
 from __future__ import annotations
@@ -55,6 +56,16 @@ RATIOS: Mapping[str, float | None] = {
 }
 SIGNALS = slices.number_signals(tuple(RATIOS))
 
+#: Rows that one process has in turn: few spans wait where many would.
+GROUPS: Sequence[tuple[Sequence[str], Mapping[str, str]]] = (
+    ((OFF, "on, no trace, none by chance", BAR_ROW), {}),
+    ((OFF, "on, 10 % by chance", "on, every request"), {}),
+    ((OFF, CLIENT), UNSAMPLED),
+)
+
+#: Seconds until the spans of a slice are sent: they wait 2 s for others, and up to 5 s in the SDK.
+SENT_S = 7.5
+
 
 def serve(arguments: Sequence[str]) -> int:
     """A picker that samples as the last of `SIGNALS` says; a setting holds until the next start."""
@@ -84,12 +95,9 @@ async def compare(kind: str, rounds: int, seconds: float) -> list[dict[str, Any]
     rows = []
     with otlp_receiver.receiving() as receiver:
         os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{receiver.grpc_port}"
-        untraced = {row: number for row, number in SIGNALS.items() if row != CLIENT}
-        clients = {row: SIGNALS[row] for row in (OFF, CLIENT)}
-        for picker in (
-            slices.SlicedPicker(arguments, untraced),
-            slices.SlicedPicker(arguments, clients, headers=UNSAMPLED),
-        ):
+        for names, headers in GROUPS:
+            signals = {row: SIGNALS[row] for row in names}
+            picker = slices.SlicedPicker(arguments, signals, headers=headers, change_s=SENT_S)
             used = await slices.compare_starts(picker, rounds, seconds, kind)
             for name in picker.signals:
                 ratio, *interval = slices.confidence(slices.ratios(used, name, OFF))
@@ -110,8 +118,8 @@ def main() -> None:
         sys.exit(serve(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", default="native")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--write", action="store_true", help="write bench/results/traces.json")
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
