@@ -5,8 +5,8 @@
 A picker over eight endpoints is loaded by streams, 1,000 a second, and changes from slice to slice the share
 of requests that it traces, as `bench.slices` says; another one gets requests whose client has not sampled
 its trace. Spans go to a receiver in this process, some seconds later: so slices are long, and begin when those
-of the slice before were sent. Ratios are taken to the slice without traces. Traces of 1 % of the requests
-have a bar.
+of the slice before were sent, and all takes an hour. Ratios are taken to the slice without traces. Traces
+of 1 % of the requests have a bar.
 """
 
 from __future__ import annotations

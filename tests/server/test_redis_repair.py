@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -105,6 +106,16 @@ def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
         runner.run(test())
 
 
+@contextlib.asynccontextmanager
+async def two_replicas():
+    """A store, and two replicas that know each other."""
+    store = MemoryStream()
+    first, second = build_replica(store), build_replica(store)
+    async with talking(first, second):
+        await asyncio.sleep(2.0)
+        yield store, first, second
+
+
 @pytest.mark.parametrize("away_s", [1.5, 60.0])
 @pytest.mark.parametrize(
     "broken",
@@ -124,10 +135,7 @@ def test_requests_open_across_an_outage_are_known_after_it(broken, away_s):
     """Requests that were open before it and began in it count, and none that ended in it."""
 
     async def test():
-        store = MemoryStream()
-        first, second = build_replica(store), build_replica(store)
-        async with talking(first, second):
-            await asyncio.sleep(2.0)
+        async with two_replicas() as (store, first, second):
             ends, *_ = [first.send() for _ in range(3)]
             await asyncio.sleep(0.1)
             assert total(second) == 3
@@ -154,10 +162,7 @@ def test_lost_entries_of_the_stream_are_repaired():
     """A reader that fell behind a stream that was trimmed learns what is open."""
 
     async def test():
-        store = MemoryStream()
-        first, second = build_replica(store), build_replica(store)
-        async with talking(first, second):
-            await asyncio.sleep(2.0)
+        async with two_replicas() as (store, first, second):
             first.send()
             await first.line.flush()
             store.entries.clear()
@@ -173,10 +178,7 @@ def test_a_peer_that_was_dropped_and_is_heard_again_is_charged():
     """A replica that stood still for longer than the silence, and lost nothing by itself."""
 
     async def test():
-        store = MemoryStream()
-        first, second = build_replica(store), build_replica(store)
-        async with talking(first, second):
-            await asyncio.sleep(2.0)
+        async with two_replicas() as (_, first, second):
             first.send()
             await asyncio.sleep(0.1)
             assert total(second) == 1
