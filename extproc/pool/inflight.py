@@ -309,6 +309,7 @@ class InflightLoad:
         sent: int,
         written: int,
         waiting: float | None,
+        at: float,
         now: float,
         running: float | None = None,
     ) -> None:
@@ -317,6 +318,7 @@ class InflightLoad:
         Args:
             sent: `sent` when the scrape was requested.
             written: `kv_tokens_sent` then.
+            at: Monotonic seconds at which the page was true; the engine has computed since.
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
             running: Requests in its batch; None when the page did not say. Of ours that are open, more
                 than these wait: an engine reads and tokenizes a request before its page shows it.
@@ -335,7 +337,9 @@ class InflightLoad:
         for reservation in islice(reversed(before), queueing - 1, queueing) if queueing else ():
             admitted = reservation.sent - reservation.uncached_tokens
         # One admitted prompt may still be in the middle of its prefill.
-        self.done = min(max(self.done, admitted - largest), admitted)
+        computed = max(0.0, now - at) * self.tokens_per_s
+        most = min(admitted + computed, self.sent)
+        self.done = min(max(self.done, admitted - largest + computed), most)
 
     def _replace(self, placeholder: Reservation, reservation: Reservation) -> None:
         """Put a reservation in the place of one that was just opened for it."""

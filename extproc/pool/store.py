@@ -238,7 +238,12 @@ class PoolStore:
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
         account.record_scrape(
-            sent=token.sent, written=token.written, waiting=queued, running=load.running, now=now
+            sent=token.sent,
+            written=token.written,
+            waiting=queued,
+            running=load.running,
+            at=load.at,
+            now=now,
         )
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now, load)
         # Of the open requests; those that run are a part of them, or more where others send too.

@@ -166,7 +166,8 @@ class EndpointScraper:
         tokens = [scraper.store.begin_scrape(member.endpoint) for member in self.members]
         fetched = await scraper.client.get(self.target)
         now = scraper.clock()
-        outcome, engine = await self._observe(tokens, fetched, now)
+        # An engine computes its page at some time between the two.
+        outcome, engine = await self._observe(tokens, fetched, now, at=(began + now) / 2)
         if outcome == "ok":
             self._set_failures(0)
         else:
@@ -200,7 +201,12 @@ class EndpointScraper:
             scraper.client.forget(target)
 
     async def _observe(
-        self, tokens: Sequence[ScrapeToken], fetched: bytes | client.FetchFailed, now: float
+        self,
+        tokens: Sequence[ScrapeToken],
+        fetched: bytes | client.FetchFailed,
+        now: float,
+        *,
+        at: float,
     ) -> tuple[str, str]:
         """Reads a page and passes its load on; returns the outcome and the engine type.
 
@@ -210,9 +216,9 @@ class EndpointScraper:
         settings = scraper.settings
         try:
             if isinstance(fetched, bytes) and len(fetched) > INLINE_BYTES:
-                read = await asyncio.to_thread(_read, reader, fetched, endpoint, now, settings)
+                read = await asyncio.to_thread(_read, reader, fetched, endpoint, at, settings)
             else:
-                read = _read(reader, fetched, endpoint, now, settings)
+                read = _read(reader, fetched, endpoint, at, settings)
             if isinstance(read, Load):
                 read = metrics_page.RankedLoad((), (read,))
             if isinstance(read, metrics_page.RankedLoad):
@@ -387,7 +393,7 @@ def _read(
     reader: metrics_page.MetricsPageReader,
     fetched: bytes | client.FetchFailed,
     endpoint: Endpoint,
-    now: float,
+    at: float,
     settings: ScraperSettings,
 ) -> Load | metrics_page.RankedLoad | str:
     """Reads the load from a page; the failure reason without one."""
@@ -396,5 +402,5 @@ def _read(
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
     read_page = reader.read_ranks if settings.ranks else reader.read
-    read = read_page(fetched, now, engine_type=engine_type, extra=settings.extra)
+    read = read_page(fetched, at, engine_type=engine_type, extra=settings.extra)
     return "unreadable" if isinstance(read, metrics_page.UnreadablePage) else read

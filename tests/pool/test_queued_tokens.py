@@ -22,6 +22,17 @@ def send(inflight, tokens, now, cached=0):
     return inflight.open("m", tokens, cached_tokens=cached, now=now)
 
 
+def scrape(inflight, now, *, at=None, waiting=0.0, running=None):
+    inflight.record_scrape(
+        sent=inflight.sent,
+        written=inflight.kv_tokens_sent,
+        waiting=waiting,
+        running=running,
+        at=now if at is None else at,
+        now=now,
+    )
+
+
 def test_queued_work_is_uncached_and_drains():
     """900 of 1000 tokens cached leave 100, which are gone after a tenth of a second."""
     inflight = account()
@@ -57,10 +68,19 @@ def test_a_scrape_shows_which_requests_are_queued():
     for tokens in (4000, 3000, 2000):
         send(inflight, tokens, 0.0)
     assert inflight.queued(1.0) == 0
-    inflight.record_scrape(
-        sent=inflight.sent, written=inflight.kv_tokens_sent, waiting=2.0, now=1.0
-    )
+    scrape(inflight, now=1.0, waiting=2.0)
     assert inflight.queued(1.0) == 5000
+
+
+def test_an_engine_computes_on_after_its_page_was_true():
+    """Of 5000 tokens that wait on a page, an engine has computed 1000 when it comes a second later."""
+    inflight = account()
+    for tokens in (4000, 3000, 2000):
+        send(inflight, tokens, 0.0)
+    scrape(inflight, now=5.0, at=4.0, waiting=2.0)
+    assert inflight.queued(5.0) == 4000
+    scrape(inflight, now=6.0, at=-60.0, waiting=2.0)
+    assert inflight.queued(6.0) == 0
 
 
 @pytest.mark.parametrize(("running", "queued"), [(0.0, 9000), (1.0, 5000), (3.0, 0)])
@@ -69,8 +89,7 @@ def test_requests_that_an_engine_neither_runs_nor_queues_wait_before_it(running,
     inflight = account(tokens_per_s=1e9)
     for tokens in (4000, 3000, 2000):
         send(inflight, tokens, 0.0)
-    sent, written = inflight.sent, inflight.kv_tokens_sent
-    inflight.record_scrape(sent=sent, written=written, waiting=0.0, running=running, now=1.0)
+    scrape(inflight, now=1.0, running=running)
     assert inflight.queued(1.0) == queued
 
 
@@ -81,7 +100,7 @@ def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
         send(inflight, tokens, 0.0)
     sent, written = inflight.sent, inflight.kv_tokens_sent
     send(inflight, 500, 0.1)
-    inflight.record_scrape(sent=sent, written=written, waiting=0.0, now=0.2)
+    inflight.record_scrape(sent=sent, written=written, waiting=0.0, at=0.2, now=0.2)
     assert inflight.queued(0.2) == pytest.approx(4500)
     assert inflight.kv_tokens_sent - inflight.kv_tokens_scraped == 500
 
@@ -118,6 +137,7 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
                 written=inflight.kv_tokens_sent,
                 waiting=float(number % 7),
                 running=float(number % 5),
+                at=now - passed,
                 now=now,
             )
         elif reservations:

@@ -85,7 +85,11 @@ class LearningSite:
             counters=self.totals(),
         )
         account.record_scrape(
-            sent=account.sent, written=account.kv_tokens_sent, waiting=load.waiting, now=self.now
+            sent=account.sent,
+            written=account.kv_tokens_sent,
+            waiting=load.waiting,
+            at=self.now,
+            now=self.now,
         )
         ran = account.take_ran() - {""}
         self.learner.update(load, ran=ran, idle=account.idle, is_alone=True)

@@ -90,12 +90,12 @@ class ScraperScene:
 
 
 def test_a_page_reaches_the_store_with_its_time():
-    """A step hands over the load, timed at its arrival, and says so."""
+    """A step hands over the load, timed between its request and its arrival, and says so."""
 
     async def scene():
         scene = ScraperScene("10.0.0.1:1")
         await scene.watch().step()
-        assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
+        assert (scene.load().waiting, scene.load().at) == (3.0, 100.125)
         assert scene.facts == [scraper.ScrapeResult("10.0.0.1:1", "ok", 0.25, "vllm")]
 
     asyncio.run(scene())
@@ -141,7 +141,7 @@ def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
         scene.fetcher.answers["p1"] = answer
         await watch.step()
         await watch.step()
-        assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
+        assert (scene.load().waiting, scene.load().at) == (3.0, 100.125)
         assert scene.store.pool.members[0].failure == outcome
         assert [fact.outcome for fact in scene.facts] == ["ok", outcome, outcome]
         assert watch.failures == 2
