@@ -269,6 +269,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         reload_s: Seconds per prompt token that is loaded from the memory of the host; None while the
             engine has not shown it.
         copied_ratio: Share of evicted tokens that the memory of the host is taken to hold, 0..1.
+        max_num_seqs: Requests that it runs at a time (count); None while the engine has not shown it.
     """
 
     step_s: float = 0.015
@@ -281,6 +282,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     evidence: float = 0.0
     reload_s: float | None = None
     copied_ratio: float = 0.0
+    max_num_seqs: float | None = None
 
     @property
     def reload_saving(self) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,6 +34,52 @@ class IdleTime(NamedTuple):
     def until(self, at: float) -> float:
         """Seconds until a time of which nothing else is known (cumulative)."""
         return self.seconds + max(0.0, at - self.since)
+
+
+#: Share of the KV cache in use from which a request that waits may wait for memory.
+_FULL_KV_USAGE: Final = 0.85
+
+#: Seconds for which a limit stands that no page shows again: what was shown once may have been an
+#: engine in trouble, which then gets too few requests to show that it runs more.
+_LIMIT_STANDS_S: Final = 60.0
+
+
+def may_lack_memory(load: Load) -> bool:
+    """Returns True if requests that wait on a page may wait for memory."""
+    return load.kv_usage is None or load.kv_usage > _FULL_KV_USAGE
+
+
+class BatchLimitEstimator:
+    """Estimates how many requests an engine runs at a time (vLLM's `max_num_seqs`).
+
+    Attributes:
+        limit: Requests (count); None while the engine has not shown it.
+    """
+
+    __slots__ = ("_at", "limit")
+
+    def __init__(self) -> None:
+        self.limit: float | None = None
+        self._at = math.inf
+
+    def update(self, load: Load, *, is_held_up: bool) -> float | None:
+        """Take in a page; returns the limit.
+
+        Requests may wait for the prompts before them, for memory, for an adapter slot, or for a
+        place in the batch. Where it is none of the first three, those that run have all places.
+
+        Args:
+            is_held_up: Whether a request waits for longer than the prompts before it take.
+        """
+        running, slots = load.running, load.adapter_slots
+        if not running:
+            return self.limit
+        waits_for_slot = bool(slots) and len(load.adapters or ()) >= (slots or 0)
+        if is_held_up and not waits_for_slot and not may_lack_memory(load):
+            self.limit, self._at = running, load.at
+        elif running > (self.limit or running) or load.at - self._at > _LIMIT_STANDS_S:
+            self.limit = None
+        return self.limit
 
 
 class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):

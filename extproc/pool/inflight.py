@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -36,6 +36,11 @@ _MAX_RECENT = 64
 #: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
 #: beside it.
 _BUDGET_TOKENS = 2048
+
+
+#: How much longer than the prompts before it take a request waits that waits for something else (a
+#: factor): their number and the speed of the engine are estimates.
+_HELD_UP: Final = 2.0
 
 
 class Turn(Protocol):
@@ -312,7 +317,7 @@ class InflightLoad:
         at: float,
         now: float,
         running: float | None = None,
-    ) -> None:
+    ) -> bool:
         """Correct the queue by what a scrape shows.
 
         Args:
@@ -322,24 +327,30 @@ class InflightLoad:
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
             running: Requests in its batch; None when the page did not say. Of ours that are open, more
                 than these wait: an engine reads and tokenizes a request before its page shows it.
+
+        Returns:
+            True if a request in the engine's queue waits longer than the prompts before it take.
         """
         self.kv_tokens_scraped = written
         self._drain(now)
         if waiting is None:
-            return
+            return False
         before = [reservation for reservation in self._open if reservation.sent <= sent]
         largest = max((reservation.uncached_tokens for reservation in before), default=0)
         queueing = min(int(waiting), len(before))
         if running is not None:
             queueing = max(queueing, len(before) - int(running))
         # The first of those that wait, counted from the end, has everything before it admitted.
-        admitted = sent
+        admitted, waited_s = sent, 0.0
         for reservation in islice(reversed(before), queueing - 1, queueing) if queueing else ():
             admitted = reservation.sent - reservation.uncached_tokens
+            waited_s = at - reservation.at
+        usual_s = (sent - admitted + largest) / self.tokens_per_s + self.iteration_s
         # One admitted prompt may still be in the middle of its prefill.
         computed = max(0.0, now - at) * self.tokens_per_s
         most = min(admitted + computed, self.sent)
         self.done = min(max(self.done, admitted - largest + computed), most)
+        return bool(waiting) and waited_s > _HELD_UP * usual_s
 
     def _replace(self, placeholder: Reservation, reservation: Reservation) -> None:
         """Put a reservation in the place of one that was just opened for it."""

@@ -29,7 +29,13 @@ import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
 from extproc.pool import engine_counters, step_time_values
-from extproc.pool.engine_counters import CounterReader, IdleTime, Spans, WorkCounters
+from extproc.pool.engine_counters import (
+    BatchLimitEstimator,
+    CounterReader,
+    IdleTime,
+    Spans,
+    WorkCounters,
+)
 from extproc.pool.least_squares import RecursiveLeastSquares
 from extproc.pool.reload_time import ReloadTimeEstimator
 from extproc.pool.request_tokens import AnswerTokens
@@ -104,6 +110,7 @@ class StepTimeEstimator:
 
     __slots__ = (
         "_answers",
+        "_batch_limit",
         "_counter_reader",
         "_fastest",
         "_has_past",
@@ -147,6 +154,7 @@ class StepTimeEstimator:
         self._rows = [0.0] * len(_BOUNDS)
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._reload_time = ReloadTimeEstimator()
+        self._batch_limit = BatchLimitEstimator()
         self._squares = RecursiveLeastSquares(_BOUNDS)
         self._row_at: float | None = None  # end of the last row
         self._start: WorkCounters | None = None
@@ -208,6 +216,7 @@ class StepTimeEstimator:
         idle: IdleTime = IdleTime(),  # noqa: B008 - a tuple
         shared: float = 0.0,
         is_alone: bool = False,
+        is_held_up: bool = False,
     ) -> None:
         """Record the next scrape.
 
@@ -217,6 +226,7 @@ class StepTimeEstimator:
                 holds them once, and every iteration reads them once for each.
             is_alone: Whether the requests of others are few. If they are not, what ran while nothing
                 of ours was there is unknown, and such a window does not count.
+            is_held_up: Whether a request waits there for longer than the prompts before it take.
         """
         last, self._last = self._last, load
         spans = Spans.read(load.counters) if last is None else None
@@ -230,6 +240,11 @@ class StepTimeEstimator:
         self._learn_output(load.counters)
         self._learn_adapters(last, load)
         self.rates = self._reload_time.update(load, self.rates)
+        # How long prompts take is a guess until then.
+        is_held_up = is_held_up and self.rates.evidence > 0.0
+        limit = self._batch_limit.update(load, is_held_up=is_held_up)
+        if limit != self.rates.max_num_seqs:
+            self.rates = msgspec.structs.replace(self.rates, max_num_seqs=limit)
         here = self._counter_reader.read(load, ran=ran, idle=idle, is_alone=is_alone, shared=shared)
         self._is_counting, self._is_idle = here is not None, not load.running
         # In the middle of an iteration its time has passed and its tokens do not count yet: windows

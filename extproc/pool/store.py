@@ -237,12 +237,14 @@ class PoolStore:
         # engine on which we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
-        account.record_scrape(
+        # An engine whose requests wait for memory computes none of them.
+        stands = bool(load.waiting) and engine_counters.may_lack_memory(load)
+        is_held_up = account.record_scrape(
             sent=token.sent,
             written=token.written,
             waiting=queued,
             running=load.running,
-            at=load.at,
+            at=now if stands else load.at,
             now=now,
         )
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now, load)
@@ -254,6 +256,7 @@ class PoolStore:
             idle=token.idle,
             shared=shared,
             is_alone=self.foreign_traffic.share < _FEW_OTHERS,
+            is_held_up=is_held_up,
         )
         rates = learner.pooled_rates
         account.set_drain_rate(rates, own + foreign)

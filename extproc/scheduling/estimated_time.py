@@ -22,6 +22,7 @@ _TERMS = (
     "iteration",
     "adapter",
     "memory",
+    "batch",
     "slowdown",
     "waiting",
     "waste",
@@ -29,7 +30,7 @@ _TERMS = (
 )
 
 #: The first of these are what the request itself waits for until its first token (count).
-_OWN_TERMS = 5
+_OWN_TERMS = 6
 
 #: Iterations until a first token: half of the one under way, and the one that computes the prompt.
 _ITERATIONS = 1.5
@@ -58,7 +59,18 @@ _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, Adap
 #: waste of an adapter, seconds since the first request, and tokens by which encoding makes it longer,
 #: by address. A plain tuple: every request makes one, and a named one takes ten times as long.
 _RequestTerms: TypeAlias = tuple[
-    int, float, float, float, float, int, float, float, float, float, Mapping[str, float] | None
+    int,
+    float,
+    float,
+    float,
+    float,
+    float,
+    int,
+    float,
+    float,
+    float,
+    float,
+    Mapping[str, float] | None,
 ]
 
 
@@ -87,12 +99,13 @@ class _MeanUncachedTokens:
 
 
 class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
-    """Sum in s: queue, prefill, iteration, adapter, memory, slowdown, waiting, waste, crowding.
+    """Sum in s: queue, prefill, iteration, adapter, memory, batch, slowdown, waiting, waste, crowding.
 
     For a request of L prompt tokens, m of them cached on the candidate, with p = `prefill_s`,
     d = `decode_s` and the time of the usual context, both of one sequence and iteration, o expected
-    answer tokens and l the load time of its adapter, 0 where that is resident, on a candidate with
-    Q queued tokens and n requests (own ones now, others' as of the last scrape):
+    answer tokens, z those of the usual answer (o <= z, by `max_tokens`) and l the load time of its
+    adapter, 0 where that is resident, on a candidate with Q queued tokens and n requests (own ones
+    now, others' as of the last scrape):
 
     - queue = Q p: work that is there already.
     - prefill = u p with u = L - m, at least one token; of media that neither the cached prefix covers
@@ -101,26 +114,29 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       is left, on average, of the iteration under way, and the one that computes the prompt.
     - adapter = l; where every slot is in use also the wait for one, half an answer at the present
       speed.
-    - memory = o s max(0, (k + u + (n + 1) o/2) / K - 1), k the tokens held of K:
-      nothing until the cache will be full, as answers that are there grow like this one; then the
+    - memory = z s max(0, (k + u + o/2 + n z/2) / K - 1), k the tokens held of K:
+      nothing until the cache will be full, as answers that are there grow; then the
       time until they free what is missing. k is what the scrape says plus what was sent since, at
       least the prompts of the open requests, as those that wait hold nothing yet and cached prefixes
       are not in use until they run, and at most what the requests can hold, as a late scrape does not
       show which have ended: each its prompt and half an answer. Where each that ran at the scrape
-      held more, that counts by o s / (o s + a), a the age of the scrape: most of those that run have
+      held more, that counts by z s / (z s + a), a the age of the scrape: most of those that run have
       long answers. Where the conversation lives m counts with u, as prefixes are not in use until then.
+    - batch = z s max(0, n + 1 - b) / b, b the requests that run there at a time (`max_num_seqs`) and s
+      the iteration with b: a request beyond them waits until as many answers have ended. Nothing while
+      the engine has not shown b.
     - slowdown = n (`own_share` o d + `others_share` (u p + o d + l)): this answer's own tokens come
       slower in a larger batch, and every answer in it waits for this prefill, this adapter and one
       more sequence in each iteration.
     - waiting = `waiting_share` q (u p + l) with q = min(n, Q / v) and v the mean of u over the latest
       requests: those who wait for their first token wait for this prefill and this adapter as well,
       because iterations have them together with theirs, or as many more come after it. q is at least
-      i e e for i own requests, e = a / (a + o s + u p) with a the age of the scrape, or the time since
+      i e e for i own requests, e = a / (a + z s + u p) with a the age of the scrape, or the time since
       the first request where that is less, and s an iteration without others: the share of requests
       that came after it, twice, because Q is an estimate where neither a scrape nor an answer has
       confirmed it. What is not seen is taken to wait; others' requests are as the scrape shows them. A
-      scrape younger than a tenth of o s + u p counts as of now, and e rises from 0 there. Where memory
-      stalls, o s ((1 - h) (u + o/2) + h (1 + w) (u + o/2 + m)) / K besides, h the share of what is
+      scrape younger than a tenth of z s + u p counts as of now, and e rises from 0 there. Where memory
+      stalls, z s ((1 - h) (u + o/2) + h (1 + w) (u + o/2 + m)) / K besides, h the share of what is
       evicted that has copies on the host, and m only where the conversation lives: the next request
       waits for what this one takes; of copies m may have to be loaded, and those w that wait for
       memory already wait as well.
@@ -203,6 +219,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         (
             tokens,
             answer,
+            usual,
             continued,
             growth,
             conversations_per_open,
@@ -215,7 +232,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         ) = terms
         after = GOALS[self.goal]
         own, others, waiting = after * self.own_share, after * self.others_share, self.waiting_share
-        first, half_answer, fresh = _ITERATIONS, 0.5 * answer, _FRESH * answer
+        first, half_usual, fresh = _ITERATIONS, 0.5 * usual, _FRESH * usual
         # Iterations that a sequence more makes longer: those until the first token, and those after.
         longer = _ITERATIONS + (own + others) * answer
         # Comparisons with a boolean take half as long as those with a number or a string.
@@ -224,7 +241,11 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         costs: list[float] = []
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
-        prompt_tokens = float(tokens or 1)
+        prompt_tokens = most_tokens = float(tokens or 1)
+        if media:
+            most_tokens += max(media.values())
+        half_answer = 0.5 * answer
+        most_tokens += half_answer
         for c in candidates:
             rates = c.rates
             per_token = rates.prefill_s
@@ -239,7 +260,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
             step_s = rates.step_s
             cost = work + first * step_s
-            queued, there = c.queued_tokens, 0.0
+            queued = c.queued_tokens
             if batch:
                 cost += batch * (longer * per_sequence + others * work)
                 if queued:
@@ -247,10 +268,12 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     if there > batch:  # noqa: PLR1730 - a call, as above
                         there = batch
                     cost += queued * per_token
+                else:
+                    there = 0.0
                 if c.age_s > fresh * step_s and (own_open := c.in_flight):
                     # `_share_unseen`, written out.
                     age = c.age_s if c.age_s < sending_s else sending_s  # noqa: FURB136
-                    alone = answer * step_s + work
+                    alone = usual * step_s + work
                     alone = alone if alone > _SHORTEST_S else _SHORTEST_S  # noqa: FURB136
                     if age > _FRESH * alone:
                         share = shown * (1.0 - alone / (alone + age)) - _FRESH
@@ -259,8 +282,13 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                             there = unseen
                 if there:
                     cost += waiting * work * there
-            elif queued:
-                cost += queued * per_token
+                places = rates.max_num_seqs
+                if places is not None and batch >= places:
+                    cost += _wait_for_place_s(c, usual)
+            else:
+                there = 0.0
+                if queued:
+                    cost += queued * per_token
             load = c.load
             if matched < best:
                 delayed = batch + (load.waiting or 0.0)
@@ -271,21 +299,22 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     delayed = waiting * there
                     delayed += reloaded * (batch + (load.waiting or 0.0))
                     iteration = step_s + per_sequence * batch
-                    cost += self._loading(c, answer * iteration, delayed)
+                    cost += self._loading(c, usual * iteration, delayed)
             usage = load.kv_usage
             if usage is not None:
-                blocks, size = load.kv_blocks, load.block_tokens
+                blocks = load.kv_blocks
+                size = load.block_tokens
                 if blocks and size:
                     capacity = 1.0 * (blocks * size)
                     active = c.active_context_tokens
-                    wanted = uncached + half_answer * (1.0 + batch)
-                    if c.conversation_local:
-                        wanted += matched
                     held = usage * capacity + c.unscraped_tokens
                     if held < active:  # noqa: PLR1730 - a call, as above
                         held = active
-                    if held + wanted > capacity:
-                        stall, others_stall = self._stall(c, wanted, answer)
+                    if held + most_tokens + half_usual * batch > capacity:
+                        wanted = uncached + half_answer + half_usual * batch
+                        if c.conversation_local:
+                            wanted += matched
+                        stall, others_stall = self._stall(c, wanted, usual)
                         cost += stall + others_stall
                     if crowds:
                         held = conversations_per_open * active
@@ -304,9 +333,13 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     def _read_request(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> _RequestTerms:
+        # How many tokens an answer has is up to the request, and so the same on every candidate.
+        usual = candidates[0].rates.output_tokens if candidates else 0.0
+        most = context.request.max_tokens
         return (
             context.request.prompt_tokens,
-            _expect_answer(context.request.max_tokens, candidates),
+            usual if most is None else min(usual, float(most)),
+            usual,
             context.continuation_ratio,
             context.expected_growth_tokens,
             1.0 + context.idle_conversations_per_open,
@@ -361,6 +394,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         (
             tokens,
             answer,
+            usual,
             continued,
             growth,
             conversations_per_open,
@@ -383,16 +417,16 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             * (self.own_share * decode + self.others_share * (prefill + decode + load))
         )
         if c.residency is _FULL:
-            adapter += 0.5 * answer * iteration
+            adapter += 0.5 * usual * iteration
         delayed = c.estimated_requests + (c.load.waiting or 0.0)
-        unseen = _share_unseen(c.age_s, sending_s, answer * rates.step_s + prefill)
+        unseen = _share_unseen(c.age_s, sending_s, usual * rates.step_s + prefill)
         first_tokens = max(
             min(c.estimated_requests, c.queued_tokens * per_request), c.in_flight * unseen
         )
-        wanted = uncached + 0.5 * answer * (1.0 + c.estimated_requests)
+        wanted = uncached + 0.5 * (answer + usual * c.estimated_requests)
         if c.conversation_local:
             wanted += c.matched_tokens
-        stall, others_stall = self._stall(c, wanted, answer)
+        stall, others_stall = self._stall(c, wanted, usual)
         waste = wasted * max(0, best - c.matched_tokens) * rates.prefill_s + reloaded * load
         return (
             c.queued_tokens * rates.prefill_s,
@@ -400,6 +434,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             _ITERATIONS * iteration,
             adapter,
             stall,
+            _wait_for_place_s(c, usual),
             slowdown,
             self.waiting_share * first_tokens * (prefill + load) + others_stall,
             delayed * waste,
@@ -433,7 +468,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         moving = uncached / tokens if tokens > 1.0 else 1.0
         return self.crowding * continued * moving * capacity * c.rates.evicted_s * value
 
-    def _stall(self, c: Candidate, wanted: float, answer: float) -> tuple[float, float]:
+    def _stall(self, c: Candidate, wanted: float, usual: float) -> tuple[float, float]:
         """Seconds until `wanted` more KV tokens are free, and what others wait; see the class."""
         usage, capacity = c.load.kv_usage, c.load.kv_tokens
         if usage is None or not capacity:
@@ -442,9 +477,9 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         if held + wanted <= capacity:
             return 0.0, 0.0
         rates = c.rates
-        answer_s = answer * rates.iteration_s(c.estimated_requests)
+        answer_s = usual * rates.iteration_s(c.estimated_requests)
         if c.in_flight:
-            mean = c.prompt_tokens / c.in_flight + 0.5 * answer
+            mean = c.prompt_tokens / c.in_flight + 0.5 * usual
             if running := c.load.running:
                 still = answer_s / max(answer_s + c.age_s, _SHORTEST_S)
                 mean += still * max(0.0, usage * capacity / running - mean)
@@ -452,7 +487,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         excess = (held + wanted) / capacity - 1.0
         if excess <= 0.0:
             return 0.0, 0.0
-        own = wanted - 0.5 * answer * c.estimated_requests
+        own = wanted - 0.5 * usual * c.estimated_requests
         copied = rates.copied_ratio
         others = copied * (1.0 + (c.load.waiting or 0.0)) * own
         others += (1.0 - copied) * (own - c.matched_tokens if c.conversation_local else own)
@@ -507,12 +542,13 @@ def _share_unseen(age_s: float, sending_s: float, alone_s: float) -> float:
     return share * share
 
 
-def _expect_answer(max_tokens: int | None, candidates: Sequence[Candidate]) -> float:
-    """Tokens of the answer; how many is up to the request, and so the same on every candidate."""
-    if not candidates:
+def _wait_for_place_s(c: Candidate, usual: float) -> float:
+    """Seconds until an answer of the batch ends that this request waits for; see the class."""
+    places = c.rates.max_num_seqs
+    if not places or c.estimated_requests < places:
         return 0.0
-    usual = candidates[0].rates.output_tokens
-    return usual if max_tokens is None else min(usual, float(max_tokens))
+    between_s = usual * c.rates.iteration_s(places) / places
+    return (c.estimated_requests + 1.0 - places) * between_s
 
 
 def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -> int:

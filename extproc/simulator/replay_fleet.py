@@ -20,7 +20,7 @@ from extproc.simulator.fleet.scenario import EngineGroup
 #: Machine whose limits hold where nothing else is known; times and cache are those learned.
 _BASE_PROFILE: Final = "h100-8b-bf16"
 
-#: Numbers of an engine that its metrics do not show, as vLLM sets them for servers.
+#: Numbers of an engine that its metrics do not show, or not yet, as vLLM sets them for servers.
 _UNKNOWN_LIMITS: Final[Mapping[str, float]] = {"token_budget": 8192, "max_num_seqs": 256}
 
 #: Largest ratio of a step time to the median of the fleet at which an engine is like the others. Kinds
@@ -98,6 +98,8 @@ def _engine_of(
     if cache:
         numbers["kv_tokens"] = cache
         numbers["max_model_len"] = cache
+    if rates.max_num_seqs:
+        numbers["max_num_seqs"] = int(rates.max_num_seqs)
     if known.load.adapter_slots:
         numbers["max_loras"] = known.load.adapter_slots
     return EngineGroup(count=1, profile=_BASE_PROFILE, set={**numbers, **limits})

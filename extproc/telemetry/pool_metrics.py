@@ -197,6 +197,11 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
         "Mean output tokens of a response, learned.",
         lambda member, _: member.rates.output_tokens,
     ),
+    (
+        "extproc_endpoint_max_num_seqs",
+        "Requests that the engine runs at a time, learned; absent while unknown.",
+        lambda member, _: member.rates.max_num_seqs,
+    ),
 )
 
 

@@ -17,6 +17,7 @@ NOT_CHARTED = {
     "extproc_discovery_watch_state": "the seconds out of step are charted",
     "extproc_endpoint_adapter_load_seconds": "explains a cost of `adaptive`",
     "extproc_endpoint_context_seconds_per_token": "explains a cost of `adaptive`",
+    "extproc_endpoint_max_num_seqs": "explains a cost of `adaptive`",
     "extproc_endpoint_output_tokens": "explains a cost of `adaptive`",
     "extproc_http2_connections_open": "of the native transport only",
     "extproc_http2_limits": "of the native transport only",

@@ -20,6 +20,7 @@ NAMES = [
     "iteration",
     "adapter",
     "memory",
+    "batch",
     "slowdown",
     "waiting",
     "waste",
@@ -113,6 +114,19 @@ def test_a_full_cache_adds_a_cost_term():
     memory = dict(priced.terms)["memory"]
     assert memory[0] > memory[1] == 0.0
     assert priced.costs[0] > priced.costs[1]
+
+
+def test_a_full_batch_adds_a_cost_term():
+    """Of 4 places all are taken: one answer has to end, or three, of usual length and not of this one's."""
+    rates = StepTimeModel(output_tokens=100.0, max_num_seqs=4.0)
+    counts = {"roomy": 3, "full": 4, "queueing": 6}
+    facts = {name: {"estimated_requests": count, "rates": rates} for name, count in counts.items()}
+    unknown = {"estimated_requests": 6, "rates": StepTimeModel(output_tokens=100.0)}
+    candidates = builders.candidates(facts | {"unknown": unknown})
+    context = builders.context(prompt_tokens=100, max_tokens=1)
+    terms = dict(EstimatedTime().cost(context, candidates).terms)
+    between_s = 100 * rates.iteration_s(4.0) / 4
+    assert terms["batch"] == pytest.approx([0.0, between_s, 3 * between_s, 0.0])
 
 
 def test_long_answers_hold_what_the_scrape_shows():

@@ -57,6 +57,7 @@ kinds_of_candidate = st.builds(
         prefill_s=st.floats(0, 1),
         decode_s=st.floats(0, 1),
         output_tokens=st.floats(0, 1e5),
+        max_num_seqs=st.sampled_from((None, 1.0, 64.0)),
     ),
 )
 turns = st.builds(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoint import StepTimeModel
-from extproc.simulator.replay_fleet import share_step_times
+from extproc.endpoint import Endpoint, StepTimeModel
+from extproc.recording.reader import RecordedEndpoint
+from extproc.recording.rows import StateRow
+from extproc.simulator.replay_fleet import build_fleet, share_step_times
 
 
 def learned(step_s, *, prefill_s=1e-4, evidence=100.0):
@@ -34,3 +36,17 @@ def test_without_evidence_nothing_is_shared():
     """A recording may begin and end before the first scrape."""
     assert share_step_times([]) == []
     assert share_step_times([StepTimeModel()]) == [StepTimeModel()]
+
+
+def test_an_engine_runs_as_many_requests_as_it_has_shown():
+    """One that has not shown it runs as many as vLLM does by default, unless a limit is given."""
+    endpoints = [
+        RecordedEndpoint(
+            Endpoint("10.0.0.1:8000"), "", StateRow(n=0, rates=StepTimeModel(max_num_seqs=places))
+        )
+        for places in (64.0, None)
+    ]
+    shown = [engines.resolved().max_num_seqs for engines in build_fleet(endpoints, {})]
+    assert shown == [64, 256]
+    limited = build_fleet(endpoints, {"max_num_seqs": 7})
+    assert [engines.resolved().max_num_seqs for engines in limited] == [7, 7]

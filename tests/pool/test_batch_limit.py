@@ -1,0 +1,82 @@
+"""Engines show how many requests they run at a time where others wait that long."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.pool.engine_counters import BatchLimitEstimator
+from extproc.pool.inflight import InflightLoad
+from extproc.pool.step_time_estimator import StepTimeEstimator
+
+FREE = {"kv_usage": 0.1, "kv_blocks": 1000, "block_tokens": 16}
+
+
+def page(at, running, waiting=1.0, **fields):
+    return Load(at=at, running=running, waiting=waiting, **FREE | fields)
+
+
+def test_requests_that_run_while_others_are_held_up_have_all_places():
+    """A page with more of them says that there are more places."""
+    limit = BatchLimitEstimator()
+    assert limit.update(page(0.0, 8.0), is_held_up=False) is None
+    assert limit.update(page(1.0, 8.0), is_held_up=True) == 8.0
+    assert limit.update(page(2.0, 5.0), is_held_up=False) == 8.0
+    assert limit.update(page(3.0, 9.0), is_held_up=False) is None
+
+
+def test_a_limit_is_forgotten_that_no_page_shows_again():
+    """It may have been an engine in trouble, which then gets too little to show better."""
+    limit = BatchLimitEstimator()
+    limit.update(page(0.0, 2.0), is_held_up=True)
+    limit.update(page(50.0, 2.0), is_held_up=True)
+    assert limit.update(page(110.0, 1.0), is_held_up=False) == 2.0
+    assert limit.update(page(111.0, 1.0), is_held_up=False) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_usage": 0.95},
+        {"kv_usage": None},
+        {"adapters": frozenset({"a", "b"}), "adapter_slots": 2},
+        {"running": 0.0},
+        {"running": None},
+    ],
+    ids=["memory", "unknown memory", "adapter slots", "nothing runs", "unknown"],
+)
+def test_requests_that_wait_for_something_else_show_no_limit(fields):
+    load = page(1.0, **{"running": 8.0} | fields)
+    assert BatchLimitEstimator().update(load, is_held_up=True) is None
+
+
+def is_held_up(waited_s, waiting=4.0):
+    """Returns what a page says of the last 4 of 8 requests, which came so long before it."""
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
+    for _ in range(8):
+        account.open("m", 1000, cached_tokens=900, now=10.0)
+    return account.record_scrape(
+        sent=account.sent,
+        written=account.kv_tokens_sent,
+        waiting=waiting,
+        running=4.0,
+        at=10.0 + waited_s,
+        now=11.0 + waited_s,
+    )
+
+
+def test_requests_wait_for_a_place_where_their_prompts_would_be_computed_by_then():
+    """Four prompts of 100 new tokens take some hundredths of a second, and an iteration."""
+    assert is_held_up(1.0)
+    assert not is_held_up(0.05)
+    assert not is_held_up(1.0, waiting=0.0)
+
+
+def test_a_guess_of_the_speed_shows_no_limit():
+    """An engine that is slow in the beginning is not taken for a full one."""
+    learner = StepTimeEstimator()
+    learner.update(page(1.0, 4.0), is_held_up=True)
+    assert learner.rates.max_num_seqs is None
+    learner.rates = StepTimeModel(evidence=20.0)
+    learner.update(page(2.0, 4.0), is_held_up=True)
+    assert learner.pooled_rates.max_num_seqs == 4.0
