@@ -122,6 +122,8 @@ class DecisionLog:
     Args:
         capacity: Decisions kept, and refused requests (count each); 0 keeps none.
         most_candidates: Candidates kept, summed over decisions (count); some 500 bytes each.
+
+    A quarter as many more, of both, may wait to be freed.
     """
 
     def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
@@ -132,6 +134,7 @@ class DecisionLog:
         # Candidates by decision of the ring, and their sum.
         self._weights: list[int] = []
         self._weight = 0
+        self._dropped: list[DecisionRecord] = []
         self._settle: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
@@ -166,11 +169,23 @@ class DecisionLog:
         while weight > self._most and num_dropped < len(ring) - 1:
             weight -= weights[num_dropped]
             num_dropped += 1
-        for record in ring[:num_dropped]:
+        dropped = ring[:num_dropped]
+        for record in dropped:
             if record.seconds is None:
                 record.decision = record.decision.without_candidates()
+        is_few = 4 * num_dropped <= self._capacity and 4 * sum(weights[:num_dropped]) <= self._most
+        self._dropped = dropped if is_few else []
         del ring[:num_dropped], weights[:num_dropped]
         self._weight = weight
+
+    def free_dropped(self) -> None:
+        """Frees a decision that the ring dropped; before a request that makes another one.
+
+        Its memory comes into the caches when it is freed, and the decision to come takes it. Where all are
+        freed at once, it has left them before it is taken.
+        """
+        if self._dropped:
+            self._dropped.pop()
 
     def _by_id(self) -> dict[str, DecisionRecord]:
         """The last record of each id."""

@@ -111,6 +111,7 @@ class StreamRecorder:
 
     def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
+        self.decisions.free_dropped()
         return self._recorder_type(self, self.counters.open_pools[pool])
 
     def settle(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import msgspec
 import pytest
@@ -295,6 +296,40 @@ def test_the_ring_never_exceeds_its_bounds(added):
         assert len(sizes) <= 4
         assert sum(sizes) <= 12 or len(sizes) == 1
         assert msgspec.structs.asdict(ring.find(name).decision)["block_hashes"] == ()
+
+
+class WatchedRecord(DecisionRecord):
+    """Record of which a test sees when it is freed."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "candidates", "count", "waiting"),
+    [(12, 0, 15, 3), (12, 0, 16, 0), (100, 1, 15, 3), (100, 2, 8, 0)],
+)
+def test_dropped_decisions_are_freed_by_the_requests_to_come(capacity, candidates, count, waiting):
+    """One by each, as the next decision takes its memory; many are freed at once."""
+    ring = DecisionLog(capacity, most_candidates=12)
+    records = [WatchedRecord(str(number), 0.0, decided(candidates)) for number in range(count)]
+    alive = weakref.WeakSet(records)
+    ring.extend(records)
+    del records
+    for left in range(waiting, -1, -1):
+        assert len(alive) == len(ring) + left
+        ring.free_dropped()
+    assert len(alive) == len(ring)
+
+
+def test_a_request_frees_a_dropped_decision():
+    """A batch of decisions drops as many as it has."""
+    scene = RecorderFixture()
+    records = [WatchedRecord(str(number), 0.0, decided()) for number in range(12)]
+    alive = weakref.WeakSet(records)
+    scene.decisions.extend(records)
+    del records
+    scene.recorder.observe_request("default")
+    assert len(alive) == 11
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "weighted", "least-request", "lmetric"])
