@@ -244,6 +244,12 @@ class Load(msgspec.Struct, frozen=True, gc=False):
             return None
         return self.kv_blocks * self.block_tokens
 
+    @property
+    def free_kv_tokens(self) -> float | None:
+        """Tokens that the KV cache has room for; None when the engine does not say."""
+        size = self.kv_tokens
+        return None if size is None or self.kv_usage is None else (1.0 - self.kv_usage) * size
+
 
 #: Nothing was ever scraped.
 NO_LOAD = Load()

@@ -36,17 +36,9 @@ class IdleTime(NamedTuple):
         return self.seconds + max(0.0, at - self.since)
 
 
-#: Share of the KV cache in use from which a request that waits may wait for memory.
-_FULL_KV_USAGE: Final = 0.85
-
 #: Seconds for which a limit stands that no page shows again: what was shown once may have been an
 #: engine in trouble, which then gets too few requests to show that it runs more.
 _LIMIT_STANDS_S: Final = 60.0
-
-
-def may_lack_memory(load: Load) -> bool:
-    """Returns True if requests that wait on a page may wait for memory."""
-    return load.kv_usage is None or load.kv_usage > _FULL_KV_USAGE
 
 
 class BatchLimitEstimator:
@@ -69,13 +61,14 @@ class BatchLimitEstimator:
         place in the batch. Where it is none of the first three, those that run have all places.
 
         Args:
-            is_held_up: Whether a request waits for longer than the prompts before it take.
+            is_held_up: Whether a request waits for longer than the prompts before it take, and not
+                for memory.
         """
         running, slots = load.running, load.adapter_slots
         if not running:
             return self.limit
         waits_for_slot = bool(slots) and len(load.adapters or ()) >= (slots or 0)
-        if is_held_up and not waits_for_slot and not may_lack_memory(load):
+        if is_held_up and not waits_for_slot:
             self.limit, self._at = running, load.at
         elif running > (self.limit or running) or load.at - self._at > _LIMIT_STANDS_S:
             self.limit = None

@@ -42,6 +42,9 @@ _BUDGET_TOKENS = 2048
 #: factor): their number and the speed of the engine are estimates.
 _HELD_UP: Final = 2.0
 
+#: Longest prompts that fit into free memory where no request waits for memory (count).
+_ROOMY: Final = 2.0
+
 
 class Turn(Protocol):
     """Prompt whose request is open."""
@@ -317,6 +320,7 @@ class InflightLoad:
         at: float,
         now: float,
         running: float | None = None,
+        free_tokens: float | None = None,
     ) -> bool:
         """Correct the queue by what a scrape shows.
 
@@ -327,9 +331,11 @@ class InflightLoad:
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
             running: Requests in its batch; None when the page did not say. Of ours that are open, more
                 than these wait: an engine reads and tokenizes a request before its page shows it.
+            free_tokens: KV tokens that its memory has room for; None when the page did not say.
 
         Returns:
-            True if a request in the engine's queue waits longer than the prompts before it take.
+            True if a request in the engine's queue waits longer than the prompts before it take, and
+            not for memory.
         """
         self.kv_tokens_scraped = written
         self._drain(now)
@@ -346,11 +352,15 @@ class InflightLoad:
             admitted = reservation.sent - reservation.uncached_tokens
             waited_s = at - reservation.at
         usual_s = (sent - admitted + largest) / self.tokens_per_s + self.iteration_s
+        longest = max([reservation.prompt_tokens for reservation in before], default=0)
+        lacks_memory = free_tokens is None or free_tokens < _ROOMY * longest
+        # An engine whose requests wait for memory computes none of them.
+        passed_s = 0.0 if waiting and lacks_memory else max(0.0, now - at)
+        computed = passed_s * self.tokens_per_s
         # One admitted prompt may still be in the middle of its prefill.
-        computed = max(0.0, now - at) * self.tokens_per_s
         most = min(admitted + computed, self.sent)
         self.done = min(max(self.done, admitted - largest + computed), most)
-        return bool(waiting) and waited_s > _HELD_UP * usual_s
+        return bool(waiting) and not lacks_memory and waited_s > _HELD_UP * usual_s
 
     def _replace(self, placeholder: Reservation, reservation: Reservation) -> None:
         """Put a reservation in the place of one that was just opened for it."""

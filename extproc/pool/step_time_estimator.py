@@ -226,7 +226,8 @@ class StepTimeEstimator:
                 holds them once, and every iteration reads them once for each.
             is_alone: Whether the requests of others are few. If they are not, what ran while nothing
                 of ours was there is unknown, and such a window does not count.
-            is_held_up: Whether a request waits there for longer than the prompts before it take.
+            is_held_up: Whether a request waits there for longer than the prompts before it take, and
+                not for memory.
         """
         last, self._last = self._last, load
         spans = Spans.read(load.counters) if last is None else None
@@ -240,8 +241,9 @@ class StepTimeEstimator:
         self._learn_output(load.counters)
         self._learn_adapters(last, load)
         self.rates = self._reload_time.update(load, self.rates)
-        # How long prompts take is a guess until then.
-        is_held_up = is_held_up and self.rates.evidence > 0.0
+        # Without evidence it is a guess how long prompts take, and an engine may hang.
+        moved = last is not None and load.counters != last.counters
+        is_held_up = is_held_up and moved and self.rates.evidence > 0.0
         limit = self._batch_limit.update(load, is_held_up=is_held_up)
         if limit != self.rates.max_num_seqs:
             self.rates = msgspec.structs.replace(self.rates, max_num_seqs=limit)

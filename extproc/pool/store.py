@@ -237,15 +237,14 @@ class PoolStore:
         # engine on which we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
-        # An engine whose requests wait for memory computes none of them.
-        stands = bool(load.waiting) and engine_counters.may_lack_memory(load)
         is_held_up = account.record_scrape(
             sent=token.sent,
             written=token.written,
             waiting=queued,
             running=load.running,
-            at=now if stands else load.at,
+            at=load.at,
             now=now,
+            free_tokens=load.free_kv_tokens,
         )
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now, load)
         # Of the open requests; those that run are a part of them, or more where others send too.

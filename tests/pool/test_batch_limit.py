@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.endpoint import Endpoint, EngineCounters, Load, StepTimeModel
 from extproc.pool.engine_counters import BatchLimitEstimator
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.step_time_estimator import StepTimeEstimator
@@ -37,20 +37,18 @@ def test_a_limit_is_forgotten_that_no_page_shows_again():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kv_usage": 0.95},
-        {"kv_usage": None},
         {"adapters": frozenset({"a", "b"}), "adapter_slots": 2},
         {"running": 0.0},
         {"running": None},
     ],
-    ids=["memory", "unknown memory", "adapter slots", "nothing runs", "unknown"],
+    ids=["adapter slots", "nothing runs", "unknown"],
 )
 def test_requests_that_wait_for_something_else_show_no_limit(fields):
     load = page(1.0, **{"running": 8.0} | fields)
     assert BatchLimitEstimator().update(load, is_held_up=True) is None
 
 
-def is_held_up(waited_s, waiting=4.0):
+def is_held_up(waited_s, waiting=4.0, free_tokens=2000.0):
     """Returns what a page says of the last 4 of 8 requests, which came so long before it."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     for _ in range(8):
@@ -60,6 +58,7 @@ def is_held_up(waited_s, waiting=4.0):
         written=account.kv_tokens_sent,
         waiting=waiting,
         running=4.0,
+        free_tokens=free_tokens,
         at=10.0 + waited_s,
         now=11.0 + waited_s,
     )
@@ -72,11 +71,22 @@ def test_requests_wait_for_a_place_where_their_prompts_would_be_computed_by_then
     assert not is_held_up(1.0, waiting=0.0)
 
 
-def test_a_guess_of_the_speed_shows_no_limit():
-    """An engine that is slow in the beginning is not taken for a full one."""
+def test_requests_may_wait_for_memory_that_has_no_room_for_two_prompts():
+    assert not is_held_up(1.0, free_tokens=1999.0)
+    assert not is_held_up(1.0, free_tokens=None)
+
+
+def test_an_engine_shows_a_limit_once_its_speed_is_known_and_while_it_computes():
+    """One that is slow in the beginning, or hangs, is not taken for a full one."""
     learner = StepTimeEstimator()
-    learner.update(page(1.0, 4.0), is_held_up=True)
-    assert learner.rates.max_num_seqs is None
+
+    def shown(at, steps):
+        counters = EngineCounters(steps=steps)
+        learner.update(page(at, 4.0, counters=counters), is_held_up=True)
+        return learner.pooled_rates.max_num_seqs
+
+    assert shown(1.0, 10.0) is None
+    assert shown(2.0, 20.0) is None
     learner.rates = StepTimeModel(evidence=20.0)
-    learner.update(page(2.0, 4.0), is_held_up=True)
-    assert learner.pooled_rates.max_num_seqs == 4.0
+    assert shown(3.0, 20.0) is None
+    assert shown(4.0, 30.0) == 4.0

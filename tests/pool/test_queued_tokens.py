@@ -22,12 +22,13 @@ def send(inflight, tokens, now, cached=0):
     return inflight.open("m", tokens, cached_tokens=cached, now=now)
 
 
-def scrape(inflight, now, *, at=None, waiting=0.0, running=None):
+def scrape(inflight, now, *, at=None, waiting=0.0, running=None, free_tokens=1e6):
     inflight.record_scrape(
         sent=inflight.sent,
         written=inflight.kv_tokens_sent,
         waiting=waiting,
         running=running,
+        free_tokens=free_tokens,
         at=now if at is None else at,
         now=now,
     )
@@ -81,6 +82,16 @@ def test_an_engine_computes_on_after_its_page_was_true():
     assert inflight.queued(5.0) == 4000
     scrape(inflight, now=6.0, at=-60.0, waiting=2.0)
     assert inflight.queued(6.0) == 0
+
+
+def test_an_engine_without_memory_computes_nothing_while_its_page_is_on_its_way():
+    """Its waiting requests may all wait for blocks; where none waits it computes."""
+    for waiting, left in ((2.0, 5000), (0.0, 3000)):
+        inflight = account()
+        for tokens in (4000, 3000, 2000):
+            send(inflight, tokens, 0.0)
+        scrape(inflight, now=5.0, at=4.0, waiting=waiting, free_tokens=7999.0)
+        assert inflight.queued(5.0) == left
 
 
 @pytest.mark.parametrize(("running", "queued"), [(0.0, 9000), (1.0, 5000), (3.0, 0)])
