@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from extproc.telemetry.stream_recorder import StreamRecorder
 
 
-#: Requests whose facts are counted together (count): some 4 ms of work where they are logged and
+#: Requests whose facts are counted together (count): 2 to 4 ms of work where they are logged and
 #: recorded, too. At 1,000 requests a second fewer cost more, as code is not in the caches.
 _BATCH: Final = 128
 
