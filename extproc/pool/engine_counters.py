@@ -57,18 +57,17 @@ class BatchLimitEstimator:
     def update(self, load: Load, *, is_held_up: bool) -> float | None:
         """Take in a page; returns the limit.
 
-        Requests may wait for the prompts before them, for memory, for an adapter slot, or for a
-        place in the batch. Where it is none of the first three, those that run have all places.
+        Requests may wait for the prompts before them, for memory, for an adapter, or for a place in
+        the batch. Where it is none of the first three, those that run have all places.
 
         Args:
-            is_held_up: Whether a request waits for longer than the prompts before it take, and not
-                for memory.
+            is_held_up: Whether a request waits for longer than the prompts before it take, and
+                neither for memory nor for an adapter.
         """
-        running, slots = load.running, load.adapter_slots
+        running = load.running
         if not running:
             return self.limit
-        waits_for_slot = bool(slots) and len(load.adapters or ()) >= (slots or 0)
-        if is_held_up and not waits_for_slot:
+        if is_held_up:
             self.limit, self._at = running, load.at
         elif running > (self.limit or running) or load.at - self._at > _LIMIT_STANDS_S:
             self.limit = None

@@ -227,7 +227,7 @@ class StepTimeEstimator:
             is_alone: Whether the requests of others are few. If they are not, what ran while nothing
                 of ours was there is unknown, and such a window does not count.
             is_held_up: Whether a request waits there for longer than the prompts before it take, and
-                not for memory.
+                neither for memory nor for an adapter.
         """
         last, self._last = self._last, load
         spans = Spans.read(load.counters) if last is None else None

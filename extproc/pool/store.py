@@ -255,7 +255,8 @@ class PoolStore:
             idle=token.idle,
             shared=shared,
             is_alone=self.foreign_traffic.share < _FEW_OTHERS,
-            is_held_up=is_held_up,
+            # An adapter that is loaded, and a slot for it, hold requests up as well.
+            is_held_up=is_held_up and self._adapters.isdisjoint(account.adapters),
         )
         rates = learner.pooled_rates
         account.set_drain_rate(rates, own + foreign)

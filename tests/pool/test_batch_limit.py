@@ -8,6 +8,7 @@ from extproc.endpoint import Endpoint, EngineCounters, Load, StepTimeModel
 from extproc.pool.engine_counters import BatchLimitEstimator
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.step_time_estimator import StepTimeEstimator
+from extproc.pool.store import PoolStore
 
 FREE = {"kv_usage": 0.1, "kv_blocks": 1000, "block_tokens": 16}
 
@@ -37,13 +38,12 @@ def test_a_limit_is_forgotten_that_no_page_shows_again():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"adapters": frozenset({"a", "b"}), "adapter_slots": 2},
         {"running": 0.0},
         {"running": None},
     ],
-    ids=["adapter slots", "nothing runs", "unknown"],
+    ids=["nothing runs", "unknown"],
 )
-def test_requests_that_wait_for_something_else_show_no_limit(fields):
+def test_an_engine_that_runs_nothing_shows_no_limit(fields):
     load = page(1.0, **{"running": 8.0} | fields)
     assert BatchLimitEstimator().update(load, is_held_up=True) is None
 
@@ -90,3 +90,25 @@ def test_an_engine_shows_a_limit_once_its_speed_is_known_and_while_it_computes()
     learner.rates = StepTimeModel(evidence=20.0)
     assert shown(3.0, 20.0) is None
     assert shown(4.0, 30.0) == 4.0
+
+
+@pytest.mark.parametrize(("target", "limit"), [("m", 4.0), ("a", None)])
+def test_requests_for_adapters_may_wait_for_those(target, limit):
+    """A page does not show whether an adapter is being loaded."""
+    store = PoolStore(lambda _: None)
+    store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+    for tick in range(20):
+        now = float(tick)
+        (member,) = store.pool.members
+        if tick == 10:
+            for name in ("m", "m", "m", "m", "m", target):
+                member.account.open(name, 100, cached_tokens=90, now=now)
+        counters = EngineCounters(
+            steps=20.0 * tick, step_tokens=2100.0 * tick, generated_tokens=100.0 * tick
+        )
+        adapters = frozenset(() if tick else "a")
+        waiting = 0.0 if tick <= 10 else 2.0
+        load = page(now, 4.0, waiting, counters=counters, adapters=adapters, adapter_slots=1)
+        store.observe(store.begin_scrape(member.endpoint), load, now)
+    assert store.pool.members[0].rates.evidence
+    assert store.pool.members[0].rates.max_num_seqs == limit
