@@ -36,6 +36,10 @@ class IdleTime(NamedTuple):
         return self.seconds + max(0.0, at - self.since)
 
 
+#: Requests that run at least where they have all places (count): fewer are the sign of an engine in
+#: trouble, or of prompts that are not cached as predicted, rather than of a limit.
+_LEAST_LIMIT: Final = 8.0
+
 #: Seconds for which a limit stands that no page shows again: what was shown once may have been an
 #: engine in trouble, which then gets too few requests to show that it runs more.
 _LIMIT_STANDS_S: Final = 60.0
@@ -67,7 +71,7 @@ class BatchLimitEstimator:
         running = load.running
         if not running:
             return self.limit
-        if is_held_up:
+        if is_held_up and running >= _LEAST_LIMIT:
             self.limit, self._at = running, load.at
         elif running > (self.limit or running) or load.at - self._at > _LIMIT_STANDS_S:
             self.limit = None

@@ -22,6 +22,7 @@ def test_requests_that_run_while_others_are_held_up_have_all_places():
     limit = BatchLimitEstimator()
     assert limit.update(page(0.0, 8.0), is_held_up=False) is None
     assert limit.update(page(1.0, 8.0), is_held_up=True) == 8.0
+    assert BatchLimitEstimator().update(page(1.0, 7.0), is_held_up=True) is None
     assert limit.update(page(2.0, 5.0), is_held_up=False) == 8.0
     assert limit.update(page(3.0, 9.0), is_held_up=False) is None
 
@@ -29,9 +30,9 @@ def test_requests_that_run_while_others_are_held_up_have_all_places():
 def test_a_limit_is_forgotten_that_no_page_shows_again():
     """It may have been an engine in trouble, which then gets too little to show better."""
     limit = BatchLimitEstimator()
-    limit.update(page(0.0, 2.0), is_held_up=True)
-    limit.update(page(50.0, 2.0), is_held_up=True)
-    assert limit.update(page(110.0, 1.0), is_held_up=False) == 2.0
+    limit.update(page(0.0, 9.0), is_held_up=True)
+    limit.update(page(50.0, 9.0), is_held_up=True)
+    assert limit.update(page(110.0, 1.0), is_held_up=False) == 9.0
     assert limit.update(page(111.0, 1.0), is_held_up=False) is None
 
 
@@ -82,17 +83,17 @@ def test_an_engine_shows_a_limit_once_its_speed_is_known_and_while_it_computes()
 
     def shown(at, steps):
         counters = EngineCounters(steps=steps)
-        learner.update(page(at, 4.0, counters=counters), is_held_up=True)
+        learner.update(page(at, 8.0, counters=counters), is_held_up=True)
         return learner.pooled_rates.max_num_seqs
 
     assert shown(1.0, 10.0) is None
     assert shown(2.0, 20.0) is None
     learner.rates = StepTimeModel(evidence=20.0)
     assert shown(3.0, 20.0) is None
-    assert shown(4.0, 30.0) == 4.0
+    assert shown(4.0, 30.0) == 8.0
 
 
-@pytest.mark.parametrize(("target", "limit"), [("m", 4.0), ("a", None)])
+@pytest.mark.parametrize(("target", "limit"), [("m", 8.0), ("a", None)])
 def test_requests_for_adapters_may_wait_for_those(target, limit):
     """A page does not show whether an adapter is being loaded."""
     store = PoolStore(lambda _: None)
@@ -101,14 +102,14 @@ def test_requests_for_adapters_may_wait_for_those(target, limit):
         now = float(tick)
         (member,) = store.pool.members
         if tick == 10:
-            for name in ("m", "m", "m", "m", "m", target):
+            for name in (*["m"] * 9, target):
                 member.account.open(name, 100, cached_tokens=90, now=now)
         counters = EngineCounters(
             steps=20.0 * tick, step_tokens=2100.0 * tick, generated_tokens=100.0 * tick
         )
         adapters = frozenset(() if tick else "a")
         waiting = 0.0 if tick <= 10 else 2.0
-        load = page(now, 4.0, waiting, counters=counters, adapters=adapters, adapter_slots=1)
+        load = page(now, 8.0, waiting, counters=counters, adapters=adapters, adapter_slots=1)
         store.observe(store.begin_scrape(member.endpoint), load, now)
     assert store.pool.members[0].rates.evidence
     assert store.pool.members[0].rates.max_num_seqs == limit
