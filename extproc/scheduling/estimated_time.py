@@ -241,11 +241,10 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         costs: list[float] = []
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
-        prompt_tokens = most_tokens = float(tokens or 1)
-        if media:
-            most_tokens += max(media.values())
+        prompt_tokens = float(tokens or 1)
         half_answer = 0.5 * answer
-        most_tokens += half_answer
+        # The most memory that it wants anywhere: one token is computed of a prompt that is cached.
+        most_tokens = 1.0 + prompt_tokens + half_answer + (max(media.values()) if media else 0.0)
         for c in candidates:
             rates = c.rates
             per_token = rates.prefill_s

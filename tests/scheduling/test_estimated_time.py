@@ -116,6 +116,18 @@ def test_a_full_cache_adds_a_cost_term():
     assert priced.costs[0] > priced.costs[1]
 
 
+def test_a_prompt_that_is_cached_wants_memory_for_one_token_more():
+    """The cost has the same term as its explanation where nothing else is missing."""
+    rates = StepTimeModel(output_tokens=100.0)
+    load = {"kv_usage": 0.0, "kv_blocks": 100, "block_tokens": 16, "rates": rates}
+    load |= {"matched_tokens": 1550, "conversation_local": True}
+    candidates = builders.candidates({"home": load})
+    priced = EstimatedTime().cost(builders.context(prompt_tokens=1550), candidates)
+    terms = {name: values[0] for name, values in priced.terms}
+    assert terms["memory"] > 0.0
+    assert sum(terms.values()) == pytest.approx(priced.costs[0], rel=1e-12)
+
+
 def test_a_full_batch_adds_a_cost_term():
     """Of 4 places all are taken: one answer has to end, or three, of usual length and not of this one's."""
     rates = StepTimeModel(output_tokens=100.0, max_num_seqs=4.0)
