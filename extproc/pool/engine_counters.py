@@ -68,9 +68,7 @@ class BatchLimitEstimator:
             is_held_up: Whether a request waits for longer than the prompts before it take, and
                 neither for memory nor for an adapter.
         """
-        running = load.running
-        if not running:
-            return self.limit
+        running = load.running or 0.0
         if is_held_up and running >= _LEAST_LIMIT:
             self.limit, self._at = running, load.at
         elif running > (self.limit or running) or load.at - self._at > _LIMIT_STANDS_S:

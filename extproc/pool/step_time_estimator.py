@@ -237,6 +237,7 @@ class StepTimeEstimator:
             self._start = None
             self._outputs = None
             self._counter_reader = CounterReader()
+            self._batch_limit = BatchLimitEstimator()
             last = None
         self._learn_output(load.counters)
         self._learn_adapters(last, load)

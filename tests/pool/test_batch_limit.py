@@ -33,7 +33,7 @@ def test_a_limit_is_forgotten_that_no_page_shows_again():
     limit.update(page(0.0, 9.0), is_held_up=True)
     limit.update(page(50.0, 9.0), is_held_up=True)
     assert limit.update(page(110.0, 1.0), is_held_up=False) == 9.0
-    assert limit.update(page(111.0, 1.0), is_held_up=False) is None
+    assert limit.update(page(111.0, 0.0), is_held_up=False) is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_engine_shows_a_limit_once_its_speed_is_known_and_while_it_computes()
     learner = StepTimeEstimator()
 
     def shown(at, steps):
-        counters = EngineCounters(steps=steps)
+        counters = EngineCounters(steps=steps, generated_tokens=steps)
         learner.update(page(at, 8.0, counters=counters), is_held_up=True)
         return learner.pooled_rates.max_num_seqs
 
@@ -91,6 +91,7 @@ def test_an_engine_shows_a_limit_once_its_speed_is_known_and_while_it_computes()
     learner.rates = StepTimeModel(evidence=20.0)
     assert shown(3.0, 20.0) is None
     assert shown(4.0, 30.0) == 8.0
+    assert shown(5.0, 3.0) is None  # it restarted, maybe with another limit
 
 
 @pytest.mark.parametrize(("target", "limit"), [("m", 8.0), ("a", None)])
