@@ -119,13 +119,21 @@ class WatchedFleet:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await http1.ask(self.place.port, PATH, message)
 
-    def filled(self, count=32, *, tokens=60):
-        """Crowds without a pause while the block runs.
+    @contextlib.asynccontextmanager
+    async def filled(self, count=32, *, tokens=60):
+        """Crowds without a pause while the block runs, of which every engine serves its share.
 
-        Each is of more requests than all engines may have open, so that every engine has some,
-        whichever the strategy prefers.
+        The strategy weighs requests in flight first, then prefixes. Other strategies may send an
+        engine in trouble nothing for longer than a window of a rule, or predict no prefixes.
         """
-        return again_and_again(lambda: self.crowd(count, tokens=tokens))
+        text = self.config.read_text()
+        shared = text.replace("scheduling: {", "scheduling: {strategy: balanced, ")
+        installation.replace_file(self.config, shared)
+        try:
+            async with again_and_again(lambda: self.crowd(count, tokens=tokens)):
+                yield
+        finally:
+            installation.replace_file(self.config, text)
 
     def end(self):
         """Let the clients end after their next answer."""
