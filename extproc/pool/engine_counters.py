@@ -132,6 +132,14 @@ class AdapterSlotTracker:
             del resident[name]
 
 
+#: Finished requests from which on spans count: one that ends now had most of its time before.
+_SERVED: Final = 10
+
+#: Iterations of sequences for each preemption, below which these say nothing: a preempted sequence
+#: waits between two tokens for hundreds of them.
+_PREEMPTED_STEPS: Final = 1000
+
+
 class Spans(msgspec.Struct, frozen=True, gc=False):
     """Time that sequences had in the batch, whatever else the engine did meanwhile (cumulative).
 
@@ -162,6 +170,11 @@ class Spans(msgspec.Struct, frozen=True, gc=False):
             return None
         return cls(gaps, gaps_s, prompts, prompts_s, prefilled, totals.preemptions or 0.0)
 
+    def since(self, before: Spans) -> Spans:
+        """Subtract those of an earlier page."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(before), strict=True)
+        return Spans(*(here - there for here, there in pairs))
+
     def rows(self, steps: float) -> Iterator[tuple[tuple[float, float, float], float]]:
         """Iterations, prompt tokens and generated ones that together took so many seconds.
 
@@ -180,6 +193,41 @@ class Spans(msgspec.Struct, frozen=True, gc=False):
             together = max(1.0, batch * prompts / (gaps + prompts))
             others = prompts * (batch - together) / together
             yield (prompts / together, prefilled, others), self.prompts_s / together
+
+
+class SpanReader:
+    """Reads the spans of one life of one engine, since it began or since the last ones that count."""
+
+    __slots__ = ("_since", "_steps")
+
+    def __init__(self) -> None:
+        self._since = Spans()
+        self._steps = 0.0  # at that time
+
+    def skip(self, load: Load) -> None:
+        """Begin the next ones at this page."""
+        spans = Spans.read(load.counters)
+        if spans is not None:
+            self._since, self._steps = spans, load.counters.steps or 0.0
+
+    def read(self, load: Load) -> Iterable[tuple[tuple[float, float, float], float]]:
+        """Rows as `Spans.rows` has them; empty while fewer than ten requests ended.
+
+        Iterations may have waited for sequences that were preempted and for adapters: what such an
+        engine did shows nothing. Of ranks all are counted: the time that sequences had is summed over
+        them as well.
+        """
+        until = Spans.read(load.counters)
+        if until is None:
+            return ()
+        spans = until.since(self._since)
+        if 0.0 <= spans.prompts < _SERVED:
+            return ()
+        steps = (load.counters.steps or 0.0) - self._steps
+        self.skip(load)
+        if load.adapters or spans.preemptions * _PREEMPTED_STEPS > spans.gaps:
+            return ()
+        return spans.rows(steps)
 
 
 class WorkCounters(msgspec.Struct, frozen=True, gc=False):

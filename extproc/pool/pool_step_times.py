@@ -150,7 +150,10 @@ class PoolStepTimeEstimators:
         # Answers that are longer than the counters say are so on all engines.
         usual = median(counted or shown or [1.0])
         changed = [
-            learner.set_pace(slowness / usual, pace.answers, is_tried=is_tried)
+            # Where none counts, that also says how long answers are: of an engine without, nothing.
+            learner.set_pace(
+                slowness / usual if counted or is_tried else 1.0, pace.answers, is_tried=is_tried
+            )
             for learner, slowness, pace, is_tried in paced
         ]
         return any(changed)

@@ -15,7 +15,9 @@ the slowness of this engine: how much longer its windows took than the prior say
 Ranks that a page shows as one engine run beside each other: they are one engine whose iterations
 compute what all of them do, and S is that of the busiest one.
 
-What an engine did before the first scrape shows in the time that sequences had in the batch (`Spans`).
+Where no window shows it, as before the first scrape, beside other pickers, and where pages are so
+old that the engine may have been idle between two of them, what an engine did shows in the time that
+sequences had in the batch (`Spans`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from extproc.pool.engine_counters import (
     BatchLimitEstimator,
     CounterReader,
     IdleTime,
-    Spans,
+    SpanReader,
     WorkCounters,
 )
 from extproc.pool.least_squares import RecursiveLeastSquares
@@ -43,13 +45,6 @@ from extproc.pool.request_tokens import AnswerTokens
 #: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
 #: with long prompts one takes a second.
 _WINDOW_S, _WINDOW_STEPS = 0.5, 4
-
-#: Finished requests from which on an engine served before its first scrape.
-_SERVED = 10
-
-#: Iterations of sequences for each preemption, below which these say nothing: a preempted sequence
-#: waits between two tokens for hundreds of them.
-_PREEMPTED_STEPS = 1000
 
 #: Share of the past that a new row leaves. Some fifty rows count, about a minute of load; 0.95
 #: follows changes twice as fast, and doubles the error of the next window under steady load.
@@ -113,7 +108,7 @@ class StepTimeEstimator:
         "_batch_limit",
         "_counter_reader",
         "_fastest",
-        "_has_past",
+        "_has_spans",
         "_is_counting",
         "_is_idle",
         "_is_tried",
@@ -129,6 +124,7 @@ class StepTimeEstimator:
         "_rows",
         "_seconds",
         "_shown",
+        "_span_reader",
         "_squares",
         "_start",
         "_steps",
@@ -146,8 +142,9 @@ class StepTimeEstimator:
         self._weight = _WEAK
         self._look_alikes = 0.0
         self._counter_reader = CounterReader()
+        self._span_reader = SpanReader()
         self._is_counting = self._is_idle = self._is_tried = False
-        self._has_past = False  # rows of what ran before the first scrape
+        self._has_spans = False
         self._off = 0.0  # of the last row, if it was unusual
         # Sums of the windows, fading: seconds, counts of each unknown, and the windows themselves.
         self._seconds = self._windows = 0.0
@@ -230,13 +227,11 @@ class StepTimeEstimator:
                 neither for memory nor for an adapter.
         """
         last, self._last = self._last, load
-        spans = Spans.read(load.counters) if last is None else None
-        if spans is not None:
-            self._learn_past(load, spans)
         if last is not None and engine_counters.engine_restarted(last, load):
             self._start = None
             self._outputs = None
             self._counter_reader = CounterReader()
+            self._span_reader = SpanReader()
             self._batch_limit = BatchLimitEstimator()
             last = None
         self._learn_output(load.counters)
@@ -266,23 +261,17 @@ class StepTimeEstimator:
             if _busy_s(start, here) >= _WINDOW_S and steps >= _WINDOW_STEPS:
                 self._start = here
                 self._row(start, here)
+                self._span_reader.skip(load)
+        if start is None or self._start is None:  # no window goes on
+            self._learn_spans(load)
         if load.running and here is not None and here.context is not None:
             mean = here.context / max(1.0, load.running)
             self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
 
-    def _learn_past(self, load: Load, spans: Spans) -> None:
-        """Add rows of what the engine did before the first scrape.
-
-        Iterations may have waited for sequences that were preempted and for adapters: what such an
-        engine did shows nothing.
-        """
-        if spans.prompts < _SERVED or load.adapters:
-            return
-        if spans.preemptions * _PREEMPTED_STEPS > spans.gaps:
-            return
-        self._has_past = True
-        # Of ranks, too, all are counted: the time that sequences had is summed over them as well.
-        for (ran, computed, generated), seconds in spans.rows(load.counters.steps or 0.0):
+    def _learn_spans(self, load: Load) -> None:
+        """Add rows of what the engine did since the last row, where no window shows it."""
+        for (ran, computed, generated), seconds in self._span_reader.read(load):
+            self._has_spans = True
             row = (ran, computed, generated, generated * self.rates.context_tokens, 0.0)
             self._learn_row(row, seconds, at=load.at, began=load.at - seconds)
 
@@ -426,7 +415,7 @@ class StepTimeEstimator:
         The default keeps what no engine of the pool tells apart from going anywhere.
         """
         prior, slowness = self._prior, self._likely(self.slowness, 1.0)
-        if self._weight is _WEAK and not self._has_past:
+        if self._weight is _WEAK and not self._has_spans:
             return prior
         if self._weight is _WEAK:
             return [*(slowness * value for value in prior[:_LOADING]), prior[_LOADING]]
@@ -447,7 +436,7 @@ class StepTimeEstimator:
         """Learned step times as far as they differ from the pool's, with the pool's answers."""
         own = msgspec.structs.replace(self.rates, output_tokens=self._answers.mean)
         if self._weight is _WEAK:
-            return own
+            return step_time_values.scaled(own, self._pace) if self.is_paced else own
         if self.is_unexplored:
             fastest = step_time_values.from_unknowns(self._fastest, own)
             if self._is_tried:

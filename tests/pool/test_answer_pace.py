@@ -114,6 +114,16 @@ def test_engines_whose_answers_take_about_as_long_have_the_rates_of_the_pool():
         assert fleet.rates(THIRD).step_s == pytest.approx(fleet.rates(FIRST).step_s, rel=0.05)
 
 
+def test_answers_tell_engines_apart_of_which_none_counts():
+    """Nothing says how long a step takes anywhere: the slow one counts as slower than the default."""
+    fleet = Fleet()
+    fleet.page = lambda address, now, **_: fleet.no_page(address, now)
+    fleet.run(60.0, slowness=4.0)
+    assert fleet.rates(FIRST) == fleet.rates(SECOND)
+    assert 3.0 < fleet.rates(THIRD).iteration_s(1) / fleet.rates(FIRST).iteration_s(1) < 4.5
+    assert not fleet.rates(THIRD).evidence
+
+
 def test_a_slow_engine_without_requests_is_tried_again():
     """Answers of some minutes ago count for little."""
     fleet = Fleet().run(60.0, slowness=4.0)

@@ -1,4 +1,4 @@
-"""Step times of what engines did before the first scrape."""
+"""Step times of what engines did where no window shows it: before the first scrape, between old ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from extproc.endpoint import EngineCounters
 from extproc.pool import step_time_estimator
+from extproc.pool.engine_counters import IdleTime
 from extproc.simulator import profiles
 from extproc.simulator.fleet import engine_node, event_queue, sim_request
 
@@ -122,3 +123,45 @@ def test_a_page_without_these_sums_shows_nothing_yet(absent):
     estimator = step_time_estimator.StepTimeEstimator()
     estimator.update(msgspec.structs.replace(page, counters=counters))
     assert not estimator.rates.evidence
+
+
+def idle(times):
+    """Idle time of an engine whose requests all ended so often."""
+    return IdleTime(times=times)
+
+
+def test_old_pages_show_the_speed_of_an_engine_that_stands_still_now_and_then():
+    """Between two pages it was idle for an unknown time: the time of its sequences shows its speed."""
+    profile = profiles.find("l4-8b-fp8")
+    engine = ServedEngine(profile)
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(engine.node.page(0.0), idle=idle(0))
+    for number in range(1, 5):
+        estimator.update(engine.serve(20, rate=0.5), idle=idle(number))
+    learned = estimator.rates
+    truth = true_s(profile, context=learned.context_tokens)
+    assert learned.evidence
+    assert iteration_s(learned) == pytest.approx(truth, rel=0.2)
+
+
+def test_fewer_than_ten_requests_wait_for_others():
+    """Of few requests a part may have run before; ten show the speed of the engine."""
+    profile = profiles.find("l4-8b-fp8")
+    engine = ServedEngine(profile)
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(engine.serve(5, rate=0.5), idle=idle(1))
+    assert not estimator.rates.evidence
+    estimator.update(engine.serve(5, rate=0.5), idle=idle(2))
+    assert estimator.rates.evidence
+
+
+def test_an_engine_that_restarted_begins_anew():
+    """Its counters are those of another process, and its speed is as well."""
+    slow, fast = profiles.find("l4-8b-fp8"), profiles.find("h100-8b-bf16")
+    estimator = step_time_estimator.StepTimeEstimator()
+    estimator.update(ServedEngine(slow).serve(60, rate=0.5), idle=idle(1))
+    before = estimator.rates
+    later = msgspec.structs.replace(ServedEngine(fast).serve(20, rate=0.5), at=10_000.0)
+    estimator.update(msgspec.structs.replace(later, started_at=9_000.0), idle=idle(2))
+    assert estimator.rates.evidence
+    assert iteration_s(estimator.rates) < 0.5 * iteration_s(before)

@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from extproc.endpoint import DEFAULT_STEP_TIMES
 from extproc.scheduling import registry
 from tests.support.xds_fixture import STEP_S, EqualEnginesScene
 
@@ -48,8 +49,9 @@ def test_foreign_work_costs_the_same_whatever_was_sent_before(strategy):
     scene = EqualEnginesScene(strategy, 4, running=8, waiting=4)
     for at, (count, work) in enumerate([(1000, 20), (50, 400), (10, 9000), (0, 0)]):
         account = scene.parts.store.pool.members[at].account
+        took_s = 0.5 + work * DEFAULT_STEP_TIMES.prefill_s  # as of engines that are equally fast
         for _ in range(count):
-            account.open("m", work, cached_tokens=0, now=1.0).close(1.5)
+            account.open("m", work, cached_tokens=0, now=1.0).close(1.0 + took_s)
     account.open("m", 100_000, cached_tokens=0, now=1.0).close(1.5, answered=False)
     scene.step()
     assert max(scene.hold(200, 200, steps=0)) <= most(200, 4)

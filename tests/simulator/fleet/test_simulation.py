@@ -307,7 +307,7 @@ def test_pickers_that_restart_know_engines_by_their_pages():
     scene = a_scenario(
         conversations(30, output=spread_out(60)),
         fleet=fleet_,
-        client=client.Client(users=4),
+        client=client.Client(users=12),  # so many that the slow one gets some
         picking=scenario.Picking(replicas=2, restarts_s=[10.0]),
     )
     run = a_simulation(scene, "adaptive", seed=1)
