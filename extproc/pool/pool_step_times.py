@@ -130,7 +130,11 @@ class PoolStepTimeEstimators:
 
     def _observe_answers(self, members: Sequence[EndpointSnapshot], now: float) -> bool:
         """Note how long answers take where an engine shows no step times; True if that changed."""
-        learners = [self._by_incarnation[member.endpoint.incarnation] for member in members]
+        # With the prior of now: by what an engine has shown meanwhile, the answers of all are due.
+        learners = [
+            self.with_pool_prior(member.endpoint.incarnation, now, member.load)
+            for member in members
+        ]
         if all(learner.rates.evidence for learner in learners):
             return False
         paced: list[tuple[StepTimeEstimator, float, AnswerPace, bool]] = []
