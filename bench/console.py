@@ -14,22 +14,9 @@ import asyncio
 import json
 import statistics
 
-from aiohttp import web
-
-from bench import slices
+from bench import engine_pages, slices
 from extproc.demo import stack
 from tests.console import browser
-
-PAGE = """\
-vllm:num_requests_running{model_name="demo"} 7
-vllm:num_requests_waiting{model_name="demo"} 1
-vllm:kv_cache_usage_perc{model_name="demo"} 0.42
-vllm:prefix_cache_queries_total{model_name="demo"} 1000
-vllm:prefix_cache_hits_total{model_name="demo"} 700
-vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql,chat",waiting_lora_adapters=""} 1.0
-"""
-
-MODELS = {"object": "list", "data": [{"id": "demo", "object": "model"}]}
 
 #: Largest share of a core with 500 endpoints, whether the console is open or not.
 BAR_SHARE = 0.05
@@ -37,20 +24,15 @@ BAR_SHARE = 0.05
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 
 
-def addresses(count: int, port: int) -> list[str]:
-    """So many addresses of this machine, with one port."""
-    return [f"127.1.{at // 250}.{1 + at % 250}:{port}" for at in range(count)]
-
-
 async def measure(args: argparse.Namespace) -> None:
     """Print first paint, time to all rows, and the share of a core with and without a viewer."""
     async with stack.stack() as children:
         engines, pages = stack.free_port(), stack.free_port()
-        runner = await serve_engines(engines)
+        runner = await engine_pages.serve(engines)
         config = {
             "apiVersion": "extproc/v1alpha1",
             "kind": "ExtProcConfig",
-            "pool": {"endpoints": addresses(args.endpoints, engines)},
+            "pool": {"endpoints": engine_pages.addresses(args.endpoints, engines)},
         }
         picker = await children.extproc(
             *("--config-text", json.dumps(config), "--host", "127.0.0.1"),
@@ -60,23 +42,6 @@ async def measure(args: argparse.Namespace) -> None:
         async with browser.chromium() as chromium:
             await compare(args, chromium, picker.process.pid, pages)
         await runner.cleanup()
-
-
-async def serve_engines(port: int) -> web.AppRunner:
-    """Answer scrapes of all addresses, and requests for their models."""
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(text=PAGE)
-
-    async def list_models(_: web.Request) -> web.Response:
-        return web.json_response(MODELS)
-
-    application = web.Application()
-    application.add_routes([web.get("/metrics", answer), web.get("/v1/models", list_models)])
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", port).start()
-    return runner
 
 
 async def compare(

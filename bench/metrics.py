@@ -2,11 +2,12 @@
 
     python -m bench.metrics [--parts processes core pages] [--rounds 60] [--seconds 0.5] [--rate 1000]
 
-`processes`: a picker over 8 and another over 20 endpoints is loaded by streams of `bench.stream_load`,
-1,000 a second. It changes what it observes from slice to slice, each round in another order: nothing,
-metrics and the ring of decisions as always, `log.requests: all` besides, and a recording of decisions
-besides, as `bench.slices` says. All processes have priority over other work where root runs them. Ratios
-are taken to the slice without anything; the last one has the bar.
+`processes`: a picker with the default strategy, and another one with two scorers, which choose in the least
+time, each over 8 and over 20 endpoints whose metrics are scraped, are loaded by streams of
+`bench.stream_load`, 1,000 a second. A picker changes what it observes from slice to slice, each round in
+another order: nothing, metrics and the ring of decisions as always, `log.requests: all` besides, and a
+recording of decisions besides, as `bench.slices` says. All processes have priority over other work where
+root runs them. Ratios are taken to the slice without anything; the last one, over 8 endpoints, has the bar.
 `core`: requests pass the core alone, without gRPC, 1,000 in a second of simulated time, with the body and
 the usage of an answer. `pages`: pages are rendered under the names of extproc alone, with those of llm-d,
 and with the table of series full; they are rendered in pieces, between which requests are routed.
@@ -34,9 +35,10 @@ import msgspec
 import uvloop
 
 import extproc.cli.main
-from bench import agreement, slices, soak
+from bench import agreement, engine_pages, slices, soak
 from extproc.config.settings import LogSection
 from extproc.decision import Decision
+from extproc.demo import stack
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.server.decision_recording import DecisionRecorder
@@ -52,7 +54,20 @@ from tests.support.pool_fixture import PoolFixture
 #: Share of the CPU of a request that metrics, log and recording may cost together.
 BAR_RATIO = 1.08
 
-#: Endpoints of a pool, and the first of the two has the bar.
+#: How pickers choose, and among how many endpoints; the first number has the bar.
+SCHEDULING: Mapping[str, Mapping[str, Any]] = {
+    "adaptive": {"strategy": "adaptive"},
+    "two scorers": {
+        "profile": {
+            "name": "bench",
+            "scorers": [
+                {"kind": "in-flight", "weight": 4},
+                {"kind": "prefix-cache-scorer", "weight": 3},
+            ],
+            "picker": {"kind": "max-score-picker"},
+        }
+    },
+}
 POOL_SIZES = (8, 20)
 
 #: Requests of a round of the core (count).
@@ -85,23 +100,12 @@ OFF, METRICS, LOG, RECORDING = "off", "metrics", "+ log", "+ recording"
 SIGNALS = slices.number_signals((OFF, METRICS, LOG, RECORDING))
 
 
-def _config(file: Path) -> str:
+def _config(strategy: str, file: Path) -> str:
     """Configuration of a picker, with everything that it may record."""
-    scheduling = {
-        "profile": {
-            "name": "bench",
-            "scorers": [
-                {"kind": "in-flight", "weight": 4},
-                {"kind": "prefix-cache-scorer", "weight": 3},
-            ],
-            "picker": {"kind": "max-score-picker"},
-        }
-    }
     config: dict[str, Any] = {
         "apiVersion": "extproc/v1alpha1",
         "kind": "ExtProcConfig",
-        "scrape": {"enabled": False},
-        "scheduling": scheduling,
+        "scheduling": SCHEDULING[strategy],
         "log": {"requests": "all"},
         "decisions": {"record": {"file": str(file), "max_files": 2}},
     }
@@ -141,22 +145,30 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 async def compare_processes(
-    size: int, rounds: int, seconds: float, transport: str, *, rate_per_s: float
+    strategy: str, size: int, rounds: int, seconds: float, transport: str, *, rate_per_s: float
 ) -> Mapping[str, Sequence[float]]:
     """CPU of a request (us) by round, by what is recorded, of a process with `size` endpoints."""
     with tempfile.TemporaryDirectory() as folder:
-        config = _config(Path(folder) / "decisions.jsonl")
+        config = _config(strategy, Path(folder) / "decisions.jsonl")
+        port = stack.free_port()
+        engines = await engine_pages.serve(port)
         picker = slices.SlicedPicker(
-            ["-m", "bench.metrics", "--serve", "--config-text", config], SIGNALS, size
+            ["-m", "bench.metrics", "--serve", "--config-text", config],
+            SIGNALS,
+            engine_pages.addresses(size, port),
         )
-        return await slices.compare_starts(
-            picker, rounds, seconds, transport, rate_per_s=rate_per_s
-        )
+        try:
+            return await slices.compare_starts(
+                picker, rounds, seconds, transport, rate_per_s=rate_per_s
+            )
+        finally:
+            await engines.cleanup()
 
 
-def print_processes(size: int, used: Mapping[str, Sequence[float]]) -> None:
+def print_processes(strategy: str, size: int, used: Mapping[str, Sequence[float]]) -> None:
     """The table of pickers with `size` endpoints, and the verdict."""
-    print(f"{size} endpoints    CPU us  least us  added us  ratio to off [95 %]")
+    print(f"{strategy}, {size} endpoints")
+    print("                CPU us  least us  added us  ratio to off [95 %]")
     for name, values in used.items():
         ratio, least, most = slices.confidence(slices.ratios(used, name, OFF))
         added, *_ = slices.confidence(
@@ -320,14 +332,15 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=500)
     args = parser.parse_args()
     if "processes" in args.parts:
-        for size in POOL_SIZES:
+        for strategy, size in itertools.product(SCHEDULING, POOL_SIZES):
             with agreement.has_priority():
                 used = uvloop.run(
                     compare_processes(
-                        size, args.rounds, args.seconds, args.transport, rate_per_s=args.rate
+                        *(strategy, size, args.rounds, args.seconds, args.transport),
+                        rate_per_s=args.rate,
                     )
                 )
-            print_processes(size, used)
+            print_processes(strategy, size, used)
     if "core" in args.parts:
         asyncio.run(compare_core(args.core_rounds))
     if "pages" in args.parts:

@@ -41,7 +41,7 @@ class SlicedPicker(msgspec.Struct, frozen=True):
     Attributes:
         arguments: Of the interpreter, up to flags of `serve`.
         signals: Signal by row.
-        endpoints: Endpoints, which need not be there (count).
+        endpoints: Addresses of endpoints, which need not be there.
         headers: Headers of requests, besides those of the load.
         change_s: Seconds of load after a change, before those that count: the interpreter adapts its
             instructions to what they meet, and what waits of the slice before is to be done.
@@ -49,7 +49,7 @@ class SlicedPicker(msgspec.Struct, frozen=True):
 
     arguments: Sequence[str]
     signals: Mapping[str, int]
-    endpoints: int = 8
+    endpoints: Sequence[str] = tuple(f"127.0.0.{at}:9" for at in range(2, 10))
     headers: Mapping[str, str] = {}
     change_s: float = 0.15
 
@@ -82,14 +82,14 @@ async def _compare(
     """The same of one start."""
     rows = tuple(picker.signals)
     used: dict[str, list[float]] = {row: [] for row in rows}
-    endpoints = ",".join(f"127.0.0.{at + 2}:9" for at in range(picker.endpoints))
     async with stack.stack() as children:
         port = stack.free_port()
         child = await children.start(
             "extproc",
             [
                 *(sys.executable, *picker.arguments),
-                *("--host", "127.0.0.1", "--endpoints", endpoints, "--secure-serving=false"),
+                *("--host", "127.0.0.1", "--secure-serving=false"),
+                *("--endpoints", ",".join(picker.endpoints)),
                 *("--transport", transport, "--grpc-port", str(port), "--metrics-port", "0"),
                 *("--grpc-health-port", "0", "--drain-timeout", "0s"),
             ],
