@@ -30,9 +30,11 @@ from extproc import distribution
 from extproc.autoscaling.runtime import process_actuator
 from extproc.errors import ConfigError
 
-#: Seconds a child has to become ready, and to end after a signal. An idle machine needs one for the
-#: first; 300 are for machines that do much else, and a child that ends is noticed at once.
+#: Seconds a child has to become ready, and to end after a signal. An idle machine needs one for
+#: either; 300 are for machines that do much else, and a child that ends is noticed at once.
 START_TIMEOUT_S = 300.0
+
+#: The same to end where all do, and no exit code says anything any more.
 STOP_TIMEOUT_S = 5.0
 
 #: What Envoy logs once listeners take connections.
@@ -179,13 +181,15 @@ class Child:
         self._waiting.append((part, future))
         return future
 
-    async def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+    async def stop(
+        self, how: signal.Signals = signal.SIGTERM, *, timeout_s: float = START_TIMEOUT_S
+    ) -> int:
         """Ask it to end, then make it; returns its exit code."""
         with contextlib.suppress(ProcessLookupError):
             if self.process.returncode is None:
                 self.process.send_signal(how)
         try:
-            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+            await asyncio.wait_for(self.process.wait(), timeout_s)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
@@ -326,7 +330,8 @@ class Stack:
 
     async def stop(self) -> None:
         """Stop all children at once, in reverse order of their start."""
-        await asyncio.gather(*(child.stop() for child in reversed(self._children)))
+        children = reversed(self._children)
+        await asyncio.gather(*(child.stop(timeout_s=STOP_TIMEOUT_S) for child in children))
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def start(self, name: str, argv: Sequence[str], *, ready: str) -> Child:

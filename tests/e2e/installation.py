@@ -158,7 +158,8 @@ class Installation:
         if self.envoy.process.returncode is None:
             for name, count in (await self.stats()).items():
                 assert not name.endswith(".spurious_msgs_received"), (name, count)
-        assert await self.extproc.stop(signal.SIGINT) == 0
+        code = await self.extproc.stop(signal.SIGINT)
+        assert code == 0, (code, self.lines[-20:])
         expected = [re.escape(part) for part in self.alarms]
         for line in self.lines:
             alarm = line.startswith("extproc: ") and _ALARMS.search(line)
