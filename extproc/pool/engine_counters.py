@@ -132,7 +132,7 @@ class AdapterSlotTracker:
             del resident[name]
 
 
-#: Finished requests from which on spans count: one that ends now had most of its time before.
+#: Finished requests from which on spans count: of a few, much of the time may lie before their first page.
 _SERVED: Final = 10
 
 #: Iterations of sequences for each preemption, below which these say nothing: a preempted sequence
@@ -221,7 +221,7 @@ class SpanReader:
         if until is None:
             return ()
         spans = until.since(self._since)
-        if 0.0 <= spans.prompts < _SERVED:
+        if 0.0 <= spans.prompts < _SERVED:  # below 0 the counters went back: begin anew
             return ()
         steps = (load.counters.steps or 0.0) - self._steps
         self.skip(load)
