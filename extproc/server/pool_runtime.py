@@ -380,7 +380,7 @@ class PoolRuntime:
             clock=shared.clock,
             rng=parts.rng,
             on_result=self._on_scrape_result,
-            unlisted_models=self._count_unlisted_models,
+            unlisted_models=lambda: self._counts.unknown_models,
             endpoint_counts=shared.endpoint_counts,
             supervisor=shared.supervisor,
         )
@@ -402,11 +402,6 @@ class PoolRuntime:
         state = self.parts.cache_model.state_of(endpoint)
         calibration = state.calibration
         return PrefixCacheStats(calibration.predicted, calibration.observed, state.capacity_tokens)
-
-    def _count_unlisted_models(self) -> int:
-        """Requests so far for models that no endpoint lists."""
-        self._counts.settle()
-        return self._counts.unknown_models
 
     def _notify_capacity(self) -> None:
         """Notify flow control after a change of endpoints or loads."""

@@ -61,7 +61,8 @@ class PoolCounters:
         queue_duration_s: Time in the queue of requests that were admitted, by priority.
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
-        unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected.
+        unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected; none
+            of them waits to be counted.
         routed_total: Routed requests, also those of endpoints that left (count).
         answered_total: Of these, requests that were answered (count).
         reported_total: Of these, responses that reported token usage (count).
@@ -92,7 +93,7 @@ class PoolCounters:
         self.reported_total = 0
 
     def record_routed(self, decisions: Sequence[Decision]) -> None:
-        """Counts routed requests."""
+        """Counts routed requests, all but that their models are unknown."""
         requests = [decision.request for decision in decisions]
         prompts = [request.prompt_tokens for request in requests]
         matched = [decision.matched_tokens for decision in decisions]
@@ -104,7 +105,6 @@ class PoolCounters:
             [hits / tokens for hits, tokens in zip(matched, prompts, strict=True) if tokens]
         )
         self.degraded.update([decision.degraded for decision in decisions if decision.degraded])
-        self.unknown_models += sum([decision.model_unlisted for decision in decisions])
 
     def record_rewrite(self, *, edited: bool) -> None:
         """Counts a routed request whose model name was rewritten."""

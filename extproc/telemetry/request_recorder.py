@@ -186,6 +186,8 @@ class RequestRecorder(DecisionRecord):
         self.routing_s, self.is_routed = duration_s, True
         if trace_id:
             self.trace_id = trace_id
+        if decision.model_unlisted:  # not later: model lists are polled for it
+            self.pool_counters.unknown_models += 1
         streams = self._streams
         if streams.recordings is None:
             self.decision = decision.without_prompt(self.pool_counters.name)

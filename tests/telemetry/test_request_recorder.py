@@ -91,6 +91,19 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     assert not scene.counters.for_pool("default").routed_total
 
 
+def test_requests_for_unlisted_models_are_counted_at_once():
+    """Model lists are polled for them; to ask how many there are settles nothing."""
+    scene = RecorderFixture()
+    request = scene.recorder.observe_request("default")
+    decision = msgspec.structs.replace(decided(), model_unlisted=True)
+    request.on_routed(
+        decision, request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+    )
+    counters = scene.counters.open_pools["default"]
+    assert (counters.unknown_models, counters.routed_total) == (1, 0)
+    assert (scene.counters.for_pool("default").unknown_models, counters.routed_total) == (1, 1)
+
+
 def test_facts_of_many_open_requests_are_counted_in_small_parts():
     """Ten thousand that come before any ends would hold the event loop if counted at a time."""
     scene = RecorderFixture()
