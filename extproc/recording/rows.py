@@ -145,8 +145,8 @@ class CandidateTable(msgspec.Struct, frozen=True, gc=False):
 CANDIDATE_FIELDS: Final = CandidateTable.__struct_fields__[1:]
 
 
-class DecisionRow(RecordingRow, frozen=True, omit_defaults=True, tag="decision"):
-    """A request and the endpoint chosen for it; built by position, which is ten times as fast.
+class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="decision", gc=False):
+    """A request and the endpoint chosen for it; endpoint, blocks and candidates may be set later.
 
     Attributes:
         n: Its number; grows.

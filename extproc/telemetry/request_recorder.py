@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 #: recorded, too. At 1,000 requests a second fewer cost more, as code is not in the caches.
 _BATCH: Final = 128
 
-#: Bytes of a prompt that may wait with its decision for others to be recorded.
-_MAX_WAITING_BYTES: Final = 8192
-
 #: Statuses that are numbers; empty where there was none.
 _STATUS: Final = re.compile("[1-9][0-9]{2}")
 
@@ -51,7 +48,7 @@ class RequestRecorder(DecisionRecord):
         routing_s: Seconds that routing took.
         queue_s: Seconds in the queue; None without.
         number: Number of its decision in recordings; 0 for none.
-        prompt_hashes: Result of `Recordings.hash_prompt` of a long prompt to be recorded; None elsewhere.
+        prompt_hashes: Result of `Recordings.hash_prompt` of a request to be recorded; None elsewhere.
         endpoint: The endpoint that served; None if it left the pool, or before the end.
         logged_at: Unix time of its end where that is to be logged; 0 otherwise.
         refusal_status: HTTP status of a refusal after the decision; empty without.
@@ -181,7 +178,7 @@ class RequestRecorder(DecisionRecord):
         now: float,
         duration_s: float,
     ) -> None:
-        """Note a routed request and its decision, without a prompt that no recording needs."""
+        """Note a routed request and its decision without the prompt, of which recordings have hashes."""
         self.id, self.at, self.labels = request_id, now, labels
         self.routing_s, self.is_routed = duration_s, True
         if trace_id:
@@ -189,27 +186,16 @@ class RequestRecorder(DecisionRecord):
         if decision.model_unlisted:  # not later: model lists are polled for it
             self.pool_counters.unknown_models += 1
         streams = self._streams
-        if streams.recordings is None:
-            self.decision = decision.without_prompt(self.pool_counters.name)
-        else:
-            self.decision = decision
-            if len(decision.request.prompt) > _MAX_WAITING_BYTES:
-                streams.hash_prompt(self)
+        self.decision = decision.without_prompt(self.pool_counters.name)
+        if streams.recordings is not None:
+            streams.hash_prompt(self, decision)
         routed = streams.routed
         routed.append(self)
         if len(routed) >= _BATCH:
             streams.settle()
 
-    def hash_prompt(self, recordings: Recordings) -> None:
-        """Take the prompt from a decision that is to be recorded, and leave its hashes."""
-        decision = self.decision
-        self.decision = decision.without_prompt(self.pool_counters.name)
-        self.prompt_hashes = recordings.hash_prompt(decision)
-
     def record(self, recordings: Recordings) -> None:
-        """Record the decision, which leaves it without its prompt."""
-        if self.prompt_hashes is None:
-            self.hash_prompt(recordings)
+        """Record the decision, if its prompt was hashed."""
         hashes, self.prompt_hashes = self.prompt_hashes, None
         if hashes is not None:
             self.number = recordings.add_routed(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+from extproc.decision import Decision
 from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
 from extproc.recording.rows import EndRow
@@ -86,10 +87,13 @@ class StreamRecorder:
         self.settle()
         self.recordings = recordings
 
-    def hash_prompt(self, request: RequestRecorder) -> None:
-        """Hash a prompt that is not to wait; a bug there must not cost the request."""
+    def hash_prompt(self, request: RequestRecorder, decision: Decision) -> None:
+        """Hash the prompt of a decision to be recorded; a bug there must not cost the request."""
         if self.recordings is not None:
-            self._attempt(request.hash_prompt, self.recordings)
+            try:
+                request.prompt_hashes = self.recordings.hash_prompt(decision)
+            except Exception as error:  # noqa: BLE001
+                self.on_exception(error)
 
     def _record(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
         """Put decisions into recordings, all but those that a bug prevents."""

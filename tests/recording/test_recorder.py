@@ -138,7 +138,7 @@ def test_ends_are_recorded_as_far_as_there_is_room():
     assert lines(recording)[-1] == {"kind": "end", "n": recorder.MAX_ENTRIES - 1}
 
 
-@pytest.mark.parametrize(("num_candidates", "per_s", "recorded"), [(8, 1000, 125), (250, 20, 5)])
+@pytest.mark.parametrize(("num_candidates", "per_s", "recorded"), [(8, 1000, 63), (125, 20, 5)])
 def test_a_second_has_so_many_candidates(num_candidates, per_s, recorded):
     """The work has a bound, however many requests there are; every decision is there."""
     active = recordings.recordings()

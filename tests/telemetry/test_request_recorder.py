@@ -419,20 +419,35 @@ def test_a_bug_in_the_recording_of_a_request_keeps_no_other_from_being_counted()
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("size_bytes", [1000, 100_000])
-def test_a_prompt_waits_only_where_it_is_short_and_recorded(size_bytes, is_recorded):
-    """It waits for the batch in which it is hashed; recordings have the hashes of all prompts."""
+def test_no_prompt_waits(size_bytes, is_recorded):
+    """It is hashed at once where its decision is recorded; recordings have the hashes of all."""
     subject, active = RecorderFixture(), recordings.recordings()
     recording = active.start()
     if is_recorded:
         subject.recorder.set_recordings(active)
     request = subject.route(prompt=b"x" * size_bytes)
-    waits = is_recorded and size_bytes == 1000
-    assert bool(request.decision.request.prompt) is waits
-    subject.counters.settle()
     assert (request.decision.request.prompt, request.decision.pool) == (b"", "default")
+    subject.counters.settle()
     rows = [json.loads(line) for line in recording.take(10).splitlines()]
     decisions = [row for row in rows if row["kind"] == "decision"]
     assert len(decisions) == is_recorded
     if is_recorded:
         chain = blocks.chain(b"x" * size_bytes, blocks.seed("", ""))
         assert decisions[0]["blocks"] == list(chain) != []
+
+
+def test_a_bug_in_the_hashes_of_a_prompt_costs_its_row_alone():
+    """It is an exception that is counted; the request is counted and remembered."""
+
+    def hash_prompt(_):
+        raise ZeroDivisionError
+
+    subject, active = RecorderFixture(), recordings.recordings()
+    recording = active.start()
+    active.hash_prompt = hash_prompt
+    subject.recorder.set_recordings(active)
+    subject.route(prompt=b"x")
+    counters = subject.counters.for_pool("default")
+    assert (counters.routed_total, len(subject.decisions)) == (1, 1)
+    assert sum(subject.counters.exceptions.values()) == 1
+    assert recording.take(10) == b""
