@@ -95,9 +95,11 @@ class TraceSampler:
     """
 
     def __init__(self, ratio: float, *, is_parent_based: bool, rng: random.Random) -> None:
+        self._ratio = ratio
         self._bound = round(ratio * _ID_SPACE)
         self._is_parent_based = is_parent_based
         self._rng = rng
+        self._draw = rng.random
 
     def start(
         self, headers: Mapping[str, str], read_call_traceparent: Callable[[], str]
@@ -123,7 +125,7 @@ class TraceSampler:
         if data_plane is not None and (caller is None or data_plane.trace_id == caller.trace_id):
             caller = data_plane
         if caller is None:
-            return self._start_trace()
+            return self._start_trace() if self._draw() < self._ratio else None
         if self._is_parent_based:
             is_sampled = caller.is_sampled
         else:
@@ -143,10 +145,9 @@ class TraceSampler:
         """Draw an id for a span."""
         return f"{self._rng.getrandbits(64) or 1:016x}"
 
-    def _start_trace(self) -> TraceContext | None:
-        lower = self._rng.getrandbits(64)
-        if lower >= self._bound:
-            return None
+    def _start_trace(self) -> TraceContext:
+        """Start a trace whose id samples it in every process with the same ratio."""
+        lower = self._rng.randrange(max(1, self._bound))
         # An id of zeros is none; one of 2^128 draws is.
         trace_id = self._rng.getrandbits(64) << 64 | lower or 1
         return TraceContext(f"{trace_id:032x}", self.make_span_id())

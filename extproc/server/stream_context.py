@@ -63,12 +63,8 @@ class RequestObserver(Protocol):
         latest.
         """
 
-    def on_traced(self, trace: TraceContext, *, started_s: float) -> RequestObserver:
-        """The request, whose stream was opened at `started_s`, is a span of a sampled trace.
-
-        Returns:
-            The observer of everything that follows.
-        """
+    def on_traced(self, trace: TraceContext, *, started_s: float) -> None:
+        """The request, whose stream was opened at `started_s`, is a span of a sampled trace."""
 
     def on_pool_selected(self, pool: str) -> None:
         """Another pool than the default was selected."""

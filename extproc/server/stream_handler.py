@@ -194,7 +194,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             trace = sampler.start(self.exchange.headers, self._read_call_traceparent)
             if trace is not None:
                 self._traceparent = trace.traceparent
-                self._observer = self._observer.on_traced(trace, started_s=self._started_s)
+                self._observer.on_traced(trace, started_s=self._started_s)
         except Exception as error:  # noqa: BLE001 - a trace must not cost the request
             context.observer.on_exception(error)
 

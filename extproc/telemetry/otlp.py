@@ -38,12 +38,10 @@ from opentelemetry.trace.status import Status, StatusCode
 from extproc import distribution
 from extproc.protocol.trace_context import TraceContext
 from extproc.telemetry.log_format import DelayedCall, log_event
-from extproc.telemetry.request_recorder import RequestRecorder
 from extproc.telemetry.request_trace import (
     AttributeValue,
     SpanEvent,
     SpanRecord,
-    TracedRequest,
 )
 
 _log = logging.getLogger("extproc.traces")
@@ -341,12 +339,6 @@ class OtlpTracer:
         )
         if messages.template:
             log_event(_log, logging.WARNING, "a variable is ignored", cause=messages.template)
-
-    def observe(
-        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float
-    ) -> TracedRequest:
-        """Create the observer of a traced request."""
-        return TracedRequest(recorder, trace, started_s=started_s, sink=self)
 
     def make_span_id(self) -> str:
         """Draw an id for a span."""

@@ -16,10 +16,10 @@ from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.decision_log import NO_USAGE, DecisionRecord, RejectionRecord
 from extproc.telemetry.log_format import RequestLine
 from extproc.telemetry.request_series import TOKEN_KINDS, UNPARSED, RequestSeries
+from extproc.telemetry.request_trace import RequestTrace, build_spans, name_request, send_unrouted
 
 if TYPE_CHECKING:
     from extproc.recording.recorder import PromptHashes, Recordings
-    from extproc.telemetry.request_trace import TracedRequest
     from extproc.telemetry.stream_recorder import StreamRecorder
 
 
@@ -49,6 +49,7 @@ class RequestRecorder(DecisionRecord):
         queue_s: Seconds in the queue; None without.
         number: Number of its decision in recordings; 0 for none.
         prompt_hashes: Result of `Recordings.hash_prompt` of a request to be recorded; None elsewhere.
+        trace: Trace of a sampled request whose spans are sent; None elsewhere.
         endpoint: The endpoint that served; None if it left the pool, or before the end.
         logged_at: Unix time of its end where that is to be logged; 0 otherwise.
         refusal_status: HTTP status of a refusal after the decision; empty without.
@@ -82,12 +83,14 @@ class RequestRecorder(DecisionRecord):
         "refusal_status",
         "response_s",
         "routing_s",
+        "trace",
     )
 
     routing_s: float
     endpoint: str | None
     queue_s: float | None
     prompt_hashes: PromptHashes | None
+    trace: RequestTrace | None
     _series: RequestSeries | None
 
     # Without the constructor of the base, which has the decision already.
@@ -101,7 +104,7 @@ class RequestRecorder(DecisionRecord):
         self.number = 0
         self.logged_at = 0.0
         self.seconds = self.headers_s = self.first_token_s = self.queue_s = None
-        self._series = self.prompt_hashes = None
+        self._series = self.prompt_hashes = self.trace = None
         self.response_s = self.first_chunk_s = self.last_chunk_s = -1.0
         self.is_routed = self.is_stream = self.is_served = self.is_chunked = False
         self.is_ttft_due = False
@@ -119,13 +122,11 @@ class RequestRecorder(DecisionRecord):
         known = self.usage.get
         return known("prompt"), known("cached"), known("completion")
 
-    def on_traced(
-        self, trace: TraceContext, *, started_s: float
-    ) -> RequestRecorder | TracedRequest:
-        """Note the trace of the request, and return the observer that sends its spans."""
+    def on_traced(self, trace: TraceContext, *, started_s: float) -> None:
+        """Note the trace of the request."""
         self.trace_id = trace.trace_id
-        tracer = self._streams.tracer
-        return self if tracer is None else tracer.observe(self, trace, started_s=started_s)
+        if self._streams.tracer is not None:
+            self.trace = RequestTrace(trace, started_s)
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
@@ -141,17 +142,29 @@ class RequestRecorder(DecisionRecord):
         """Count a rejection, and record it where the request has an id."""
         self.pool_counters.record_rejection(rejection)
         self.refusal_status = str(rejection.status)
-        RequestRecorder.on_abandoned(self, rejection, request_id=request_id, labels=labels, now=now)
+        if self.trace is not None:
+            self.trace.rejection = rejection
+        self._record_rejection(rejection, request_id, labels, now)
 
     def on_abandoned(
         self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
+        """Count a request whose stream ended, and record it where it has an id."""
+        self._record_rejection(rejection, request_id, labels, now)
+
+    def _record_rejection(
+        self, rejection: Rejection, request_id: str, labels: RequestLabels | None, now: float
+    ) -> None:
         """Count a request by the status of its rejection, and record it where it has an id."""
-        counters = self.pool_counters
+        counters, trace, tracer = self.pool_counters, self.trace, self._streams.tracer
         if not self.is_routed:
             # Requests that were routed before make the series of their model.
             self._streams.settle()
             counters.series.find(labels or UNPARSED).record_refused(rejection.status)
+            if trace is not None and tracer is not None:
+                names = name_request(request_id, model_of(labels), counters.name)
+                what = "refused" if self.refusal_status else "abandoned"
+                send_unrouted(trace, rejection, tracer, what=what, names=names, now=now)
         if request_id:
             record = RejectionRecord(
                 shorten_id(request_id),
@@ -189,6 +202,8 @@ class RequestRecorder(DecisionRecord):
         self.decision = decision.without_prompt(self.pool_counters.name)
         if streams.recordings is not None:
             streams.hash_prompt(self, decision)
+        if self.trace is not None:
+            self.trace.decision = self.decision
         routed = streams.routed
         routed.append(self)
         if len(routed) >= _BATCH:
@@ -253,6 +268,9 @@ class RequestRecorder(DecisionRecord):
         ended.append(self)
         if len(ended) >= _BATCH:
             streams.settle()
+        if self.trace is not None and streams.tracer is not None:
+            spans = build_spans(self, self.trace, streams.tracer.make_span_id)
+            streams.tracer.add(self.trace.context, spans)
 
     def build_line(self) -> RequestLine:
         """The line of a request that ended and is in the log of decisions, which shortened its id."""

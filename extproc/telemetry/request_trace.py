@@ -1,4 +1,4 @@
-"""Spans of a traced request: what an observer sees of it, in the names of the upstream EPP.
+"""Spans of a traced request, built from its recorder, in the names of the upstream EPP.
 
 The spans are plain values, which `otlp` reads some time after the end of the request and sends.
 Prompts, bodies and header values have no place in them, except the request id.
@@ -7,8 +7,8 @@ Prompts, bodies and header values have no place in them, except the request id.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -16,8 +16,10 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
-from extproc.request import RequestLabels, shorten_id
-from extproc.telemetry.request_recorder import RequestRecorder, model_of
+from extproc.request import shorten_id
+
+if TYPE_CHECKING:
+    from extproc.telemetry.request_recorder import RequestRecorder
 
 #: Candidates in the decision table of a trace and in `llm_d.epp.picker.top_endpoints` (count), best
 #: first. Upstream has as many, and each costs the exporter 5 % of a trace.
@@ -61,8 +63,8 @@ class SpanRecord(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class SpanSink(Protocol):
-    """Receiver of finished traces."""
+class RequestTracer(Protocol):
+    """Sends the traces of requests."""
 
     def add(self, trace: TraceContext, spans: Iterable[SpanRecord]) -> None:
         """Send the spans of a request, the one of `trace` first; may read them later."""
@@ -71,251 +73,173 @@ class SpanSink(Protocol):
         """Draw an id for a span."""
 
 
-class TracedRequest:
-    """Observer of a traced request: reports to its recorder, and sends its spans at its end."""
+class RequestTrace(msgspec.Struct):
+    """Trace of a request: what its spans need besides its recorder.
 
-    def __init__(
-        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float, sink: SpanSink
-    ) -> None:
-        self._recorder = recorder
-        self._trace = trace
-        self._started_s = started_s
-        self._sink = sink
-        self._pool = ""
-        self._request_id = ""
-        self._decision: Decision | None = None
-        self._rejection: Rejection | None = None
-        self._queue_s: float | None = None
-        self._routing_s = 0.0
-        self._routed_s = 0.0
-        self._headers_s: float | None = None
-        self._ttft_s: float | None = None
-        self._is_ttft_due = False
-        self._usage: Mapping[str, int] = {}
+    Attributes:
+        context: Context of the span of the request.
+        started_s: Monotonic seconds at which its stream was opened.
+        decision: The decision with all of its candidates, which its recorder may lose.
+        rejection: Refusal after the decision; None without one.
+    """
 
-    def on_traced(self, trace: TraceContext, *, started_s: float) -> TracedRequest:
-        """Return itself: a request is traced once."""
-        del trace, started_s
-        return self
+    context: TraceContext
+    started_s: float
+    decision: Decision | None = None
+    rejection: Rejection | None = None
 
-    def on_pool_selected(self, pool: str) -> None:
-        """Note the pool."""
-        self._recorder.on_pool_selected(pool)
-        self._pool = pool
 
-    def on_direct_response(self) -> None:
-        """Report a request that was answered without an endpoint; it has no span."""
-        self._recorder.on_direct_response()
+def send_unrouted(
+    trace: RequestTrace,
+    rejection: Rejection,
+    tracer: RequestTracer,
+    *,
+    what: str,
+    names: Attributes,
+    now: float,
+) -> None:
+    """Send the span of a request that was not routed.
 
-    def on_rejected(
-        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
-    ) -> None:
-        """Send the span of a rejected request, unless it was routed before."""
-        self._recorder.on_rejected(rejection, request_id=request_id, labels=labels, now=now)
-        self._rejection = rejection
-        if self._decision is None:
-            self._request_id = request_id
-            self._send_unrouted("refused", rejection, model_of(labels), now)
+    Args:
+        what: Beginning of the error, as `refused`.
+        names: Result of `name_request`.
+        now: Monotonic seconds of its end.
+    """
+    attributes = names | {
+        "http.response.status_code": rejection.status,
+        "error.type": rejection.cause,
+    }
+    error = f"{what}: {rejection.cause}"
+    tracer.add(trace.context, [_build_root(trace, now, attributes, error=error)])
 
-    def on_abandoned(
-        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
-    ) -> None:
-        """Send the span of a request whose stream ended before it was routed."""
-        self._recorder.on_abandoned(rejection, request_id=request_id, labels=labels, now=now)
-        self._request_id = request_id
-        self._send_unrouted("abandoned", rejection, model_of(labels), now)
 
-    def on_dequeued(self, wait_s: float, *, priority: int) -> None:
-        """Note the time in the queue."""
-        self._recorder.on_dequeued(wait_s, priority=priority)
-        self._queue_s = wait_s
+def name_request(request_id: str, model: str, pool: str = "") -> Attributes:
+    """Attributes by which requests are searched for; empty ones are left out."""
+    names = {
+        "gen_ai.request.id": shorten_id(request_id),
+        "gen_ai.request.model": model,
+        "extproc.pool": pool,
+    }
+    return {name: value for name, value in names.items() if value}
 
-    def on_routed(
-        self,
-        decision: Decision,
-        *,
-        request_id: str,
-        labels: RequestLabels,
-        trace_id: str,
-        now: float,
-        duration_s: float,
-    ) -> None:
-        """Note the decision."""
-        self._recorder.on_routed(
-            decision,
-            request_id=request_id,
-            labels=labels,
-            trace_id=trace_id,
-            now=now,
-            duration_s=duration_s,
-        )
-        self._request_id = request_id
-        self._decision = decision.without_prompt(self._recorder.pool_counters.name)
-        self._routing_s, self._routed_s = now, now + duration_s
 
-    @property
-    def decision(self) -> Decision | None:
-        """The decision as it is recorded; None before it."""
-        return self._recorder.decision
+def build_spans(
+    recorder: RequestRecorder, trace: RequestTrace, make_span_id: Callable[[], str]
+) -> Iterator[SpanRecord]:
+    """All spans of a routed request that ended, built as they are read."""
+    decision = trace.decision
+    if decision is None:
+        return
+    yield _describe_request(recorder, trace, decision)
+    yield from _describe_decision(recorder, trace, decision, make_span_id)
 
-    def on_model_rewritten(self, *, edited: bool) -> None:
-        """Report a rewritten model name, which the decision has."""
-        self._recorder.on_model_rewritten(edited=edited)
 
-    def on_response_headers(
-        self, duration_s: float, *, elapsed_s: float, status: str, is_stream: bool, is_shown: bool
-    ) -> None:
-        """Note the time to response headers, which for streams without chunks has the first token."""
-        self._recorder.on_response_headers(
-            duration_s, elapsed_s=elapsed_s, status=status, is_stream=is_stream, is_shown=is_shown
-        )
-        self._headers_s = duration_s
-        self._is_ttft_due = is_stream and is_shown
-        if is_stream and not is_shown:
-            self._ttft_s = duration_s
+def _describe_request(
+    recorder: RequestRecorder, trace: RequestTrace, decision: Decision
+) -> SpanRecord:
+    """The span of a routed request, with what was predicted and what came of it."""
+    request, status = decision.request, recorder.status
+    attributes = name_request(recorder.id, decision.client_model or request.target, decision.pool)
+    attributes |= {
+        "extproc.endpoint": recorder.endpoint or decision.endpoints[0].address,
+        "extproc.strategy": decision.profile,
+    }
+    attributes |= _compare_predictions(recorder, trace, decision)
+    error = ""
+    if trace.rejection is not None:
+        status, error = str(trace.rejection.status), f"refused: {trace.rejection.cause}"
+    elif not status and request.api not in surfaces.UNOBSERVED:
+        error = "no response"
+    if status.isascii() and status.isdigit():
+        attributes["http.response.status_code"] = int(status)
+        if status >= "5":
+            error = error or f"status {status}"
+    if error:
+        attributes["error.type"] = error
+    if recorder.queue_s is not None:
+        attributes["extproc.queue_s"] = recorder.queue_s
+    if decision.degraded:
+        attributes["extproc.degraded"] = decision.degraded
+    end_s = trace.started_s + (recorder.seconds or 0.0)
+    return _build_root(trace, end_s, attributes, error=error)
 
-    def on_response_chunk(self, elapsed_s: float) -> None:
-        """Note the time of the first chunk of a stream."""
-        self._recorder.on_response_chunk(elapsed_s)
-        if self._is_ttft_due:
-            self._is_ttft_due = False
-            self._ttft_s = self._started_s + elapsed_s - self._routed_s
 
-    def on_usage(self, usage: Mapping[str, int]) -> None:
-        """Note the tokens that the response reported."""
-        self._recorder.on_usage(usage)
-        self._usage = usage
+def _build_root(
+    trace: RequestTrace, end_s: float, attributes: Mapping[str, AttributeValue], *, error: str
+) -> SpanRecord:
+    return SpanRecord(
+        "gateway.request",
+        trace.context.span_id,
+        trace.context.parent_span_id,
+        trace.started_s,
+        end_s,
+        attributes,
+        is_server=True,
+        error=error,
+    )
 
-    def on_answer_ids(self, ids: Sequence[str]) -> None:
-        """See `RequestObserver`."""
-        self._recorder.on_answer_ids(ids)
 
-    def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
-        """Send the spans of a routed request."""
-        self._recorder.on_finished(endpoint=endpoint, status=status, duration_s=duration_s)
-        decision = self._decision
-        if decision is not None:
-            endpoint = endpoint or decision.endpoints[0].address
-            end_s = self._started_s + duration_s
-            self._sink.add(self._trace, self._spans(decision, endpoint, status, end_s))
+def _compare_predictions(
+    recorder: RequestRecorder, trace: RequestTrace, decision: Decision
+) -> Attributes:
+    """Predicted and actual time to the first token, prompt tokens and cached tokens."""
+    usage, ttft_s = recorder.usage, None
+    if recorder.first_chunk_s >= 0.0:
+        ttft_s = trace.started_s + recorder.first_chunk_s - (recorder.at + recorder.routing_s)
+    elif recorder.is_stream and not recorder.is_chunked:
+        ttft_s = recorder.headers_s
+    values: dict[str, AttributeValue | None] = {
+        "extproc.predicted.ttft_s": decision.predicted_ttft_s,
+        "extproc.response_headers_s": recorder.headers_s,
+        "extproc.ttft_s": ttft_s,
+        "extproc.predicted.prompt_tokens": decision.request.prompt_tokens,
+        "gen_ai.usage.input_tokens": usage.get("prompt"),
+        "extproc.predicted.cached_tokens": decision.matched_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.get("cached"),
+        "gen_ai.usage.output_tokens": usage.get("completion"),
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
-    def _spans(
-        self, decision: Decision, endpoint: str, status: str, end_s: float
-    ) -> Iterator[SpanRecord]:
-        """All spans of a routed request, built as they are read."""
-        yield self._root(decision, endpoint, status, end_s)
-        yield from self._decision_spans(decision)
 
-    def _send_unrouted(self, what: str, rejection: Rejection, model: str, now: float) -> None:
-        attributes = self._common_attributes(model)
-        attributes |= {
-            "http.response.status_code": rejection.status,
-            "error.type": rejection.cause,
-        }
-        self._sink.add(
-            self._trace,
-            [self._root_record(now, attributes, error=f"{what}: {rejection.cause}")],
-        )
-
-    def _root(self, decision: Decision, endpoint: str, status: str, end_s: float) -> SpanRecord:
-        """The span of the request, with what was predicted and what came of it."""
-        self._pool = decision.pool or self._pool
-        attributes = self._common_attributes(decision.client_model or decision.request.target)
-        attributes |= {"extproc.endpoint": endpoint, "extproc.strategy": decision.profile}
-        attributes |= self._compare_predictions(decision)
-        error = ""
-        if self._rejection is not None:
-            status, error = str(self._rejection.status), f"refused: {self._rejection.cause}"
-        elif not status and decision.request.api not in surfaces.UNOBSERVED:
-            error = "no response"
-        if status.isascii() and status.isdigit():
-            attributes["http.response.status_code"] = int(status)
-            if status >= "5":
-                error = error or f"status {status}"
-        if error:
-            attributes["error.type"] = error
-        optional = {
-            "extproc.queue_s": self._queue_s,
-            "extproc.degraded": decision.degraded or None,
-        }
-        attributes |= {name: value for name, value in optional.items() if value is not None}
-        return self._root_record(end_s, attributes, error=error)
-
-    def _root_record(
-        self, end_s: float, attributes: Mapping[str, AttributeValue], *, error: str
-    ) -> SpanRecord:
-        trace = self._trace
-        return SpanRecord(
-            "gateway.request",
-            trace.span_id,
-            trace.parent_span_id,
-            self._started_s,
-            end_s,
-            attributes,
-            is_server=True,
-            error=error,
-        )
-
-    def _common_attributes(self, model: str) -> Attributes:
-        """Attributes by which requests are searched for."""
-        names = {
-            "gen_ai.request.id": shorten_id(self._request_id),
-            "gen_ai.request.model": model,
-            "extproc.pool": self._pool,
-        }
-        return {name: value for name, value in names.items() if value}
-
-    def _compare_predictions(self, decision: Decision) -> Attributes:
-        """Predicted and actual time to the first token, prompt tokens and cached tokens."""
-        request, usage = decision.request, self._usage
-        values: dict[str, AttributeValue | None] = {
-            "extproc.predicted.ttft_s": decision.predicted_ttft_s,
-            "extproc.response_headers_s": self._headers_s,
-            "extproc.ttft_s": self._ttft_s,
-            "extproc.predicted.prompt_tokens": request.prompt_tokens,
-            "gen_ai.usage.input_tokens": usage.get("prompt"),
-            "extproc.predicted.cached_tokens": decision.matched_tokens,
-            "gen_ai.usage.cache_read.input_tokens": usage.get("cached"),
-            "gen_ai.usage.output_tokens": usage.get("completion"),
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-    def _decision_spans(self, decision: Decision) -> Iterator[SpanRecord]:
-        """Spans of the decision; its steps are not timed, and have the time of the whole."""
-        make = self._sink.make_span_id
-        orchestration, scheduling = make(), make()
-        start_s, end_s = self._routing_s, self._routed_s
-        request = decision.request
-        yield SpanRecord(
-            "gateway.request_orchestration",
-            orchestration,
-            self._trace.span_id,
-            start_s - (self._queue_s or 0.0),
-            end_s,
-            {
-                "target_model": decision.model_rewrite or request.target,
-                "request_prio": request.priority,
-            },
-        )
-        yield SpanRecord(
-            "run_scheduler_profile",
-            scheduling,
-            orchestration,
-            start_s,
-            end_s,
-            {"llm_d.epp.scheduling.profile.name": decision.profile},
-        )
-        common = self._common_attributes(request.target)
-        common.pop("extproc.pool", None)
-        best = _best(decision)
-        table = [SpanEvent("candidate", end_s, _describe_candidate(decision, at)) for at in best]
-        steps = [
-            ("filter_endpoints", _describe_filters(decision) | common, ()),
-            *_describe_scorers(decision),
-            ("pick_endpoints", _describe_picks(decision, best) | common, table),
-        ]
-        for name, attributes, events in steps:
-            yield SpanRecord(name, make(), scheduling, start_s, end_s, attributes, events)
+def _describe_decision(
+    recorder: RequestRecorder,
+    trace: RequestTrace,
+    decision: Decision,
+    make_span_id: Callable[[], str],
+) -> Iterator[SpanRecord]:
+    """Spans of the decision; its steps are not timed, and have the time of the whole."""
+    orchestration, scheduling = make_span_id(), make_span_id()
+    start_s, end_s = recorder.at, recorder.at + recorder.routing_s
+    request = decision.request
+    yield SpanRecord(
+        "gateway.request_orchestration",
+        orchestration,
+        trace.context.span_id,
+        start_s - (recorder.queue_s or 0.0),
+        end_s,
+        {
+            "target_model": decision.model_rewrite or request.target,
+            "request_prio": request.priority,
+        },
+    )
+    yield SpanRecord(
+        "run_scheduler_profile",
+        scheduling,
+        orchestration,
+        start_s,
+        end_s,
+        {"llm_d.epp.scheduling.profile.name": decision.profile},
+    )
+    names = name_request(recorder.id, request.target)
+    best = _best(decision)
+    table = [SpanEvent("candidate", end_s, _describe_candidate(decision, at)) for at in best]
+    steps = [
+        ("filter_endpoints", _describe_filters(decision) | names, ()),
+        *_describe_scorers(decision),
+        ("pick_endpoints", _describe_picks(decision, best) | names, table),
+    ]
+    for name, attributes, events in steps:
+        yield SpanRecord(name, make_span_id(), scheduling, start_s, end_s, attributes, events)
 
 
 def _best(decision: Decision) -> list[int]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from extproc.decision import Decision
 from extproc.parsing import surfaces
-from extproc.protocol.trace_context import TraceContext
 from extproc.recording.rows import EndRow
 from extproc.supervision import ExceptionLog
 from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
@@ -25,16 +24,7 @@ from extproc.telemetry.request_series import (
 
 if TYPE_CHECKING:
     from extproc.recording.recorder import Recordings
-    from extproc.telemetry.request_trace import TracedRequest
-
-
-class RequestTracer(Protocol):
-    """Observes requests whose traces are sent."""
-
-    def observe(
-        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float
-    ) -> TracedRequest:
-        """Create the observer of a traced request, which reports to its recorder as well."""
+    from extproc.telemetry.request_trace import RequestTracer
 
 
 #: Seconds that the line of a request may wait for others: at 1,000 a second, a batch.
@@ -46,9 +36,9 @@ class StreamRecorder:
 
     Args:
         recorder_type: Recorder of a request, which may log it as well.
-        tracer: Sends the traces of requests; None sends none.
 
     Attributes:
+        tracer: Sends the traces of requests; None sends none.
         routed: Requests that were routed and wait to be counted and recorded, a few at most.
         answered: The same whose response headers came.
         ended: The same that ended.

@@ -17,7 +17,6 @@ from extproc.protocol.trace_context import TraceSampler, parse_traceparent
 from extproc.server.app import EndpointPickerProcess
 from extproc.server.stream_handler import open_stream
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_trace import TracedRequest
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.server.test_stream_handler import BODY, HEADERS, MODES, StreamFixture, answer
 from tests.support import ext_proc_script, serving
@@ -43,9 +42,6 @@ class TracedStreams(StreamFixture):
         self.shared.observer = StreamRecorder(
             self.counters, self.decisions, self.shared.clock, tracer=self
         )
-
-    def observe(self, recorder, trace, *, started_s):
-        return TracedRequest(recorder, trace, started_s=started_s, sink=self)
 
     def make_span_id(self):
         return self.shared.trace_sampler.make_span_id()

@@ -12,7 +12,7 @@ from extproc.protocol.trace_context import TraceContext
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_trace import MAX_CANDIDATES, TracedRequest
+from extproc.telemetry.request_trace import MAX_CANDIDATES
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.canary import CANARY
 
@@ -41,9 +41,6 @@ class TraceFixture:
         self.traces = []
         self._ids = itertools.count(1)
 
-    def observe(self, recorder, trace, *, started_s):
-        return TracedRequest(recorder, trace, started_s=started_s, sink=self)
-
     def make_span_id(self):
         return f"{next(self._ids):016x}"
 
@@ -51,8 +48,10 @@ class TraceFixture:
         self.traces.append((trace, {span.name: span for span in spans}))
 
     def begin(self):
-        """The observer of a traced request whose first message came at 10 s."""
-        return self.recorder.observe_request("demo").on_traced(TRACE, started_s=10.0)
+        """The recorder of a traced request whose first message came at 10 s."""
+        request = self.recorder.observe_request("demo")
+        request.on_traced(TRACE, started_s=10.0)
+        return request
 
     def serve(
         self, decision, *, status="200", headers_s=0.25, usage=None, wait_s=None, is_shown=False
@@ -305,6 +304,7 @@ def test_refused_request_is_an_error_with_its_cause():
     assert root.attributes == {
         "gen_ai.request.id": "my-id",
         "gen_ai.request.model": "m",
+        "extproc.pool": "demo",
         "http.response.status_code": 429,
         "error.type": "rate-limited",
     }
@@ -344,6 +344,6 @@ def test_recorder_without_tracer_only_notes_the_trace():
     decisions = DecisionLog(10)
     recorder = StreamRecorder(ProcessCounters(), decisions, lambda: 0.0)
     observer = recorder.observe_request("demo")
-    assert observer.on_traced(TRACE, started_s=10.0) is observer
+    observer.on_traced(TRACE, started_s=10.0)
     route(observer, timed())
     assert decisions.find(TRACE.trace_id).trace_id == TRACE.trace_id
