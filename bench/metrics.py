@@ -82,7 +82,7 @@ class NoObserver:
     """Observer of a request that records nothing."""
 
     on_pool_selected = on_direct_response = on_rejected = on_abandoned = staticmethod(_ignore)
-    on_dequeued = on_model_rewritten = on_response_headers = staticmethod(_ignore)
+    on_traced = on_dequeued = on_model_rewritten = on_response_headers = staticmethod(_ignore)
     on_response_chunk = on_finished = on_usage = on_answer_ids = staticmethod(_ignore)
     #: Decision of the request, which others charge its usage by.
     decision: Decision | None = None
@@ -115,22 +115,33 @@ def _config(strategy: str, file: Path) -> str:
 def serve(arguments: Sequence[str]) -> int:
     """A picker that observes of requests what the last of `SIGNALS` says; there is no such setting."""
     nothing, record = NoObserver(), DecisionRecorder.run
+
+    def observe_unlogged(streams: StreamRecorder, pool: str) -> RequestRecorder:
+        streams.decisions.free_dropped()
+        return RequestRecorder(streams, streams.counters.open_pools[pool])
+
     observers: dict[str, Callable[[StreamRecorder, str], Any]] = {
         OFF: lambda *_: nothing,
-        METRICS: lambda streams, pool: RequestRecorder(streams, streams.counters.open_pools[pool]),
+        METRICS: observe_unlogged,
         LOG: StreamRecorder.observe_request,
         RECORDING: StreamRecorder.observe_request,
     }
 
+    row = OFF
+
+    def observe(streams: StreamRecorder, pool: str) -> Any:
+        """The observer of a request."""
+        return observers[row](streams, pool)
+
     async def follow_signals(recorder: DecisionRecorder) -> None:
         """Record while it is to be recorded."""
+        nonlocal row
         loop = asyncio.get_running_loop()
         rows: asyncio.Queue[str] = asyncio.Queue()
-        for row, number in SIGNALS.items():
-            loop.add_signal_handler(number, rows.put_nowait, row)
+        for name, number in SIGNALS.items():
+            loop.add_signal_handler(number, rows.put_nowait, name)
         while True:
             row = await rows.get()
-            StreamRecorder.observe_request = observers[row]  # type: ignore[method-assign]
             if row == RECORDING:
                 recording = loop.create_task(record(recorder))
                 following = await rows.get()
@@ -139,6 +150,8 @@ def serve(arguments: Sequence[str]) -> int:
                 with contextlib.suppress(asyncio.CancelledError):
                     await recording
 
+    # The same all the time: of a class that changes, the interpreter forgets where its attributes are.
+    StreamRecorder.observe_request = observe  # type: ignore[method-assign]
     slices.ignore_signals(SIGNALS)
     DecisionRecorder.run = follow_signals  # type: ignore[method-assign]
     return extproc.cli.main.main(["serve", *arguments])
