@@ -83,18 +83,7 @@ async def _compare(
     rows = tuple(picker.signals)
     used: dict[str, list[float]] = {row: [] for row in rows}
     async with stack.stack() as children:
-        port = stack.free_port()
-        child = await children.start(
-            "extproc",
-            [
-                *(sys.executable, *picker.arguments),
-                *("--host", "127.0.0.1", "--secure-serving=false"),
-                *("--endpoints", ",".join(picker.endpoints)),
-                *("--transport", transport, "--grpc-port", str(port), "--metrics-port", "0"),
-                *("--grpc-health-port", "0", "--drain-timeout", "0s"),
-            ],
-            ready="extproc is listening",
-        )
+        child, port = await start(picker, children, transport)
         slices = [
             row
             for rng in [random.Random(1)]
@@ -124,6 +113,25 @@ async def _compare(
                 if number >= WARM_UP_ROUNDS * len(rows):
                     used[row].append(cpu_s / (len(times) - requests) * 1e6)
     return used
+
+
+async def start(
+    picker: SlicedPicker, children: stack.Stack, transport: str
+) -> tuple[stack.Child, int]:
+    """Start the process; returns it and its port."""
+    port = stack.free_port()
+    child = await children.start(
+        "extproc",
+        [
+            *(sys.executable, *picker.arguments),
+            *("--host", "127.0.0.1", "--secure-serving=false"),
+            *("--endpoints", ",".join(picker.endpoints)),
+            *("--transport", transport, "--grpc-port", str(port), "--metrics-port", "0"),
+            *("--grpc-health-port", "0", "--drain-timeout", "0s"),
+        ],
+        ready="extproc is listening",
+    )
+    return child, port
 
 
 def threads_cpu_s(pid: int) -> float:
