@@ -11,7 +11,6 @@ import copy
 import math
 import operator
 import os
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -247,20 +246,19 @@ class Recording:
     ) -> None:
         """Complete the row of a decision, and add it behind those of endpoints and states in it."""
         known, chosen, candidates = self._states, decision.endpoints[0], decision.candidates
+        table = None
         # A file begins with the states of all.
         if candidates and (has_candidates or not known):
             lines += self._rows_of_states(candidates, row.at, decision.pool)
             columns = [*zip(*map(msgspec.structs.astuple, candidates), strict=True)]
             numbers = [known[candidate.endpoint.address].n for candidate in candidates]
-            row.candidates = rows.CandidateTable(numbers, *_read_columns(columns))
+            table = rows.CandidateTable(numbers, *_read_columns(columns))
         state = known.get(chosen.address)
         if state is None:
             same = [candidate for candidate in candidates if candidate.endpoint is chosen]
             lines += self._rows_of_endpoint((*same, Candidate(chosen))[0], row.at, decision.pool)
             state = known[chosen.address]
-        row.endpoint, hashes = state.n, row.blocks
-        # Not before: as a list they take five times as much memory.
-        row.blocks = hashes.tolist() if isinstance(hashes, array) else list(hashes)
+        row.complete(state.n, table)  # not before: blocks in a list take five times as much memory
         lines.append(row)
 
     def _rows_of_states(

@@ -8,6 +8,7 @@ concatenated.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -146,7 +147,7 @@ CANDIDATE_FIELDS: Final = CandidateTable.__struct_fields__[1:]
 
 
 class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="decision", gc=False):
-    """A request and the endpoint chosen for it; endpoint, blocks and candidates may be set later.
+    """A request and the endpoint chosen for it; `complete` sets endpoint and candidates.
 
     Attributes:
         n: Its number; grows.
@@ -193,6 +194,11 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
     matched_tokens: int = 0
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     candidates: CandidateTable | None = None
+
+    def complete(self, endpoint: int, candidates: CandidateTable | None) -> None:
+        """Set the endpoint and the candidates, and make a list of the blocks, which can be encoded."""
+        self.endpoint, self.candidates, blocks = endpoint, candidates, self.blocks
+        self.blocks = blocks.tolist() if isinstance(blocks, array) else list(blocks)
 
 
 class EndRow(RecordingRow, frozen=True, omit_defaults=True, tag="end"):

@@ -106,6 +106,10 @@ class PoolCounters:
         )
         self.degraded.update([decision.degraded for decision in decisions if decision.degraded])
 
+    def record_unlisted(self) -> None:
+        """Counts a routed request for a model that no eligible endpoint lists."""
+        self.unknown_models += 1
+
     def record_rewrite(self, *, edited: bool) -> None:
         """Counts a routed request whose model name was rewritten."""
         self.rewrites["edited" if edited else "unedited"] += 1

@@ -143,7 +143,7 @@ class RequestRecorder(DecisionRecord):
         self.pool_counters.record_rejection(rejection)
         self.refusal_status = str(rejection.status)
         if self.trace is not None:
-            self.trace.rejection = rejection
+            self.trace.on_rejected(rejection)
         self._record_rejection(rejection, request_id, labels, now)
 
     def on_abandoned(
@@ -197,17 +197,21 @@ class RequestRecorder(DecisionRecord):
         if trace_id:
             self.trace_id = trace_id
         if decision.model_unlisted:  # not later: model lists are polled for it
-            self.pool_counters.unknown_models += 1
+            self.pool_counters.record_unlisted()
         streams = self._streams
         self.decision = decision.without_prompt(self.pool_counters.name)
         if streams.recordings is not None:
             streams.hash_prompt(self, decision)
         if self.trace is not None:
-            self.trace.decision = self.decision
+            self.trace.on_routed(self.decision)
         routed = streams.routed
         routed.append(self)
         if len(routed) >= _BATCH:
             streams.settle()
+
+    def hash_prompt(self, recordings: Recordings, decision: Decision) -> None:
+        """Hash the prompt of a decision that is to be recorded."""
+        self.prompt_hashes = recordings.hash_prompt(decision)
 
     def record(self, recordings: Recordings) -> None:
         """Record the decision, if its prompt was hashed."""

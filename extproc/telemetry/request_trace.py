@@ -88,6 +88,14 @@ class RequestTrace(msgspec.Struct):
     decision: Decision | None = None
     rejection: Rejection | None = None
 
+    def on_routed(self, decision: Decision) -> None:
+        """Note the decision, without its prompt."""
+        self.decision = decision
+
+    def on_rejected(self, rejection: Rejection) -> None:
+        """Note a refusal."""
+        self.rejection = rejection
+
 
 def send_unrouted(
     trace: RequestTrace,

@@ -80,10 +80,7 @@ class StreamRecorder:
     def hash_prompt(self, request: RequestRecorder, decision: Decision) -> None:
         """Hash the prompt of a decision to be recorded; a bug there must not cost the request."""
         if self.recordings is not None:
-            try:
-                request.prompt_hashes = self.recordings.hash_prompt(decision)
-            except Exception as error:  # noqa: BLE001
-                self.on_exception(error)
+            self._attempt(request.hash_prompt, self.recordings, decision)
 
     def _record(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
         """Put decisions into recordings, all but those that a bug prevents."""

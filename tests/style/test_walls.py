@@ -37,7 +37,7 @@ ALLOWED = (
     (
         "extproc/wire/codec.py",
         (
-            "body clear_route_cache code number_value response_body_mode response_header_mode "
+            "body code number_value response_body_mode response_header_mode "
             "response_trailer_mode status string_value"
         ),
         "messages of protobuf",

@@ -118,7 +118,7 @@ def test_metrics_of_models():
     counters = ProcessCounters()
     counts = counters.for_pool("")
     counts.model_list_polls["10.0.0.1:8000", "ok"] += 2
-    counts.unknown_models += 1
+    counts.record_unlisted()
     counts.record_rejection(model_not_found("x", ["y"]))
     counts.record_rewrite(edited=True)
     counts.record_rewrite(edited=False)
