@@ -56,6 +56,23 @@ def test_a_decision_has_endpoints_and_states_before_it():
     assert decision["candidates"]["endpoints"] == [0, 1]
 
 
+def test_recordings_beside_each_other_number_endpoints_for_themselves():
+    """A row that waits in both has the number of its endpoint in each, and the same blocks."""
+    active = recordings.recordings()
+    first = active.start()
+    add(active, a_decision([a_candidate(1)]))
+    second = active.start()
+    add(active, a_decision([a_candidate(2)]))
+    rows_of_both = [lines(recording)[-3:] for recording in (first, second)]
+    numbers = []
+    for endpoint, _, decision in rows_of_both:
+        assert (endpoint["address"], endpoint["n"]) == ("10.0.0.2:8000", decision["endpoint"])
+        assert decision["candidates"]["endpoints"] == [decision["endpoint"]]
+        assert decision["blocks"] == [1, 2]
+        numbers.append(decision["endpoint"])
+    assert numbers == [1, 0]
+
+
 def test_states_are_written_when_they_change():
     """A load that stays has one row; another load, or other step times, has another."""
     active = recordings.recordings()

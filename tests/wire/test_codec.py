@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.protocol.headers import DESTINATION, SCORES
 from extproc.protocol.messages import (
     BodyMode,
     BodyModes,
@@ -99,6 +100,20 @@ def test_route_responses_decode_equally(kind, destination, sets, removes):
         assert decoded(RouteResponse(kind, destination, sets, removes)) == ext_proc_script.route(
             destination, part=PARTS[kind], sets=sets, removes=removes
         )
+
+
+@given(sets=headers, size=st.sampled_from([0, 1, 127, 128, 16_383, 16_384, 40_000]))
+@calm
+def test_routes_with_a_body_and_scores_decode_equally(sets, size):
+    """The body replaces that of the request, and scores are beside the destination."""
+    body, scores = b"x" * size, (("10.0.0.1:8000", 1.5), ("10.0.0.2:8000", 0.25))
+    reply = RouteResponse(MessageKind.REQUEST_BODY, "10.0.0.1:8000", sets, (), body, scores)
+    routed = ext_proc_script.route("10.0.0.1:8000", part="request_body", sets=sets)
+    parsed = decoded(reply)
+    assert (parsed.part, parsed.sets, parsed.clears_route) == (routed.part, routed.sets, True)
+    assert parsed.replaces == body
+    (balancer,) = parsed.metadata.values()
+    assert balancer == {DESTINATION: "10.0.0.1:8000", SCORES: dict(scores)}
 
 
 @given(sets=headers, mode=st.sampled_from([None, BodyMode.STREAMED, BodyMode.BUFFERED]))
