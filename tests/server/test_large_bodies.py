@@ -36,6 +36,10 @@ CHAT = json.dumps(
 ).encode()
 LIMIT_S = 300.0
 
+#: A client whose window stays at 64 KiB. Where it measures the connection, it may grow the window until
+#: all of a body fits, and whether it does so depends on the times of its pings.
+FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
+
 
 @contextlib.asynccontextmanager
 async def reading(process=None, counters=None):
@@ -288,7 +292,9 @@ def test_worker_limits_allow_hostile_bodies():
 async def serving_large(process=None):
     """A servicer with a process for large bodies, before one endpoint."""
     pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(pool_fixture, max_body_bytes=8 << 20) as scene:
+    async with serving.serving(
+        pool_fixture, max_body_bytes=8 << 20, client_options=FIXED_WINDOW
+    ) as scene:
         shared = scene.servicer.shared
         async with reading(process, shared.observer.counters) as (bodies, _):
             shared.large_bodies = bodies

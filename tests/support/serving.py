@@ -159,8 +159,13 @@ async def serving(
     request_cost: Mapping[usage.UsageKind, float] = {},
     trace_sampler: TraceSampler | None = None,
     transport: Literal["grpcio", "native"] = TRANSPORT,
+    client_options: Sequence[tuple[str, int]] = (),
 ) -> AsyncIterator[Serving]:
-    """Serve a house, on the transport that tests run on unless another is named."""
+    """Serve a house, on the transport that tests run on unless another is named.
+
+    Args:
+        client_options: Options of the client's channel.
+    """
     shared = stream_context.StreamContext(
         pool_selector=PoolSelector([PoolRoute("", director or house.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
@@ -178,7 +183,7 @@ async def serving(
     servicer, server, port = _bind_grpcio(shared) if transport == "grpcio" else _bind_native(shared)
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"{LOCAL}:{port}", options=client_options) as channel:
             yield Serving(servicer, channel)
     finally:
         await server.stop(None)
