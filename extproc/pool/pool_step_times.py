@@ -114,17 +114,39 @@ class PoolStepTimeEstimators:
             self._paced_at = now
             self._is_changed |= self._observe_answers(members, now)
         if not self._is_changed:
-            return members
+            return self._share_first(members, now)
         self._is_changed, self._shared = False, self._typical()
         return tuple(
             member if member.rates.evidence else self._with_shared(member, now)
             for member in members
         )
 
-    def _with_shared(self, member: EndpointSnapshot, now: float) -> EndpointSnapshot:
+    def _share_first(
+        self, members: Sequence[EndpointSnapshot], now: float
+    ) -> Sequence[EndpointSnapshot]:
+        """Members, the first step times of a pool given at once to those without a page.
+
+        Beside a guess, the engine whose page came first would look ten times faster or slower than
+        those whose pages are on their way. From the next second on, they are to be tried (`share`).
+        """
+        if self._pool.typical.evidence or not any(member.rates.evidence for member in members):
+            return members
+        if all(member.load is not NO_LOAD for member in members):
+            return members
+        self._at = now
+        self._learn()
+        self._is_changed = False  # until the next second
+        return tuple(
+            self._with_shared(member, now, is_first=True) if member.load is NO_LOAD else member
+            for member in members
+        )
+
+    def _with_shared(
+        self, member: EndpointSnapshot, now: float, *, is_first: bool = False
+    ) -> EndpointSnapshot:
         learner = self.with_pool_prior(member.endpoint.incarnation, now, member.load)
-        rates = learner.pooled_rates
-        if learner.is_paced:
+        rates = learner.due_rates if is_first else learner.pooled_rates
+        if is_first or learner.is_paced:
             member.account.set_drain_rate(rates, member.account.in_flight + member.foreign)
         return msgspec.structs.replace(member, rates=rates)
 

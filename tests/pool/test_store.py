@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from extproc.endpoint import (
@@ -272,3 +273,37 @@ def test_a_new_endpoint_is_as_fast_as_the_pool():
     for name in ("step_s", "prefill_s", "decode_s", "context_s", "adapter_load_s"):
         assert getattr(new.rates, name) == pytest.approx(getattr(first.rates, name), rel=0.05)
     assert new.rates.step_s > DEFAULT_STEP_TIMES.step_s
+
+
+def test_the_first_step_times_of_a_pool_count_for_engines_without_a_page():
+    """At once: beside a guess, the engine that was scraped first would look faster, or slower.
+
+    From the next second on, they are to be tried, so they look faster than the fastest.
+    """
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(f"10.0.0.{at}:8000") for at in range(3)], 0.0)
+    first, _, failing = [member.endpoint for member in store.pool.members]
+    store.scrape_failed(store.begin_scrape(failing), "timeout", 0.1)
+    # It served 100 requests, in iterations of some 2 ms.
+    totals = EngineCounters(
+        steps=2000.0,
+        step_tokens=103_000.0,
+        prompt_tokens=100_000.0,
+        generated_tokens=3100.0,
+        finished=100.0,
+        gaps=3000.0,
+        gaps_s=6.0,
+        prefill_s=2.0,
+        prefill_tokens=100_000.0,
+    )
+    load = Load(at=0.1, running=0.0, kv_usage=0.0, counters=totals)
+    store.observe(store.begin_scrape(first), load, 0.1)
+    shown, *others = [member.rates for member in store.pool.members]
+    assert shown.evidence
+    assert shown.step_s < 0.5 * DEFAULT_STEP_TIMES.step_s
+    for rates in others:
+        for name in ("step_s", "prefill_s", "decode_s", "context_s"):
+            assert getattr(rates, name) == pytest.approx(getattr(shown, name), rel=0.1)
+    store.observe(store.begin_scrape(first), msgspec.structs.replace(load, at=1.2), 1.2)
+    shown, *others = [member.rates for member in store.pool.members]
+    assert max(rates.step_s for rates in others) < 0.5 * shown.step_s
