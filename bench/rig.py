@@ -172,10 +172,10 @@ def write(name: str, command: str, figures: dict[str, Any]) -> Path:
     return path
 
 
-def set_session_nice(nice: int, pid: int | str = "self") -> None:
-    """Set the priority of a process's session beside other sessions, where kernel and user allow it."""
+def set_session_nice(nice: int) -> None:
+    """Set the priority of this session beside other sessions, where kernel and user allow it."""
     with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def settle() -> asyncio.Future[None]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import aiohttp
 
-from bench import rig
 from bench.real_vllm import tiny
 from extproc.demo import stack
 from extproc.endpoint import Load
@@ -30,8 +30,16 @@ BLOCK_TOKENS = 32
 #: is busy.
 START_TIMEOUT_S = 900.0
 
-#: Priority of the session of each engine, as that of a bench that `agreement.has_priority`.
-_NICE = -15
+#: Starts an engine in a group of its own, by which its workers are ended too, but in the session of the
+#: bench: the kernel compares priorities within a session only. The line is printed at once, because
+#: vLLM's first one takes longer than the stack waits.
+_START = (
+    "import os, sys; print('starting', flush=True); os.setpgid(0, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+#: Part of the title of the process that computes, beside the HTTP server of an engine.
+CORE_TITLE = "VLLM::EngineCore"
 
 #: One thread for each engine, or they starve each other; development mode for
 #: /reset_prefix_cache; no look-ups, because there is no network.
@@ -132,19 +140,47 @@ async def real(
     started: list[stack.Child] = []
     try:
         for port in ports:
-            # A line at once, because vLLM's first one takes longer than the stack waits; a session
-            # of its own, so that workers can be ended with it.
-            argv = ["sh", "-c", 'echo starting; exec "$@"', "sh", "setsid", "env", *settings]
+            argv = [sys.executable, "-c", _START, "env", *settings]
             argv += command(python, model, port, events=events, images=images, **overrides)
             started.append(await children.start(f"vllm {port}", argv, ready="starting"))
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for child, address in zip(started, addresses, strict=True):
             await _healthy(child, address, session)
-            rig.set_session_nice(_NICE, child.process.pid)
+            yield_cores(child.name, child.process.pid)
         yield addresses
     finally:
         for child in started:
             await _end(child)
+
+
+def yield_cores(name: str, group: int) -> None:
+    """Let what an engine computes wait for all else: it takes the place of a GPU, which takes no core.
+
+    Otherwise HTTP servers, Envoy, picker and client wait for cores longer than requests wait for the
+    engines.
+
+    Args:
+        name: Of the engine.
+        group: Process group of the engine.
+
+    Raises:
+        ConfigError: The process that computes is not found.
+    """
+    num_threads = 0
+    for title in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # a process that ended meanwhile
+            is_member = os.getpgid(int(title.parent.name)) == group
+            if is_member and CORE_TITLE in title.read_text():
+                for thread in (title.parent / "task").iterdir():
+                    os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+                    num_threads += 1
+    if not num_threads:
+        raise ConfigError(
+            name,
+            wanted=f"a process {CORE_TITLE} that computes",
+            got="none in its process group",
+            fix="use the version of vLLM that this bench installs",
+        )
 
 
 async def _end(child: stack.Child) -> None:

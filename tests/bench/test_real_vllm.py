@@ -1,5 +1,7 @@
 """Tests of the comparison with real engines, without vLLM."""
 
+import os
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -290,3 +292,23 @@ def test_the_table_has_a_row_for_each_run():
     rows = report.table(alone).splitlines()
     assert rows.pop() == "| 144, others | `adaptive` | 0.800 |  |  | 1.0 s | 10 ms |"
     assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.800 |  | 1.0 s | 10 ms |"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_computation_of_engines_takes_no_core_from_others():
+    """Of a group of processes, the one that computes; a group without one is an error."""
+    titles = replicas.CORE_TITLE, "VLLM::APIServer"
+    core, server = (
+        subprocess.Popen([title, "60"], executable="/bin/sleep", process_group=0)
+        for title in titles
+    )
+    try:
+        replicas.yield_cores("vllm 8000", core.pid)
+        policies = [os.sched_getscheduler(process.pid) for process in (core, server)]
+        assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
+        with pytest.raises(ConfigError, match="VLLM::EngineCore"):
+            replicas.yield_cores("vllm 8001", server.pid)
+    finally:
+        for process in (core, server):
+            process.kill()
+            process.wait()
