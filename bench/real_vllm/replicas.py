@@ -146,7 +146,8 @@ async def real(
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for child, address in zip(started, addresses, strict=True):
             await _healthy(child, address, session)
-            yield_cores(child.name, child.process.pid)
+            if not events:  # which the process that computes publishes
+                yield_cores(child.name, child.process.pid)
         yield addresses
     finally:
         for child in started:
