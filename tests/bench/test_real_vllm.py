@@ -1,6 +1,7 @@
 """Tests of the comparison with real engines, without vLLM."""
 
 import os
+import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -294,12 +295,12 @@ def test_the_table_has_a_row_for_each_run():
     assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.800 |  | 1.0 s | 10 ms |"]
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no SCHED_IDLE")
 def test_computation_of_engines_takes_no_core_from_others():
     """Of a group of processes, the one that computes; a group without one is an error."""
     titles = replicas.CORE_TITLE, "VLLM::APIServer"
     core, server = (
-        subprocess.Popen([title, "60"], executable="/bin/sleep", process_group=0)
+        subprocess.Popen([title, "60"], executable=shutil.which("sleep"), process_group=0)
         for title in titles
     )
     try:
