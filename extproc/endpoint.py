@@ -318,11 +318,11 @@ class AdapterResidency(IntEnum):
     (docs/spec/engines.md#lora-info).
     """
 
-    #: Every slot is in use by adapters with open requests.
+    #: Every slot is in use by adapters with open requests, or one is and the slots are unknown.
     FULL = 0
     #: Every slot is taken, and an idle adapter can make room.
     EVICTABLE = 1
-    #: The slots are unknown.
+    #: The slots are unknown, and no other adapter has open requests.
     UNKNOWN = 2
     #: A slot is free.
     ROOM = 3

@@ -38,6 +38,18 @@ def test_an_open_request_changes_residency_at_once():
     assert adapter_residency("b", account, load, known) is AdapterResidency.IDLE
 
 
+def test_an_engine_that_does_not_show_its_slots_has_one():
+    """Base models take none of them, and what is open is there."""
+    account, load, known = InflightLoad(Endpoint("10.0.0.1:8000")), Load(), frozenset("ab")
+    account.open("base", 1, cached_tokens=0, now=0.0)
+    assert adapter_residency("a", account, load, known) is AdapterResidency.UNKNOWN
+    reservation = account.open("b", 1, cached_tokens=0, now=0.0)
+    assert adapter_residency("a", account, load, known) is AdapterResidency.FULL
+    assert adapter_residency("b", account, load, known) is AdapterResidency.RESIDENT
+    reservation.close(0.0)
+    assert adapter_residency("a", account, load, known) is AdapterResidency.UNKNOWN
+
+
 @given(st.lists(steps, max_size=30))
 def test_residency_does_not_depend_on_earlier_queries(history):
     """An account that was asked after every change answers like one that is asked for the first time."""
