@@ -268,9 +268,9 @@ def adapter_residency(
         return AdapterResidency.RESIDENT
     slots = load.adapter_slots
     if slots is None:
-        # vLLM shows its slots with its first adapter, and has one unless it is told otherwise.
-        is_shared = not known.isdisjoint(account.adapters)
-        return AdapterResidency.FULL if is_shared else AdapterResidency.UNKNOWN
+        # vLLM shows its slots with its first adapter; by default it has one (`--max-loras`).
+        is_in_use = not known.isdisjoint(account.adapters)
+        return AdapterResidency.FULL if is_in_use else AdapterResidency.UNKNOWN
     slot_state = account.adapter_slots
     if slot_state is None or slot_state.load is not load or slot_state.known is not known:
         slot_state = account.cache_adapter_slots(_slot_state(account, load, known, slots))
