@@ -41,6 +41,7 @@ class FakeApiServer:
         self.watchers = {}
         self.moved = asyncio.Condition()
         self._runner = None
+        self._listener = None
         # Holds the port while the server is down, lest another process take it.
         self._place = socket.socket()
         self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -52,17 +53,21 @@ class FakeApiServer:
         application.router.add_get("/{path:.*}", self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0.05)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_port=True).start()
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._runner.server, "127.0.0.1", self.port, reuse_port=True
+        )
         return self
 
     async def stop(self):
         self.drop()
-        for runtime in list(self._runner.sites):
-            await runtime.stop()
-        # aiohttp forgets connections that were accepted while it stops, and never answers them. From
-        # the accepted socket to the connection it takes asyncio some turns.
+        for listening in self._listener.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        # From the accepted socket to the connection it takes asyncio some turns. If the listener is
+        # closed in the first one, asyncio loses the socket without closing it; a connection that is
+        # made once aiohttp has stopped is never answered.
         for _ in range(10):
             await asyncio.sleep(0)
+        self._listener.close()
         for connection in self._runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
