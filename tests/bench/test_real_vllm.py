@@ -299,17 +299,27 @@ def test_the_table_has_a_row_for_each_run():
 def test_computation_of_engines_takes_no_core_from_others():
     """Of a group of processes, the one that computes; a group without one is an error."""
     titles = replicas.CORE_TITLE, "VLLM::APIServer"
-    core, server = (
-        subprocess.Popen([title, "60"], executable=shutil.which("sleep"), process_group=0)
+    processes = core, server = [
+        subprocess.Popen(
+            [title],
+            executable=shutil.which("cat"),
+            process_group=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         for title in titles
-    )
+    ]
     try:
+        for process in processes:  # which has its title once it answers, and maybe not before
+            process.stdin.write(b"a line\n")
+            process.stdin.flush()
+            process.stdout.readline()
         replicas.yield_cores("vllm 8000", core.pid)
         policies = [os.sched_getscheduler(process.pid) for process in (core, server)]
         assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
         with pytest.raises(ConfigError, match="VLLM::EngineCore"):
             replicas.yield_cores("vllm 8001", server.pid)
     finally:
-        for process in (core, server):
+        for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
