@@ -277,7 +277,7 @@ def test_workers_end_with_their_parent(small):
             workers = [os.pidfd_open(worker) for worker in _workers(process, 2, ticks=60)]
         finally:
             process.kill()
-    ended = [select.select([worker], [], [], 20)[0] for worker in workers]
+    ended = [select.select([worker], [], [], 300)[0] for worker in workers]
     assert all(ended)
     for worker in workers:
         os.close(worker)
