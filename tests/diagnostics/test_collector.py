@@ -148,9 +148,11 @@ def test_an_engine_that_hangs_is_left_after_the_time_limit():
 
     async def scene():
         async with serving(hang) as address:
-            return await collect(address, timeout_s=0.05)
+            while not paths:  # on a busy machine the time is over before the engine has the request
+                _, result = await collect(address, timeout_s=0.05)
+            return result
 
-    _, result = asyncio.run(scene())
+    result = asyncio.run(scene())
     assert paths == ["/metrics"]
     assert [finding.check for finding in result.findings] == ["engine_reachable"]
 
