@@ -237,7 +237,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         longer = _ITERATIONS + (own + others) * answer
         # Comparisons with a boolean take half as long as those with a number or a string.
         adapter, crowds = bool(context.adapter), continued > 0.0
-        roomy, shown = self.crowding_start, 1.0 + _FRESH
+        roomy = self.crowding_start
         costs: list[float] = []
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
@@ -269,13 +269,17 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     cost += queued * per_token
                 else:
                     there = 0.0
-                if c.age_s > fresh * step_s and (own_open := c.in_flight):
+                age = c.age_s
+                if age > sending_s:  # noqa: PLR1730
+                    age = sending_s
+                if age > fresh * step_s and (own_open := c.in_flight):
                     # `_share_unseen`, written out.
-                    age = c.age_s if c.age_s < sending_s else sending_s  # noqa: FURB136
                     alone = usual * step_s + work
-                    alone = alone if alone > _SHORTEST_S else _SHORTEST_S  # noqa: FURB136
-                    if age > _FRESH * alone:
-                        share = shown * (1.0 - alone / (alone + age)) - _FRESH
+                    if alone < _SHORTEST_S:  # noqa: PLR1730
+                        alone = _SHORTEST_S
+                    late = age - _FRESH * alone
+                    if late > 0.0:
+                        share = late / (alone + age)
                         unseen = own_open * (share * share)
                         if unseen > there:  # noqa: PLR1730
                             there = unseen
@@ -334,24 +338,28 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     ) -> _RequestTerms:
         # How many tokens an answer has is up to the request, and so the same on every candidate.
         usual = candidates[0].rates.output_tokens if candidates else 0.0
-        most = context.request.max_tokens
+        request, works = context.request, self._works
+        most = request.max_tokens
+        wasted = self.waste_share * (1.0 - context.foreign_share)
+        reloaded = 0.0
+        if context.adapter:
+            for c in candidates:  # a generator takes twice as long
+                if c.residency >= _IDLE:
+                    reloaded = wasted
+                    break
         return (
-            context.request.prompt_tokens,
+            request.prompt_tokens,
             usual if most is None else min(usual, float(most)),
             usual,
             context.continuation_ratio,
             context.expected_growth_tokens,
             1.0 + context.idle_conversations_per_open,
             _most_matched(context, candidates),
-            self.waste_share * (1.0 - context.foreign_share),
-            self._works.per_request,
-            self.waste_share * (1.0 - context.foreign_share)
-            if context.adapter and any(c.residency >= _IDLE for c in candidates)
-            else 0.0,
-            sending_s if (sending_s := context.now - self._works.began) > 0.0 else 0.0,
-            self._encoder_caches.encoding_tokens(context.request, candidates)
-            if context.request.media
-            else None,
+            wasted,
+            works.per_request,
+            reloaded,
+            sending_s if (sending_s := context.now - works.began) > 0.0 else 0.0,
+            self._encoder_caches.encoding_tokens(request, candidates) if request.media else None,
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
@@ -534,10 +542,7 @@ def _share_unseen(age_s: float, sending_s: float, alone_s: float) -> float:
     """
     age_s = min(age_s, sending_s)
     alone_s = max(alone_s, _SHORTEST_S)
-    if age_s <= _FRESH * alone_s:
-        return 0.0
-    came_since = 1.0 - alone_s / (alone_s + age_s)
-    share = (1.0 + _FRESH) * came_since - _FRESH
+    share = max(0.0, age_s - _FRESH * alone_s) / (alone_s + age_s)
     return share * share
 
 
@@ -555,9 +560,7 @@ def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -
     if not context.blocks:
         return 0
     matched = [c.matched_tokens for c in candidates]
-    if not any(matched):
-        return 0
     most = max(matched)
-    if matched.count(most) > 1:
+    if not most or matched.count(most) > 1:
         return 0
     return min(most, context.request.prompt_tokens)
