@@ -103,8 +103,11 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         return frozenset().union(*(profile.needs for profile in profiles))
 
 
-#: Reads a text out of a request.
-_ReadText: TypeAlias = Callable[[InferenceRequest], str]
+#: Reads a text out of a request, as text or as its bytes in UTF-8.
+_ReadText: TypeAlias = Callable[[InferenceRequest], str | bytes]
+
+#: Last values of a `SchedulingContext`, from `continuation_ratio` on.
+_ConversationStats: TypeAlias = tuple[float, float, float, float, int | None]
 
 #: Share of others from which there are others: what pages show late is less.
 MIN_PEER_SHARE = 0.1
@@ -121,12 +124,15 @@ _REFERENCE_BATCH = 32.0
 #: Members whose speed is looked at (count).
 _NUM_COMPARED = 16
 
+#: Less than what rounding to a factor of 2^0.5 may multiply by: 2^-0.25.
+_MOST_ROUNDED = 0.84
+
 #: Values that a hash may have (count).
 _NUM_HASHES = 1 << 32
 
 
 def with_expected_hits(
-    key: str,
+    seed: int | None,
     tokens: int,
     members: Sequence[EndpointSnapshot],
     *,
@@ -140,7 +146,7 @@ def with_expected_hits(
     less than they would.
 
     Args:
-        key: Identity of the conversation; empty for none.
+        seed: Hash of the conversation's identity, 32 bits; None without one.
         matched: Per member, prompt tokens that our own index predicts as cached there.
         share: Share of the requests that others send, times that of those that go on from an earlier
             one, 0..1.
@@ -149,12 +155,15 @@ def with_expected_hits(
         `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
         None if it has none, or our own index knows more.
     """
-    if not key or not share:
+    if seed is None or not share:
         return matched, None
     min_tokens = _MIN_HELD_SHARE * tokens
-    if sum([held_tokens >= min_tokens for held_tokens in matched]) >= _MIN_HOLDERS:
+    # The sum takes twice as long as the maximum.
+    if max(matched) >= min_tokens and (
+        sum([held_tokens >= min_tokens for held_tokens in matched]) >= _MIN_HOLDERS
+    ):
         return matched, None
-    index = rendezvous_endpoint(key, members)
+    index = rendezvous_endpoint(seed, members)
     expected_tokens = int(
         min(_MAX_EXPECTED_SHARE * tokens, matched[index] + share * (tokens - matched[index]))
     )
@@ -167,33 +176,43 @@ def with_expected_hits(
     return expected, index
 
 
-def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
-    """Index of the member a key belongs to, by weighted rendezvous hash.
+def rendezvous_endpoint(seed: int, members: Sequence[EndpointSnapshot]) -> int:
+    """Index of the member a conversation belongs to, by weighted rendezvous hash.
 
-    The least of -ln(u) s, with u the hash of key and address in 0..1 and s the seconds between
+    The least of -ln(u) s, with u the hash of seed and address in 0..1 and s the seconds between
     tokens (Thaler and Ravishankar 1998, with weights 1/s). Speeds are rounded to a factor of 2^0.5,
     because each picker learns them for itself. Speeds are looked at for the `_NUM_COMPARED` members of
     largest u only: a member further away would have to be several times as fast to win.
 
     Args:
-        key: Identity of the conversation, not empty.
+        seed: Hash of the conversation's identity, 32 bits.
         members: Candidates, at least one.
     """
-    seed = hash_affinity_key(key)
     draw = mmh3.hash
-    draws = [draw(member.endpoint.address, seed, False) for member in members]
-    compared: Sequence[int] = range(len(draws))
-    if len(draws) > _NUM_COMPARED:
+    draws: list[tuple[int, int]] = []
+    if len(members) > _NUM_COMPARED:
         # Thrice as many as are needed lie above, on average. `heapq.nlargest` does the same, but its
         # loop in Python takes two to four times as long.
-        min_hash = _NUM_HASHES - 3 * _NUM_COMPARED * _NUM_HASHES // len(draws)
-        above_floor = [index for index, hashed in enumerate(draws) if hashed >= min_hash]
-        compared = above_floor if len(above_floor) >= _NUM_COMPARED else compared
-        compared = sorted(compared, key=draws.__getitem__, reverse=True)[:_NUM_COMPARED]
+        min_hash = _NUM_HASHES - 3 * _NUM_COMPARED * _NUM_HASHES // len(members)
+        draws = [
+            (hashed, index)
+            for index, member in enumerate(members)
+            if (hashed := draw(member.endpoint.address, seed, False)) >= min_hash
+        ]
+    if len(draws) < _NUM_COMPARED:
+        draws = [
+            (draw(member.endpoint.address, seed, False), index)
+            for index, member in enumerate(members)
+        ]
+    if len(draws) > _NUM_COMPARED:
+        draws = sorted(draws, reverse=True)[:_NUM_COMPARED]
     best, least = 0, math.inf
-    for index in compared:
-        speed = round(2.0 * math.log2(members[index].rates.iteration_s(_REFERENCE_BATCH)))
-        distance = -math.log((draws[index] + 1) / 4294967297.0) * 2.0 ** (0.5 * speed)
+    for hashed, index in draws:
+        iteration_s = members[index].rates.iteration_s(_REFERENCE_BATCH)
+        unweighted = -math.log((hashed + 1) / 4294967297.0)
+        if unweighted * iteration_s * _MOST_ROUNDED >= least:  # most are, and need not be rounded
+            continue
+        distance = unweighted * 2.0 ** (0.5 * round(2.0 * math.log2(iteration_s)))
         if distance < least:
             best, least = index, distance
     return best
@@ -281,7 +300,8 @@ class Scheduler:
         request, tokens = self._count_tokens(request, chain)
         adapter = pool.adapter_of(request.model, request.adapter)
         matched = self._match(request, now, chain=chain, members=members, tokens=tokens)
-        last_account, conversation_stats = None, (0.0, 0.0, 0.0, 0.0)
+        last_account: InflightLoad | None = None
+        conversation_stats: _ConversationStats = (0.0, 0.0, 0.0, 0.0, None)
         if routing.tracks_conversations:
             matched, last_account, conversation_stats = self._read_conversations(
                 request, chain, members, matched=matched, read_first_message=read_first_message
@@ -321,27 +341,27 @@ class Scheduler:
         *,
         matched: Sequence[int],
         read_first_message: _ReadText,
-    ) -> tuple[Sequence[int], InflightLoad | None, tuple[float, float, float, float]]:
+    ) -> tuple[Sequence[int], InflightLoad | None, _ConversationStats]:
         """`matched` with hits to expect, the last turn's account, and the context's last values."""
         foreign_share, tracker = self._store.foreign_traffic.share, self._conversation_tracker
-        last_account = tracker.last_endpoint(chain)
+        last_account, seed = tracker.last_endpoint(chain), None
+        share = foreign_share * tracker.continuation_ratio
+        if chain and share and foreign_share >= MIN_PEER_SHARE:
+            if key := request.session or read_first_message(request):
+                seed = hash_affinity_key(key)
+            matched, affinity_index = with_expected_hits(
+                seed, request.prompt_tokens, members, matched=matched, share=share
+            )
+            # Where our own last turn of it went, the others do not know.
+            if affinity_index is not None:
+                last_account = members[affinity_index].account
         conversation_stats = (
             tracker.continuation_ratio,
             tracker.expected_growth_tokens(request.prompt_tokens),
             foreign_share,
             tracker.idle_per_open(foreign_share),
+            seed,
         )
-        if chain and foreign_share >= MIN_PEER_SHARE:
-            matched, affinity_index = with_expected_hits(
-                request.session or read_first_message(request),
-                request.prompt_tokens,
-                members,
-                matched=matched,
-                share=foreign_share * tracker.continuation_ratio,
-            )
-            # Where our own last turn of it went, the others do not know.
-            if affinity_index is not None:
-                last_account = members[affinity_index].account
         return matched, last_account, conversation_stats
 
     def _match(
@@ -461,5 +481,5 @@ def _first_message_reader(
 ) -> _ReadText:
     """Reader of the first user message, also of a request whose prompt was dropped."""
     if with_prompt is None or request.prompt:
-        return surfaces.first_user_message
-    return lambda _: surfaces.first_user_message(with_prompt())
+        return surfaces.find_first_user_message
+    return lambda _: surfaces.find_first_user_message(with_prompt())

@@ -165,7 +165,7 @@ class Picker(Plugin, Protocol):
 NO_HEADERS: Mapping[str, str] = {}
 
 
-def _unread(_: InferenceRequest) -> str:
+def _unread(_: InferenceRequest) -> str | bytes:
     return ""
 
 
@@ -178,7 +178,8 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         rng: The only source of chance; the same seed gives the same picks.
         headers: Headers of the request, names in lower case.
         blocks: The prompt's chain of prefix-block hashes, root first; empty where no plugin reads it.
-        first_user_message_reader: Reads the beginning of the first user message out of the request.
+        first_user_message_reader: Reads the beginning of the first user message out of the request, as
+            text or as its bytes in UTF-8.
         adapter: The requested adapter, named apart from its model or known to be one; empty for a
             base model. Where `request.adapter` is empty, this is `request.model` or empty.
         continuation_ratio: Share of requests that continue an earlier one, 0..1. This and the
@@ -187,6 +188,7 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         foreign_share: Share of the requests in the engines that other replicas sent, 0..1.
         idle_conversations_per_open: Conversations that will continue and have no request open now,
             for each open request.
+        known_seed: Result of `affinity_seed` where it was needed before; None has it read at first use.
     """
 
     request: InferenceRequest
@@ -194,12 +196,13 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
     rng: Random
     headers: Mapping[str, str] = NO_HEADERS
     blocks: Sequence[int] = ()
-    first_user_message_reader: Callable[[InferenceRequest], str] = _unread
+    first_user_message_reader: Callable[[InferenceRequest], str | bytes] = _unread
     adapter: str = ""
     continuation_ratio: float = 0.0
     expected_growth_tokens: float = 0.0
     foreign_share: float = 0.0
     idle_conversations_per_open: float = 0.0
+    known_seed: int | None = None
 
     @property
     def first_user_message(self) -> str:
@@ -207,7 +210,8 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
 
         Read at first use: most decisions need no tie broken.
         """
-        return self.first_user_message_reader(self.request)
+        text = self.first_user_message_reader(self.request)
+        return text if isinstance(text, str) else text.decode()
 
     @property
     def affinity_seed(self) -> int | None:
@@ -215,7 +219,9 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
 
         It stays the same from turn to turn of a conversation.
         """
-        key = self.request.session or self.first_user_message
+        if self.known_seed is not None:
+            return self.known_seed
+        key = self.request.session or self.first_user_message_reader(self.request)
         return hash_affinity_key(key) if key else None
 
 

@@ -25,17 +25,6 @@ _DRAWS: Final = 1024
 _FIRST_DRAWS: Final = 16
 
 
-class _RecordedContext(SchedulingContext, frozen=True, gc=False):
-    """Context of a recorded request, whose session and text are known by a hash only."""
-
-    recorded_seed: int | None = None
-
-    @property
-    def affinity_seed(self) -> int | None:
-        """See `SchedulingContext`."""
-        return self.recorded_seed
-
-
 class AgreementSummary(msgspec.Struct, frozen=True):
     """Number of decisions that came out as recorded.
 
@@ -158,7 +147,7 @@ def _request_of(row: rows.DecisionRow) -> InferenceRequest:
     )
 
 
-def _context_of(event: RecordedDecision, draw: int) -> _RecordedContext:
+def _context_of(event: RecordedDecision, draw: int) -> SchedulingContext:
     row = event.row
     adapter = row.adapter
     if not adapter and any(
@@ -166,7 +155,7 @@ def _context_of(event: RecordedDecision, draw: int) -> _RecordedContext:
     ):
         adapter = row.model
     continuation_ratio, growth, foreign_share, idle = row.conversation_stats
-    return _RecordedContext(
+    return SchedulingContext(
         request=_request_of(row),
         now=row.at,
         rng=random.Random(row.n << 16 | draw),
@@ -176,7 +165,7 @@ def _context_of(event: RecordedDecision, draw: int) -> _RecordedContext:
         expected_growth_tokens=growth,
         foreign_share=foreign_share,
         idle_conversations_per_open=idle,
-        recorded_seed=row.affinity_seed,
+        known_seed=row.affinity_seed,
     )
 
 

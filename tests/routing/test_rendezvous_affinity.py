@@ -8,9 +8,12 @@ import pytest
 from extproc.endpoint import Endpoint, Load, StepTimeModel
 from extproc.pool import candidate_builder
 from extproc.pool.store import PoolStore
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, hash_affinity_key
 from extproc.routing import scheduler
 from tests.support.pool_fixture import PoolFixture
+
+#: Hash of the key of a conversation.
+SEED = hash_affinity_key("a")
 
 
 def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
@@ -37,8 +40,8 @@ def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
 def test_without_others_or_a_key_no_hits_are_expected():
     """If all requests are ours, or none goes on from another, or a request has no key: the index counts."""
     known, store = [0, 0, 0], members(3)
-    for key, share in (("a", 0.0), ("", 0.5)):
-        assert scheduler.with_expected_hits(key, 1000, store, matched=known, share=share) == (
+    for seed, share in ((SEED, 0.0), (None, 0.5)):
+        assert scheduler.with_expected_hits(seed, 1000, store, matched=known, share=share) == (
             known,
             None,
         )
@@ -47,23 +50,23 @@ def test_without_others_or_a_key_no_hits_are_expected():
 def test_hits_are_expected_at_the_rendezvous_endpoint():
     """Tokens that others sent of a prompt are believed at its affinity endpoint, and no more elsewhere."""
     store = members(4)
-    at = scheduler.rendezvous_endpoint("a", store)
+    at = scheduler.rendezvous_endpoint(SEED, store)
     for share, tokens in ((0.1, 190), (0.5, 550), (1.0, 950)):
-        expected = scheduler.with_expected_hits("a", 1000, store, matched=[100] * 4, share=share)
+        expected = scheduler.with_expected_hits(SEED, 1000, store, matched=[100] * 4, share=share)
         assert expected == ([tokens if n == at else 100 for n in range(4)], at)
 
 
 def test_half_of_a_surrogate_pair_is_a_key():
     """A session that no Unicode text can have is hashed: it ends no process."""
     store = members(4)
-    assert 0 <= scheduler.rendezvous_endpoint("a\ud83d", store) < 4
+    assert 0 <= scheduler.rendezvous_endpoint(hash_affinity_key("a\ud83d"), store) < 4
 
 
 @pytest.mark.parametrize("hits", [None, 0.0])
 def test_affinity_needs_evidence_of_hits(hits):
     """An engine without prefix hits, or without their counter, gets no expected hits."""
     store, known = members(4, hits=hits), [0] * 4
-    assert scheduler.with_expected_hits("a", 1000, store, matched=known, share=0.5) == (
+    assert scheduler.with_expected_hits(SEED, 1000, store, matched=known, share=0.5) == (
         known,
         None,
     )
@@ -88,13 +91,13 @@ def test_a_widely_cached_prompt_has_no_affinity():
     """If two endpoints hold a prompt, or its affinity endpoint does, nothing is added."""
     store = members(4)
     spread = [900, 900, 0, 0]
-    assert scheduler.with_expected_hits("a", 1000, store, matched=spread, share=0.5) == (
+    assert scheduler.with_expected_hits(SEED, 1000, store, matched=spread, share=0.5) == (
         spread,
         None,
     )
-    at = scheduler.rendezvous_endpoint("a", store)
+    at = scheduler.rendezvous_endpoint(SEED, store)
     queued = [960 if n == at else 0 for n in range(4)]
-    assert scheduler.with_expected_hits("a", 1000, store, matched=queued, share=0.5) == (
+    assert scheduler.with_expected_hits(SEED, 1000, store, matched=queued, share=0.5) == (
         queued,
         at,
     )
@@ -110,7 +113,7 @@ def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
     chosen = pool_fixture.director.route(raw, pool_fixture.now)
     assert chosen.request.session == "a"
     store = pool_fixture.store.pool.members
-    at = scheduler.rendezvous_endpoint("a", store)
+    at = scheduler.rendezvous_endpoint(SEED, store)
     went = (at + 1) % 4
     there = msgspec.structs.replace(chosen, endpoints=(store[went].endpoint,))
     pool_fixture.director.reserve(there, pool_fixture.now)
@@ -131,10 +134,10 @@ def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
 def test_affinity_is_weighted_by_speed_and_stable():
     """Engines half as fast get half as many homes; one that leaves moves only its own."""
     store = members(4, slow=2)
-    keys = [f"conversation {n}" for n in range(4000)]
-    before = [scheduler.rendezvous_endpoint(key, store) for key in keys]
+    seeds = [hash_affinity_key(f"conversation {n}") for n in range(4000)]
+    before = [scheduler.rendezvous_endpoint(seed, store) for seed in seeds]
     counts = Counter(before)
     fast, slow = counts[0] + counts[1], counts[2] + counts[3]
     assert 1.8 < fast / slow < 2.2
-    after = [scheduler.rendezvous_endpoint(key, store[:3]) for key in keys]
+    after = [scheduler.rendezvous_endpoint(seed, store[:3]) for seed in seeds]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)
