@@ -1,10 +1,11 @@
 """Measures one routing decision: 200 endpoints, an 8k-token prompt.
 
-    python -m bench.route [--endpoints 200] [--bytes 32768] [--scorers 4] [--write]
+    python -m bench.route [--endpoints 200] [--bytes 32768] [--scorers 4] [--alone] [--write]
 
 The real dispatcher decides over a real fleet: parse the JSON body, chain the prompt, match the
 index, build candidates, score, pick; then the decision is committed and completed. Half of the
-requests continue a conversation, all share a system prompt, about ten are open per endpoint.
+requests continue a conversation, all share a system prompt, about ten are open per endpoint. Engines
+show requests of other pickers as well, unless this one is `--alone`.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ NOW = 100.0
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
 
 
-def fleet(parts: factory.PoolParts, size: int, rng: Random) -> None:
-    """Endpoints with loads as a busy fleet has them."""
+def fleet(parts: factory.PoolParts, size: int, rng: Random, *, is_alone: bool) -> None:
+    """Endpoints with loads as a busy fleet has them; of other pickers none where this one is alone."""
     endpoints = [Endpoint(f"10.0.{i // 250}.{i % 250}:8000") for i in range(size)]
     parts.store.set_endpoints(endpoints, NOW)
     for member in parts.store.pool.members:
         load = Load(
             at=NOW - rng.random(),
             engine="vllm",
-            waiting=float(rng.randrange(4)),
-            running=float(rng.randrange(12)),
+            waiting=0.0 if is_alone else float(rng.randrange(4)),
+            running=0.0 if is_alone else float(rng.randrange(12)),
             kv_usage=0.3 + 0.3 * rng.random(),
             adapters=frozenset(rng.sample(("red", "green", "blue"), 2)),
             waiting_adapters=frozenset(),
@@ -83,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         schedule=settings.prefix.schedule,
         rng=rng,
     )
-    fleet(parts, args.endpoints, rng)
+    fleet(parts, args.endpoints, rng, is_alone=args.alone)
     opened: deque = deque()
     routes, commits = [], []
     for number, body in enumerate(bodies(rng, args.bytes, args.turns + args.warmup)):
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3000)
     parser.add_argument("--scorers", type=int, default=4, help="the first so many of the profile")
     parser.add_argument("--strategy", default="adaptive")
+    parser.add_argument("--alone", action="store_true", help="without requests of other pickers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
