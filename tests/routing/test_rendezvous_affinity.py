@@ -1,7 +1,10 @@
 """Endpoints on which independent pickers expect each other's conversations."""
 
+import math
 from collections import Counter
+from random import Random
 
+import mmh3
 import msgspec
 import pytest
 
@@ -141,3 +144,25 @@ def test_affinity_is_weighted_by_speed_and_stable():
     assert 1.8 < fast / slow < 2.2
     after = [scheduler.rendezvous_endpoint(seed, store[:3]) for seed in seeds]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 200])
+def test_the_shortest_distance_over_speed_wins(count):
+    """As the formula says, of the 16 endpoints that are nearest by their hash alone."""
+    rng = Random(1)
+    store = [
+        msgspec.structs.replace(
+            member, rates=StepTimeModel(step_s=0.004 * 2.0 ** rng.uniform(0, 4))
+        )
+        for member in members(count)
+    ]
+
+    def distance(at, hashed):
+        speed = round(2.0 * math.log2(store[at].rates.iteration_s(32.0)))
+        return -math.log((hashed + 1) / 4294967297.0) * 2.0 ** (0.5 * speed)
+
+    for seed in range(100):
+        hashes = [mmh3.hash(member.endpoint.address, seed, False) for member in store]
+        nearest = sorted(range(count), key=hashes.__getitem__, reverse=True)[:16]
+        expected = min(nearest, key=lambda at: distance(at, hashes[at]))
+        assert scheduler.rendezvous_endpoint(seed, store) == expected
