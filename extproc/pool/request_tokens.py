@@ -365,20 +365,14 @@ class BytesPerTokenEstimator:
         own = self._by_model.get(model)
         return own.ratio if own is not None and own.known else self._all.ratio
 
-    def ratio_for(self, model: str, prompt_bytes: int) -> float:
+    def mean_ratio(self, model: str, size: PromptSize) -> float:
         """Bytes per token of one prompt; token ids are `BYTES_PER_TOKEN` each.
 
-        Args:
-            prompt_bytes: Bytes of prompt text; 0 when it came as token ids.
+        A prompt with media has a mean of its own.
         """
-        return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
-
-    def mean_ratio(self, model: str, size: PromptSize) -> float:
-        """As `ratio_for`; a prompt with media has a mean of its own."""
         if size.has_media and size.prompt_bytes and size.tokens:
             # In steps, since tables are kept by ratio.
             return max(_LEAST_MEAN, round(size.prompt_bytes / size.tokens, 1))
-        # `ratio_for`, written out: it runs for every request that is sent.
         return self.bytes_per_token(model) if size.prompt_bytes else BYTES_PER_TOKEN
 
     @property
@@ -403,7 +397,7 @@ class BytesPerTokenEstimator:
                 media are learned by what the text does not account for, and not the text.
         """
         if media and media_tokens is None:
-            text_tokens = prompt_bytes / self.ratio_for(model, prompt_bytes)
+            text_tokens = prompt_bytes / self.bytes_per_token(model)
             self.media.observe_usage(model, media, prompt_tokens=tokens, text_tokens=text_tokens)
             return
         if media and media_tokens is not None:

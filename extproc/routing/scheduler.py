@@ -1,9 +1,7 @@
 """Scheduler: chooses the best endpoint for a request from the current snapshot.
 
-Prompts are looked up in the prefix index for every endpoint (`PrefixMatcher`). A picker behind the
-same Envoy as others sees some turns of a conversation, and its index knows nothing of the rest. So
-all replicas expect a conversation at the same endpoint (rendezvous affinity), which follows from its
-key and the endpoints' addresses and speeds alone, and because all of them expect it, it is there.
+Prompts are looked up in the prefix index for every endpoint (`PrefixMatcher`). Beside other pickers,
+conversations are expected where all of them expect them (`rendezvous_affinity`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-import mmh3
 import msgspec
 
 from extproc.decision import SHEDDABLE_DROPPED, Decision, Deferral, Outcome, Rejection
@@ -29,7 +26,7 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest, hash_affinity_key
-from extproc.routing import admission, eligibility
+from extproc.routing import admission, eligibility, rendezvous_affinity
 from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
@@ -109,114 +106,6 @@ _ReadText: TypeAlias = Callable[[InferenceRequest], str | bytes]
 #: Last values of a `SchedulingContext`, from `continuation_ratio` on.
 _ConversationStats: TypeAlias = tuple[float, float, float, float, int | None]
 
-#: Share of others from which there are others: what pages show late is less.
-MIN_PEER_SHARE = 0.1
-
-#: Largest share of a prompt that is expected on its affinity endpoint; its last turn is new.
-_MAX_EXPECTED_SHARE = 0.95
-
-#: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
-_MIN_HOLDERS, _MIN_HELD_SHARE = 2, 0.9
-
-#: Requests on an engine at whose speed engines are compared.
-_REFERENCE_BATCH = 32.0
-
-#: Members whose speed is looked at (count).
-_NUM_COMPARED = 16
-
-#: Less than what rounding to a factor of 2^0.5 may multiply by: 2^-0.25.
-_MOST_ROUNDED = 0.84
-
-#: Values that a hash may have (count).
-_NUM_HASHES = 1 << 32
-
-
-def with_expected_hits(
-    seed: int | None,
-    tokens: int,
-    members: Sequence[EndpointSnapshot],
-    *,
-    matched: Sequence[int],
-    share: float,
-) -> tuple[Sequence[int], int | None]:
-    """Add the hits to expect where other replicas sent the earlier turns.
-
-    Of what this replica did not send itself, others sent their share, if the prompt goes on from an
-    earlier one. What engines find does not say how much that is: replicas that do not agree yet find
-    less than they would.
-
-    Args:
-        seed: Hash of the conversation's identity, 32 bits; None without one.
-        matched: Per member, prompt tokens that our own index predicts as cached there.
-        share: Share of the requests that others send, times that of those that go on from an earlier
-            one, 0..1.
-
-    Returns:
-        `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
-        None if it has none, or our own index knows more.
-    """
-    if seed is None or not share:
-        return matched, None
-    min_tokens = _MIN_HELD_SHARE * tokens
-    # The sum takes twice as long as the maximum.
-    if max(matched) >= min_tokens and (
-        sum([held_tokens >= min_tokens for held_tokens in matched]) >= _MIN_HOLDERS
-    ):
-        return matched, None
-    index = rendezvous_endpoint(seed, members)
-    expected_tokens = int(
-        min(_MAX_EXPECTED_SHARE * tokens, matched[index] + share * (tokens - matched[index]))
-    )
-    if not members[index].load.prefix_hits:
-        return matched, None  # it does not cache prefixes, or that is unknown
-    if expected_tokens <= matched[index]:
-        return matched, index
-    expected = list(matched)
-    expected[index] = expected_tokens
-    return expected, index
-
-
-def rendezvous_endpoint(seed: int, members: Sequence[EndpointSnapshot]) -> int:
-    """Index of the member a conversation belongs to, by weighted rendezvous hash.
-
-    The least of -ln(u) s, with u the hash of seed and address in 0..1 and s the seconds between
-    tokens (Thaler and Ravishankar 1998, with weights 1/s). Speeds are rounded to a factor of 2^0.5,
-    because each picker learns them for itself. Speeds are looked at for the `_NUM_COMPARED` members of
-    largest u only: a member further away would have to be several times as fast to win.
-
-    Args:
-        seed: Hash of the conversation's identity, 32 bits.
-        members: Candidates, at least one.
-    """
-    draw = mmh3.hash
-    draws: list[tuple[int, int]] = []
-    if len(members) > _NUM_COMPARED:
-        # Thrice as many as are needed lie above, on average. `heapq.nlargest` does the same, but its
-        # loop in Python takes two to four times as long.
-        min_hash = _NUM_HASHES - 3 * _NUM_COMPARED * _NUM_HASHES // len(members)
-        draws = [
-            (hashed, index)
-            for index, member in enumerate(members)
-            if (hashed := draw(member.endpoint.address, seed, False)) >= min_hash
-        ]
-    if len(draws) < _NUM_COMPARED:
-        draws = [
-            (draw(member.endpoint.address, seed, False), index)
-            for index, member in enumerate(members)
-        ]
-    if len(draws) > _NUM_COMPARED:
-        draws = sorted(draws, reverse=True)[:_NUM_COMPARED]
-    best, least = 0, math.inf
-    for hashed, index in draws:
-        iteration_s = members[index].rates.iteration_s(_REFERENCE_BATCH)
-        unweighted = -math.log((hashed + 1) / 4294967297.0)
-        if unweighted * iteration_s * _MOST_ROUNDED >= least:  # most are, and need not be rounded
-            continue
-        distance = unweighted * 2.0 ** (0.5 * round(2.0 * math.log2(iteration_s)))
-        if distance < least:
-            best, least = index, distance
-    return best
-
 
 class _EligibilityCache(msgspec.Struct, frozen=True):
     """Endpoints found for the last request without a subset hint.
@@ -261,7 +150,9 @@ class Scheduler:
         self._conversation_tracker = conversation_tracker
         self._routing = routing
         self._schedule = schedule
+        self._tokens = schedule.tokens
         self._imputer = candidate_builder.Imputer()
+        self._rendezvous_affinity = rendezvous_affinity.RendezvousAffinity()
         self._rng = rng
         self._eligibility_cache: _EligibilityCache | None = None
         # Until then others leave more room, because a request of a priority above 0 came.
@@ -292,14 +183,23 @@ class Scheduler:
         pool, routing = self._store.pool, self._routing
         read_first_message: _ReadText = surfaces.no_user_message
         if routing.reads_first_message:
-            read_first_message = _first_message_reader(request, with_prompt)
+            read_first_message = surfaces.find_first_user_message
+            if with_prompt is not None and not request.prompt:
+                read_first_message = _parsing_reader(with_prompt)
         eligible = self._find_eligible(pool, request, now)
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
         members = eligible.members
         request, tokens = self._count_tokens(request, chain)
         adapter = pool.adapter_of(request.model, request.adapter)
-        matched = self._match(request, now, chain=chain, members=members, tokens=tokens)
+        exact = self._exact_matcher
+        matched: Sequence[int]
+        if exact is None:
+            matched = self._prefix_matcher.match(chain, members, tokens)
+        else:
+            matched = exact.match(
+                chain, members, tokens, prompt_tokens=request.prompt_tokens, now=now
+            )
         last_account: InflightLoad | None = None
         conversation_stats: _ConversationStats = (0.0, 0.0, 0.0, 0.0, None)
         if routing.tracks_conversations:
@@ -346,11 +246,16 @@ class Scheduler:
         foreign_share, tracker = self._store.foreign_traffic.share, self._conversation_tracker
         last_account, seed = tracker.last_endpoint(chain), None
         share = foreign_share * tracker.continuation_ratio
-        if chain and share and foreign_share >= MIN_PEER_SHARE:
+        if chain and share and foreign_share >= rendezvous_affinity.MIN_PEER_SHARE:
             if key := request.session or read_first_message(request):
                 seed = hash_affinity_key(key)
-            matched, affinity_index = with_expected_hits(
-                seed, request.prompt_tokens, members, matched=matched, share=share
+            matched, affinity_index = rendezvous_affinity.with_expected_hits(
+                seed,
+                request.prompt_tokens,
+                members,
+                affinity=self._rendezvous_affinity,
+                matched=matched,
+                share=share,
             )
             # Where our own last turn of it went, the others do not know.
             if affinity_index is not None:
@@ -363,21 +268,6 @@ class Scheduler:
             seed,
         )
         return matched, last_account, conversation_stats
-
-    def _match(
-        self,
-        request: InferenceRequest,
-        now: float,
-        *,
-        chain: Sequence[int],
-        members: Sequence[EndpointSnapshot],
-        tokens: Sequence[int],
-    ) -> Sequence[int]:
-        """Cached prompt tokens per member; `tokens` are prompt tokens by depth in the chain."""
-        exact = self._exact_matcher
-        if exact is None:
-            return self._prefix_matcher.match(chain, members, tokens)
-        return exact.match(chain, members, tokens, prompt_tokens=request.prompt_tokens, now=now)
 
     def _find_eligible(
         self, pool: snapshot.Pool, request: InferenceRequest, now: float
@@ -449,12 +339,15 @@ class Scheduler:
         self, request: InferenceRequest, chain: Sequence[int]
     ) -> tuple[InferenceRequest, Sequence[int]]:
         """The request with its token count, and its tokens by depth in the chain."""
-        ratio = self._store.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
+        ratio: float = BYTES_PER_TOKEN  # of token ids
+        if request.prompt_bytes:
+            ratio = self._store.bytes_per_token.bytes_per_token(request.adapter or request.model)
         if request.media:
             return self._count_media(request, chain, ratio)
-        if ratio != BYTES_PER_TOKEN:
-            tokens = max(1, round(request.prompt_bytes / ratio))
-            request = msgspec.structs.replace(request, prompt_tokens=tokens)
+        if ratio == BYTES_PER_TOKEN:
+            return request, self._tokens
+        tokens = max(1, round(request.prompt_bytes / ratio))
+        request = msgspec.structs.replace(request, prompt_tokens=tokens)
         return request, self._schedule.tokens_at(ratio)
 
     def _count_media(
@@ -476,10 +369,6 @@ class Scheduler:
         return self._prefix_matcher.match(chain, (member,), tokens)[0]
 
 
-def _first_message_reader(
-    request: InferenceRequest, with_prompt: Callable[[], InferenceRequest] | None
-) -> _ReadText:
-    """Reader of the first user message, also of a request whose prompt was dropped."""
-    if with_prompt is None or request.prompt:
-        return surfaces.find_first_user_message
+def _parsing_reader(with_prompt: Callable[[], InferenceRequest]) -> _ReadText:
+    """Reader of the first user message of a request whose prompt was dropped."""
     return lambda _: surfaces.find_first_user_message(with_prompt())
