@@ -384,7 +384,9 @@ def joined_prompt(fields: list[bytes]) -> Prompt:
     """The prompt of fields, which are cleared: laying it out takes as much again."""
     content = b"".join(fields)
     fields.clear()
-    return text_prompt(content)
+    size = len(content)
+    # As `text_prompt`, without a call.
+    return Prompt(content, size // BYTES_PER_TOKEN or (1 if size else 0), size)
 
 
 def prompt_of(value: object) -> Prompt | None:

@@ -260,9 +260,18 @@ def unparsed_request(raw: HttpRequest, api: str) -> InferenceRequest:
 
 
 def request(
-    api: str, raw: HttpRequest, body: Envelope, *, prompt: canonical_prompt.Prompt
+    api: str,
+    raw: HttpRequest,
+    body: Envelope,
+    *,
+    prompt: canonical_prompt.Prompt,
+    may_have_media: bool = True,
 ) -> InferenceRequest:
-    """Build the request from the parsed parts."""
+    """Build the request from the parsed parts.
+
+    Args:
+        may_have_media: False where the prompt has none, so that it is not searched for any.
+    """
     adapter = body.lora_path
     if adapter is None:
         adapter = ""
@@ -271,7 +280,7 @@ def request(
     model = body.model if type(body.model) is str else ""
     content, tokens, text_bytes = prompt.content, prompt.tokens, prompt.text_bytes
     spans: tuple[MediaSpan, ...] = ()
-    if text_bytes and media.MARKER in content:
+    if may_have_media and text_bytes and media.MARKER in content:
         content, spans, text_bytes = media.lay_out(content, model, media.video_size(raw.headers))
         tokens = canonical_prompt.estimate(text_bytes) + sum([span.tokens for span in spans])
     return InferenceRequest(

@@ -67,9 +67,10 @@ def parse_chat(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     if not body.messages:
         return decision.bad_request(_NO_MESSAGES)
     fields = _chat_options(body)
-    _add_messages(fields, body.messages)
+    has_parts = _add_messages(fields, body.messages)
     body.messages = None
-    return envelope.request(api, raw, body, prompt=canonical_prompt.joined_prompt(fields))
+    prompt = canonical_prompt.joined_prompt(fields)
+    return envelope.request(api, raw, body, prompt=prompt, may_have_media=has_parts)
 
 
 def _chat_options(body: ChatBody) -> list[bytes]:
@@ -93,8 +94,13 @@ def _chat_options(body: ChatBody) -> list[bytes]:
     return fields
 
 
-def _add_messages(fields: list[bytes], messages: Iterable[ChatMessage]) -> None:
-    """Append messages field by field: pieces are joined, and so copied, only once."""
+def _add_messages(fields: list[bytes], messages: Iterable[ChatMessage]) -> bool:
+    """Append messages field by field: pieces are joined, and so copied, only once.
+
+    Returns:
+        Whether any of them has content that is no plain text.
+    """
+    has_parts = False
     for message in messages:
         role, content = message.role, message.content
         head = _HEADS.get(role) if type(role) is str else None
@@ -107,13 +113,15 @@ def _add_messages(fields: list[bytes], messages: Iterable[ChatMessage]) -> None:
             fields += (canonical_prompt.REASONING, canonical_prompt.as_bytes(reasoning))
         if type(content) is str:
             fields += (_TEXT, content.encode())
-        else:
+        elif content is not None:
+            has_parts = True
             fields.append(canonical_prompt.content(content))
         if message.tool_calls is not _ABSENT or message.function_call is not _ABSENT:
             fields += (
                 canonical_prompt.calls(message.tool_calls),
                 canonical_prompt.calls(message.function_call),
             )
+    return has_parts
 
 
 def loose_prompt(messages: object) -> canonical_prompt.Prompt | None:

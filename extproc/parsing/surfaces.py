@@ -338,15 +338,19 @@ def find_first_user_message(request: InferenceRequest) -> str | bytes:
             else 0
         )
         return _text(prompt, at, len(prompt))
-    begin, at = 0, len(_USER)
-    if not prompt.startswith(_USER_TEXT):  # without a system prompt
-        begin = _find_user_message(prompt)
-        at = prompt.find(canonical_prompt.TEXT, begin) if begin >= 0 else -1
+    begin = 0 if prompt.startswith(_USER_TEXT) else _find_user_message(prompt)
+    if begin < 0:
+        return ""
+    at = begin + len(_USER)
+    if not prompt.startswith(canonical_prompt.TEXT, at):  # a name comes first, or there is no text
+        at = prompt.find(canonical_prompt.TEXT, begin)
         if at < 0 or prompt.find(canonical_prompt.MESSAGE, begin + 1, at) >= 0:
             return ""
     limit = begin + len(_USER) + 2 * USER_MESSAGE_BYTES  # markers count, too
     if at < limit:
-        part = prompt[at + 1 : at + 1 + USER_MESSAGE_BYTES]
+        last = at + 1 + USER_MESSAGE_BYTES
+        end = prompt.find(canonical_prompt.MESSAGE, at + 1, last)
+        part = prompt[at + 1 : end if end >= 0 else last]
         if part.isascii():  # and so without a marker
             return part
     end = prompt.find(canonical_prompt.MESSAGE, at + 1)

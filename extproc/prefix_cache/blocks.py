@@ -190,8 +190,8 @@ def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> array[
     hasher = mmh3.mmh3_x64_128(seed)
     update = hasher.update
     digest = hasher.uintdigest  # its low half is the first of the two 64-bit words
-    hashes = array("Q")
+    hashes: list[int] = []
     for block in _slices(schedule)[:num_blocks]:
         update(prompt[block])
         hashes.append(digest() & HASH_MASK)
-    return hashes
+    return array("Q", hashes)  # to append to an array takes longer
