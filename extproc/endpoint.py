@@ -215,6 +215,9 @@ class Load(msgspec.Struct, frozen=True, gc=False):
         started_at: Unix time the engine process started, to tell a restart.
         counters: Counters that speed is learned from.
         extra: Values of `scrape.extra_metrics` by name; a metric that the page lacks has none.
+        kv_capacity: Tokens that the KV cache holds; None where the page does not show how many, or the
+            share in use. Worked out, as is the next one: every candidate of every request needs them.
+        kv_held: Of these, tokens in use.
     """
 
     at: float = -math.inf
@@ -232,6 +235,17 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     started_at: float | None = None
     counters: EngineCounters = NO_COUNTERS
     extra: Mapping[str, float] = NO_EXTRA
+    kv_capacity: float | None = None
+    kv_held: float = 0.0
+
+    def __post_init__(self) -> None:
+        usage, tokens = self.kv_usage, self.kv_tokens
+        capacity, held = None, 0.0
+        if usage is not None and tokens:
+            capacity = float(tokens)
+            held = usage * capacity
+        msgspec.structs.force_setattr(self, "kv_capacity", capacity)
+        msgspec.structs.force_setattr(self, "kv_held", held)
 
     def __hash__(self) -> int:
         """Hash of the numbers that change with every page; mappings have none."""

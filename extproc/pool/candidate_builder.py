@@ -108,16 +108,20 @@ class Imputer:
             members: Eligible endpoints of the pool; must not change in place.
             oldest: Monotonic seconds; a page from then or before is void.
         """
-        if not pool.has_unknown_values and self._are_young(pool, oldest):
+        if not pool.has_unknown_values and (
+            (pool.positions is self._young_of and oldest < self._young_until)
+            or self._are_young(pool, oldest)
+        ):
             return None
         if members is not self._members or not self._since <= oldest < self._until:
             self._follow(members, oldest)
         return self._imputation if pool.has_unknown_values or self._is_any_stale else None
 
     def _are_young(self, pool: Pool, oldest: float) -> bool:
-        """True if no page of the pool is too old; pages are only ever replaced by younger ones."""
-        if pool.positions is self._young_of and oldest < self._young_until:
-            return True
+        """Look whether no page of the pool is too old, and until when that is certain.
+
+        Pages are only ever replaced by younger ones.
+        """
         if self._is_any_stale:
             return False
         self._young_of = pool.positions

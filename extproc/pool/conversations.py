@@ -129,8 +129,12 @@ class ConversationTracker:
         """
         if not self._open_s:
             return 0.0
-        pauses = max(0.0, self._interval_s * (1.0 - others) / self._open_s - 1.0)
-        return min(_MAX_IDLE_PER_OPEN, self.continuation_ratio * pauses)
+        pauses = self._interval_s * (1.0 - others) / self._open_s - 1.0
+        idle = self.continuation_ratio * pauses
+        # Without calls of `max` and `min`: every request comes here.
+        if idle <= 0.0:
+            return 0.0
+        return idle if idle < _MAX_IDLE_PER_OPEN else _MAX_IDLE_PER_OPEN  # noqa: FURB136
 
     def record_sent(
         self, chain: Sequence[int], account: InflightLoad, *, prompt_tokens: int, now: float

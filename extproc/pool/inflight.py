@@ -145,7 +145,8 @@ class InflightLoad:
         self.media_answered = 0
         self.adapters: dict[str, int] = {}
         self.recent: dict[str, None] = {}
-        self.sent = 0
+        # A float, because every candidate subtracts one from it: an integer takes several times as long.
+        self.sent = 0.0
         self.done = 0.0
         self.at = 0.0
         self.tokens_per_s = 1.0 / DEFAULT_STEP_TIMES.prefill_s
@@ -314,7 +315,7 @@ class InflightLoad:
     def record_scrape(
         self,
         *,
-        sent: int,
+        sent: float,
         written: int,
         waiting: float | None,
         at: float,
@@ -450,7 +451,7 @@ class Reservation(msgspec.Struct, eq=False):
     target: str
     prompt_tokens: int
     uncached_tokens: int
-    sent: int
+    sent: float
     prompt_bytes: int
     at: float
     endpoint: Endpoint

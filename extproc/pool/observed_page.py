@@ -22,7 +22,7 @@ class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
 
     endpoint: Endpoint
     in_flight: int
-    sent: int = 0
+    sent: float = 0.0
     written: int = 0
     served: int = 0
     idle: IdleTime = IdleTime()

@@ -34,6 +34,9 @@ class PolicyResolver:
 
     Of several rules for a model an exact one counts before one without models, and of these the
     first (docs/spec/protocol.md#inferencemodelrewrite; the policy has them in order of age).
+
+    Attributes:
+        is_empty: True without rules and objectives: every request stays as it is.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,7 @@ class PolicyResolver:
         self._priorities: Mapping[str, int] = {}
         self._exact: dict[str, RewriteRule] = {}
         self._generic: RewriteRule | None = None
+        self.is_empty = True
 
     def update(self, discovered: InferencePolicy, configured: InferencePolicy) -> None:
         """Replace the policy; does nothing if the values are unchanged.
@@ -60,6 +64,7 @@ class PolicyResolver:
                 self._exact.setdefault(model, rule)
             if not rule.models and self._generic is None:
                 self._generic = rule
+        self.is_empty = not (both.priorities or both.rules)
 
     @property
     def names(self) -> frozenset[str]:
@@ -346,11 +351,11 @@ class RequestPreparer:
         self, request: InferenceRequest, raw: HttpRequest, *, reparsable: bool = False
     ) -> PreparedRequest:
         """Prepare a request that is parsed already; `reparsable` as of `PreparedRequest`."""
-        policy = self._current_policy
-        target = policy.rewrite_target(request, self._rng)
-        return self._named(
-            policy.with_priority(request, raw.headers), raw, target, reparsable=reparsable
-        )
+        policy, target = self._current_policy, ""
+        if not policy.is_empty:
+            target = policy.rewrite_target(request, self._rng)
+            request = policy.with_priority(request, raw.headers)
+        return self._named(request, raw, target, reparsable=reparsable)
 
     def _named(
         self, request: InferenceRequest, raw: HttpRequest, target: str, *, reparsable: bool = False

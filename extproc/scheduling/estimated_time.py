@@ -303,31 +303,27 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     delayed += reloaded * (batch + (load.waiting or 0.0))
                     iteration = step_s + per_sequence * batch
                     cost += self._loading(c, usual * iteration, delayed)
-            usage = load.kv_usage
-            if usage is not None:
-                blocks = load.kv_blocks
-                size = load.block_tokens
-                if blocks and size:
-                    capacity = 1.0 * (blocks * size)
-                    active = c.active_context_tokens
-                    held = usage * capacity + c.unscraped_tokens
-                    if held < active:  # noqa: PLR1730 - a call, as above
-                        held = active
-                    if held + most_tokens + half_usual * batch > capacity:
-                        wanted = uncached + half_answer + half_usual * batch
-                        if c.conversation_local:
-                            wanted += matched
-                        stall, others_stall = self._stall(c, wanted, usual)
-                        cost += stall + others_stall
-                    if crowds:
-                        held = conversations_per_open * active
-                        own = c.in_flight
-                        if batch - own > 0.0:  # to compare a float with an integer takes longer
-                            held *= batch / (own or 1)
-                        if held + uncached + growth > roomy * capacity:
-                            cost += self._crowding(
-                                continued, tokens + growth, conversations_per_open, c
-                            )
+            capacity = load.kv_capacity
+            if capacity is not None:
+                active = c.active_context_tokens
+                held = load.kv_held + c.unscraped_tokens
+                if held < active:  # noqa: PLR1730 - a call, as above
+                    held = active
+                if held + most_tokens + half_usual * batch > capacity:
+                    wanted = uncached + half_answer + half_usual * batch
+                    if c.conversation_local:
+                        wanted += matched
+                    stall, others_stall = self._stall(c, wanted, usual)
+                    cost += stall + others_stall
+                if crowds:
+                    held = conversations_per_open * active
+                    own = c.in_flight
+                    if batch - own > 0.0:  # to compare a float with an integer takes longer
+                        held *= batch / (own or 1)
+                    if held + uncached + growth > roomy * capacity:
+                        cost += self._crowding(
+                            continued, tokens + growth, conversations_per_open, c
+                        )
             costs.append(cost)
         # Not the context: a reference to the decision would keep the prompt in memory.
         explanation = _Explanation(self, terms, candidates)

@@ -429,13 +429,19 @@ class Rendezvous(PluginParameters, frozen=True, kw_only=True):
             if not context.blocks:
                 return context.rng.sample(ties, len(ties))
             seed = context.blocks[-1] & 0xFFFFFFFF
+        draw = mmh3.hash
+        if count == 1:
+            best, most = ties[0], -1
+            for i in ties:
+                hashed = draw(candidates[i].endpoint.address, seed, False)
+                if hashed > most:
+                    best, most = i, hashed
+            return [best]
         addresses = [candidates[i].endpoint.address for i in ties]
         ranked = [
-            (-mmh3.hash(address, seed, signed=False), address, i)
+            (-draw(address, seed, signed=False), address, i)
             for address, i in zip(addresses, ties, strict=True)
         ]
-        if count == 1:
-            return [min(ranked)[2]]
         return [i for _, _, i in sorted(ranked)][:count]
 
 

@@ -8,6 +8,7 @@ requests in flight. The decision then says so in `degraded`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -244,7 +245,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         """Run the cost model; the negated costs, or the totals as they were if it fails."""
         try:
             priced = cost.cost(context, candidates)
-            negated = [-value for value in priced.costs]
+            negated = [*map(operator.neg, priced.costs)]
             if len(negated) != len(candidates) or not math.isfinite(sum(negated)):
                 raise InvalidPluginResultError  # noqa: TRY301 - the same way out as the plugin's own
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
@@ -277,7 +278,8 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         """Run the picker; in its place the fewest requests in flight, equals by address."""
         try:
             order = self.picker.pick(context, candidates, totals, count=count)
-            _check_picked(order, candidates, count)
+            if len(order) != 1 or not 0 <= order[0] < len(candidates):
+                _check_picked(order, candidates, count)
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
             errors.append(_describe_error("picker", self.picker, error))
         else:
@@ -359,8 +361,6 @@ def _clip_scores(scores: Sequence[float], length: int) -> list[float]:
 
 def _check_picked(order: Sequence[int], candidates: Sequence[Candidate], count: int) -> None:
     """Check that a pick is not empty, has no duplicates, and only valid positions."""
-    if len(order) == 1 and 0 <= order[0] < len(candidates):
-        return
     inside = all(0 <= i < len(candidates) for i in order)
     if not inside or not 1 <= len(order) <= count or len(set(order)) < len(order):
         raise InvalidPluginResultError
