@@ -36,18 +36,23 @@ def fleet(parts: factory.PoolParts, size: int, rng: Random, *, is_alone: bool) -
     """Endpoints with loads as a busy fleet has them; of other pickers none where this one is alone."""
     endpoints = [Endpoint(f"10.0.{i // 250}.{i % 250}:8000") for i in range(size)]
     parts.store.set_endpoints(endpoints, NOW)
-    for member in parts.store.pool.members:
-        load = Load(
-            at=NOW - rng.random(),
-            engine="vllm",
-            waiting=0.0 if is_alone else float(rng.randrange(4)),
-            running=0.0 if is_alone else float(rng.randrange(12)),
-            kv_usage=0.3 + 0.3 * rng.random(),
-            adapters=frozenset(rng.sample(("red", "green", "blue"), 2)),
-            waiting_adapters=frozenset(),
-            adapter_slots=4,
-        )
-        parts.store.observe(parts.store.begin_scrape(member.endpoint), load, NOW)
+    for at, hits in ((NOW - 1.0, 4.5e5), (NOW, 5e5)):
+        for member in parts.store.pool.members:
+            load = Load(
+                at=at - rng.random(),
+                engine="vllm",
+                waiting=0.0 if is_alone else float(rng.randrange(4)),
+                running=0.0 if is_alone else float(rng.randrange(12)),
+                kv_usage=0.3 + 0.3 * rng.random(),
+                adapters=frozenset(rng.sample(("red", "green", "blue"), 2)),
+                waiting_adapters=frozenset(),
+                adapter_slots=4,
+                kv_blocks=30_000,
+                block_tokens=16,
+                prefix_queries=2.0 * hits,
+                prefix_hits=hits,
+            )
+            parts.store.observe(parts.store.begin_scrape(member.endpoint), load, at)
 
 
 def bodies(rng: Random, size: int, turns: int):
