@@ -195,6 +195,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         conversation_stats: Share of continued requests, expected growth (tokens), share of requests
             of other pickers, and idle conversations per open one: of the context, for recordings.
         match_source: Source of `matched_tokens`.
+        affinity_seed: Hash by which ties are broken, 32 bits; None where it was not needed.
     """
 
     request: InferenceRequest
@@ -221,6 +222,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     pool: str = ""
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     match_source: MatchSource = "estimate"
+    affinity_seed: int | None = None
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -334,6 +336,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             self.pool or pool,
             self.conversation_stats,
             self.match_source,
+            self.affinity_seed,
         )
 
 

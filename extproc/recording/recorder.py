@@ -363,9 +363,10 @@ class Recordings:
         request, chain = decision.request, decision.block_hashes
         if not chain and request.prompt:
             # A strategy that reads no prefixes is compared with strategies that do.
-            seed = blocks.seed(request.model, request.adapter)
-            chain = blocks.chain(request.prompt, seed, schedule=self._schedule)
-        return chain, affinity_seed(request)
+            root = blocks.seed(request.model, request.adapter)
+            chain = blocks.chain(request.prompt, root, schedule=self._schedule)
+        seed = decision.affinity_seed
+        return chain, affinity_seed(request) if seed is None else seed
 
     def add_routed(
         self, decision: Decision, hashes: PromptHashes, *, now: float, queued_s: float

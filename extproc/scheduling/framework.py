@@ -188,7 +188,7 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         foreign_share: Share of the requests in the engines that other replicas sent, 0..1.
         idle_conversations_per_open: Conversations that will continue and have no request open now,
             for each open request.
-        known_seed: Result of `affinity_seed` where it was needed before; None has it read at first use.
+        known_seed: Result of `affinity_seed` where it was needed before; None has it read at next use.
     """
 
     request: InferenceRequest
@@ -222,7 +222,11 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         if self.known_seed is not None:
             return self.known_seed
         key = self.request.session or self.first_user_message_reader(self.request)
-        return hash_affinity_key(key) if key else None
+        if not key:
+            return None
+        seed = hash_affinity_key(key)
+        msgspec.structs.force_setattr(self, "known_seed", seed)  # recordings need it, too
+        return seed
 
 
 #: Score of every candidate when no value is known.

@@ -190,6 +190,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
                 context.foreign_share,
                 context.idle_conversations_per_open,
             ),
+            affinity_seed=context.known_seed,
         )
 
     def _filter(

@@ -7,9 +7,10 @@ import pytest
 from extproc.decision import Decision
 from extproc.endpoint import NO_LOAD, Candidate, Endpoint, Load, StepTimeModel
 from extproc.recording import recorder, rows
-from extproc.request import InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest, hash_affinity_key
 from tests.support import recordings
 from tests.support.canary import CANARY
+from tests.support.pool_fixture import PoolFixture
 
 LOAD = Load(at=9.0, engine="vllm", waiting=0.0, running=1.0, kv_usage=0.5)
 
@@ -211,3 +212,18 @@ def test_an_unknown_load_is_left_out():
     add(active, a_decision([a_candidate(1, load=NO_LOAD)]))
     assert "load" not in lines(recording)[2]
     assert rows.restore_load(rows.record_load(NO_LOAD)) is NO_LOAD
+
+
+@pytest.mark.parametrize("session", ["", "a"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_hash_by_which_ties_are_broken_is_recorded(session, count):
+    """It is that of session or first message, whether the decision needed it or not."""
+    pages = {f"10.0.0.{n}:8000": LOAD for n in range(count)}
+    pool_fixture = PoolFixture(pages, profile="adaptive")
+    message = {"role": "user", "content": "Hello"}
+    body = {"model": "m", "messages": [message], "prompt_cache_key": session}
+    raw = HttpRequest({":path": "/v1/chat/completions"}, msgspec.json.encode(body))
+    decision = pool_fixture.director.route(raw, pool_fixture.now)
+    assert (decision.affinity_seed is not None) == (count > 1)
+    _, seed = recordings.recordings().hash_prompt(decision)
+    assert seed == hash_affinity_key(session or "Hello")
