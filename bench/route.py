@@ -165,7 +165,8 @@ def compare(args: argparse.Namespace, start: int) -> Sequence[tuple[float, float
     ]
     pairs: list[tuple[float, float]] = []
     for worker in workers:
-        worker.stdout.readline()
+        if not worker.stdout.readline():
+            sys.exit("a process ended before its first decision; its error stands above")
     for number in range(args.rounds):
         medians = [0.0, 0.0]
         for at in (0, 1) if number % 2 else (1, 0):
@@ -179,6 +180,11 @@ def compare(args: argparse.Namespace, start: int) -> Sequence[tuple[float, float
 
 def print_comparison(args: argparse.Namespace) -> None:
     """Print ratios of these sources to others."""
+    for package in ("extproc", "bench"):
+        if not (Path(args.against) / package).is_dir():
+            sys.exit(
+                f"expected a folder with {package}/, found {args.against}; give the root of sources"
+            )
     starts = [compare(args, start) for start in range(1, args.starts + 1)]
     ratios = [statistics.median([here / there for there, here in pairs]) for pairs in starts]
     slices = [pair for pairs in starts for pair in pairs]
