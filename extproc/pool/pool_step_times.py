@@ -209,6 +209,35 @@ class PoolStepTimeEstimators:
         return typical
 
 
+def find_slowness(members: Sequence[EndpointSnapshot]) -> Sequence[float | None]:
+    """Find how many times slower each endpoint computes than the quicker quarter of those like it.
+
+    Endpoints are alike that have the same engine type and size of the KV cache. What is compared is
+    the time of 1,000 uncached prompt tokens and 100 output tokens without other requests, by the
+    learned step times, so that load and the lengths of requests make no difference.
+
+    Returns:
+        By position; None for an endpoint that has shown no step times.
+    """
+    times_s: list[float | None] = []
+    alike: defaultdict[_Kind | None, list[float]] = defaultdict(list)
+    kinds: list[_Kind | None] = []
+    for member in members:
+        rates, load = member.rates, member.load
+        kinds.append(_kind(load.engine, load.kv_tokens) if load.kv_tokens else None)
+        if not rates.evidence:
+            times_s.append(None)
+            continue
+        seconds = 1000.0 * rates.prefill_s + 100.0 * (rates.step_s + rates.decode_s)
+        times_s.append(seconds)
+        alike[kinds[-1]].append(seconds)
+    quick_s = {kind: sorted(values)[(len(values) - 1) // 4] for kind, values in alike.items()}
+    return [
+        None if seconds is None else seconds / quick_s[kind]
+        for seconds, kind in zip(times_s, kinds, strict=True)
+    ]
+
+
 def _kind(engine: str, kv_tokens: int) -> _Kind:
     return engine, round(math.log(kv_tokens) / _SIZE_STEP)
 

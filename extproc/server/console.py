@@ -25,7 +25,7 @@ from extproc.telemetry import pool_state, problems
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, StrategyComparison
 from extproc.telemetry.pool_state import PoolView
-from extproc.telemetry.traffic_history import INTERVAL_S, EndpointTrend, TrafficHistory
+from extproc.telemetry.traffic_history import INTERVAL_S, NO_TREND, TrafficHistory
 
 #: Seconds for which a description of the endpoints serves all who ask: many tabs cost as much as one.
 _CACHE_S: Final = 1.0
@@ -54,8 +54,6 @@ _HEADERS: Final[Mapping[str, str]] = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-
-_NO_TREND: Final = EndpointTrend()
 
 
 class ConsoleFile(msgspec.Struct, frozen=True):
@@ -204,7 +202,7 @@ class ConsolePages:
             if at % _TURN_ENDPOINTS == _TURN_ENDPOINTS - 1:
                 await asyncio.sleep(0)  # requests are routed in between
             state = pool_state.describe_endpoint(member, now)
-            trend = trends.get(state.address, _NO_TREND)
+            trend = trends.get(state.address, NO_TREND)
             endpoints.append({"state": state, "trend": trend})
         queue = None
         if view.queue is not None:

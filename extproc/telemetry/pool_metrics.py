@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 
+from extproc.pool.pool_step_times import find_slowness
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.scheduling.shadow import ShadowCounts
 from extproc.telemetry.counters import PoolCounters
@@ -429,10 +430,20 @@ def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Me
         float(view.count_ejections(member.endpoint.engine)) for _, view, member in members
     ]
     stats = [view.cache(member.endpoint) for _, view, member in members]
+    slowness = [ratio for view in pools.values() for ratio in find_slowness(view.pool.members)]
     for name, text, value_of in _ENDPOINT_GAUGES:
         family = MetricFamily("gauge", name, text, _ENDPOINT_LABELS)
         family.add_column(labels, [value_of(member, now) for member in snapshots])
         yield family
+    slow = MetricFamily(
+        "gauge",
+        "extproc_endpoint_slowness_ratio",
+        "Time that the endpoint takes to compute a request alone, over that of the quicker quarter of"
+        " endpoints with the same engine and cache size, learned; absent while unknown.",
+        _ENDPOINT_LABELS,
+    )
+    slow.add_column(labels, slowness)
+    yield slow
     ejections = MetricFamily(
         "counter",
         "extproc_endpoint_ejections",

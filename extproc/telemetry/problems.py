@@ -6,15 +6,16 @@ The conditions are those of the alerts (docs/operations/alerts.md), over the las
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from extproc.pool import plausibility
 from extproc.pool.endpoint_health import HealthState
+from extproc.pool.pool_step_times import find_slowness
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.telemetry.pool_state import PoolView
-from extproc.telemetry.traffic_history import EndpointTrend, TrafficHistory
+from extproc.telemetry.traffic_history import NO_TREND, EndpointTrend, TrafficHistory
 
 Severity = Literal["critical", "warning", "info"]
 
@@ -23,8 +24,8 @@ _ORDER: Final[Mapping[Severity, int]] = {"critical": 0, "warning": 1, "info": 2}
 #: Problems of a kind that are listed for a pool (count); the last one says how many more there are.
 _MAX_ALIKE: Final = 5
 
-#: Times that an endpoint is slower than the quicker quarter of its pool, and share of the predicted
-#: cached tokens, at which the alerts fire.
+#: Times that an endpoint computes slower than those like it or answers later than its pool, and share
+#: of the predicted cached tokens, at which the alerts fire.
 _SLOW_RATIO: Final = 3.0
 _COLD_RATIO: Final = 0.5
 
@@ -89,12 +90,12 @@ def find_pool_problems(
             )
         )
     trends = history.trends(name)
+    endpoints = [
+        _ObservedEndpoint(member, trends.get(member.endpoint.address, NO_TREND), slowness, now)
+        for member, slowness in zip(members, find_slowness(members), strict=True)
+    ]
     for find in _ENDPOINT_FINDERS:
-        alike = [
-            problem
-            for member in members
-            if (problem := find(member, trends.get(member.endpoint.address), now)) is not None
-        ]
+        alike = [problem for endpoint in endpoints if (problem := find(endpoint)) is not None]
         problems += _limit(alike)
     problems = [msgspec.structs.replace(problem, pool=name) for problem in problems]
     return problems + list(_find_queue_problems(name, view, history))
@@ -158,15 +159,24 @@ def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda problem: _ORDER[problem.severity])
 
 
-def _find_ejected(member: EndpointSnapshot, _: EndpointTrend | None, now: float) -> Problem | None:
-    condition = member.condition
+class _ObservedEndpoint(NamedTuple):
+    """An endpoint, its last minute, and how many times slower it computes than others like it."""
+
+    member: EndpointSnapshot
+    trend: EndpointTrend
+    slowness: float | None
+    now: float
+
+
+def _find_ejected(endpoint: _ObservedEndpoint) -> Problem | None:
+    member, condition = endpoint.member, endpoint.member.condition
     if not member.is_ejected:
         return None
     address, state = member.endpoint.address, condition.state
     word = "is out of reach" if state is HealthState.DOWN else "is ejected"
     cause = _CAUSES.get(condition.cause, condition.cause)
     because = f": {cause}" if cause and state is not HealthState.DOWN else ""
-    since_s = max(0.0, now - condition.since)
+    since_s = max(0.0, endpoint.now - condition.since)
     return Problem(
         kind="endpoint-ejected",
         severity="critical",
@@ -177,7 +187,8 @@ def _find_ejected(member: EndpointSnapshot, _: EndpointTrend | None, now: float)
     )
 
 
-def _find_unread(member: EndpointSnapshot, _: EndpointTrend | None, __: float) -> Problem | None:
+def _find_unread(endpoint: _ObservedEndpoint) -> Problem | None:
+    member = endpoint.member
     address, distrust = member.endpoint.address, plausibility.distrust_reason(member.flaws)
     if member.is_ejected or not (member.failure or distrust):
         return None
@@ -191,25 +202,27 @@ def _find_unread(member: EndpointSnapshot, _: EndpointTrend | None, __: float) -
     )
 
 
-def _find_slow(member: EndpointSnapshot, trend: EndpointTrend | None, _: float) -> Problem | None:
-    ratio = None if trend is None else trend.slowness_ratio
-    if ratio is None or ratio < _SLOW_RATIO:
+def _find_slow(endpoint: _ObservedEndpoint) -> Problem | None:
+    """Of an engine that computes slowly; else of one that answers late, for whatever reason."""
+    address, answers = endpoint.member.endpoint.address, endpoint.trend.slowness_ratio or 0.0
+    computes = endpoint.slowness or 0.0
+    if max(computes, answers) < _SLOW_RATIO:
         return None
-    address = member.endpoint.address
+    title = f"{address} answers {answers:.1f} times slower than the quicker quarter of its pool"
+    advice = "With equal load it is the engine: look at its device, restart or replace it."
+    if computes >= _SLOW_RATIO:
+        title = f"{address} computes {computes:.1f} times slower than others like it"
+        advice = "Load makes no difference to that: look at its device, restart or replace it."
     return Problem(
-        kind="endpoint-slow",
-        severity="warning",
-        title=f"{address} answers {ratio:.1f} times slower than the quicker quarter of its pool",
-        advice="With equal load it is the engine: look at its device, restart or replace it.",
-        endpoint=address,
+        kind="endpoint-slow", severity="warning", title=title, advice=advice, endpoint=address
     )
 
 
-def _find_cold(member: EndpointSnapshot, trend: EndpointTrend | None, _: float) -> Problem | None:
-    ratio = None if trend is None else trend.observed_ratio
+def _find_cold(endpoint: _ObservedEndpoint) -> Problem | None:
+    ratio = endpoint.trend.observed_ratio
     if ratio is None or ratio >= _COLD_RATIO:
         return None
-    address = member.endpoint.address
+    address = endpoint.member.endpoint.address
     return Problem(
         kind="cache-cold",
         severity="warning",
@@ -219,10 +232,13 @@ def _find_cold(member: EndpointSnapshot, trend: EndpointTrend | None, _: float) 
     )
 
 
-#: Finders of a problem of one endpoint, from its state, its trend and the time.
-_ENDPOINT_FINDERS: Final[
-    Sequence[Callable[[EndpointSnapshot, EndpointTrend | None, float], Problem | None]]
-] = (_find_ejected, _find_unread, _find_slow, _find_cold)
+#: Finders of a problem of one endpoint.
+_ENDPOINT_FINDERS: Final[Sequence[Callable[[_ObservedEndpoint], Problem | None]]] = (
+    _find_ejected,
+    _find_unread,
+    _find_slow,
+    _find_cold,
+)
 
 
 def _limit(problems: list[Problem]) -> list[Problem]:

@@ -86,6 +86,10 @@ class EndpointTrend(msgspec.Struct, frozen=True, gc=False):
     hit_ratio: float | None = None
 
 
+#: Of an endpoint that came within the last minute.
+NO_TREND: Final = EndpointTrend()
+
+
 class _EndpointMark(msgspec.Struct, frozen=True, gc=False):
     """Counters of an endpoint at a sample; None is what its page did not carry."""
 

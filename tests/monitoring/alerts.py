@@ -219,11 +219,14 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocEndpointSlow",
         severity="warning",
         for_="10m",
-        expr="endpoint:extproc_endpoint_response_headers_seconds:ratio_rate5m > 3",
+        expr=(
+            f"max by (namespace, pool, endpoint) {_gauge('extproc_endpoint_slowness_ratio')} > 3\n"
+            "  or endpoint:extproc_endpoint_response_headers_seconds:ratio_rate5m > 3"
+        ),
         summary="{{ $labels.endpoint }} is {{ $value | humanize }} times slower than its pool",
-        meaning="Responses of an engine begin three times as late as in the quicker quarter of its pool: it is slow, has more to do, or gets longer requests than the others. Strategies that look at load send it less.",
-        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Slow engines, First byte by endpoint and Requests in flight; clocks and temperature of its device.",
-        action="With equal load it is the engine: restart or replace it. With unequal load, take a strategy that looks at load, such as `adaptive`. Where a pool mixes devices on purpose, raise the threshold.",
+        meaning="An engine computes three times slower than the quicker quarter of those with the same engine type and cache size; or its responses begin three times as late as in the quicker quarter of its pool: it is slow, has more to do, or gets longer requests than the others. Strategies that look at load send it less.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Slow engines, Speed of engines, First byte by endpoint and Requests in flight; clocks and temperature of its device.",
+        action="An engine that computes slowly: restart or replace it. One that only answers late: take a strategy that looks at load, such as `adaptive`; where a pool mixes devices on purpose, raise the threshold of the second condition.",
     ),
     Alert(
         name="ExtprocFirstTokenSlow",

@@ -781,15 +781,21 @@ SLOW = Board(
             [
                 Panel(
                     "Slow engines",
-                    "Time to the first byte of an engine over that of the quicker quarter of its pool."
-                    " 1 is usual; above 3 an alert fires.",
+                    "Time to compute a request alone, learned, over that of the quicker quarter of engines like it;"
+                    " and time to the first byte over that of the quicker quarter of its pool, which strategies"
+                    " that look at load even out. 1 is usual; above 3 an alert fires.",
                     "short",
                     [
                         Query(
+                            "max by (namespace, pool, endpoint)"
+                            " (extproc_endpoint_slowness_ratio{<pool>})",
+                            "{{endpoint}} computes",
+                        ),
+                        Query(
                             f"{_FIRST_BYTE} / on (namespace, pool) group_left ()"
                             f" quantile by (namespace, pool) (0.25, {_FIRST_BYTE})",
-                            "{{endpoint}}",
-                        )
+                            "{{endpoint}} answers",
+                        ),
                     ],
                     steps=((0.0, "green"), (3.0, "red")),
                 ),

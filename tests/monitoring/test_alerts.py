@@ -71,6 +71,7 @@ HEALTHY = {
     **endpoint_series("extproc_scrapes_total", counter(300), result="ok"),
     **endpoint_series("extproc_scrapes_total", counter(3), result="timeout"),
     **endpoint_series("extproc_endpoint_metrics_age_seconds", gauge(0.2)),
+    **endpoint_series("extproc_endpoint_slowness_ratio", gauge(1.2), gauge(1)),
     **endpoint_series("extproc_endpoint_response_headers_seconds_sum", counter(300), counter(240)),
     **endpoint_series("extproc_endpoint_response_headers_seconds_count", counter(600)),
     **endpoint_series("extproc_prefix_predicted_tokens_total", counter(60000)),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from extproc.decision import Rejection
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, StepTimeModel
 from extproc.pool.endpoint_health import RequestOutcome
+from extproc.pool.step_time_values import scaled
 from extproc.telemetry import problems
 from tests.telemetry.test_traffic_history import FIRST, FOURTH, HistoryFixture
 
@@ -93,6 +95,18 @@ def test_a_slow_endpoint_is_named(scene):
         scene.answer(address, 1.0 if address == FOURTH else 0.2)
     scene.sample()
     assert scene.kinds() == [("endpoint-slow", FOURTH)]
+
+
+def test_an_endpoint_that_computes_slowly_is_named_without_any_traffic(scene):
+    """Its learned step times say so where its answers are as early as those of the others."""
+    rates = StepTimeModel(evidence=100.0)
+    members = tuple(
+        replace(member, rates=scaled(rates, 5.0 if member.endpoint.address == FOURTH else 1.0))
+        for member in scene.store.pool.members
+    )
+    view = replace(scene.view, pool=replace(scene.store.pool, members=members))
+    (problem,) = problems.find_pool_problems("", view, scene.history, scene.now)
+    assert problem.title == f"{FOURTH} computes 5.0 times slower than others like it"
 
 
 def test_a_cold_cache_is_named(scene):
