@@ -46,6 +46,7 @@ class RequestRecorder(DecisionRecord):
         labels: Labels of a routed request.
         is_routed: Whether it has a decision.
         routing_s: Seconds that routing took.
+        tokens: Tokens that the response reported, by `TOKEN_KINDS`; None for those it did not.
         queue_s: Seconds in the queue; None without.
         number: Number of its decision in recordings; 0 for none.
         prompt_hashes: Result of `Recordings.hash_prompt` of a request to be recorded; None elsewhere.
@@ -83,10 +84,12 @@ class RequestRecorder(DecisionRecord):
         "refusal_status",
         "response_s",
         "routing_s",
+        "tokens",
         "trace",
     )
 
     routing_s: float
+    tokens: Sequence[int | None]
     endpoint: str | None
     queue_s: float | None
     prompt_hashes: PromptHashes | None
@@ -99,7 +102,7 @@ class RequestRecorder(DecisionRecord):
         self.pool_counters = pool_counters
         self.labels = UNPARSED
         self.trace_id = self.status = self.refusal_status = ""
-        self.usage = NO_USAGE
+        self.usage, self.tokens = NO_USAGE, _NO_TOKENS
         self.answer_ids = ()
         self.number = 0
         self.logged_at = 0.0
@@ -113,14 +116,6 @@ class RequestRecorder(DecisionRecord):
     def routed_s(self) -> float:
         """Seconds from the first message to the choice of the endpoint; 0 before response headers."""
         return 0.0 if self.headers_s is None else self.response_s - self.headers_s
-
-    @property
-    def tokens(self) -> Sequence[int | None]:
-        """Prompt, cached and output tokens that the response reported; None for those it did not."""
-        if not self.usage:
-            return _NO_TOKENS
-        known = self.usage.get
-        return known("prompt"), known("cached"), known("completion")
 
     def on_traced(self, trace: TraceContext, *, started_s: float) -> None:
         """Note the trace of the request."""
@@ -315,7 +310,8 @@ class RequestRecorder(DecisionRecord):
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Note the tokens that the response reported, which are counted at the end."""
-        self.usage = usage
+        self.usage, known = usage, usage.get
+        self.tokens = known("prompt"), known("cached"), known("completion")
 
     def on_answer_ids(self, ids: Sequence[str]) -> None:
         """Note ids of the answer."""

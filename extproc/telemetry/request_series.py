@@ -37,6 +37,9 @@ TOKEN_BOUNDS = (1, *(2**power for power in range(3, 21)))
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 
+#: Values up to which a step for each takes less time than to sort them (count).
+_FEW_VALUES: Final = 8
+
 #: Values of one kind that wait to be counted (count).
 _MAX_WAITING: Final = 128
 
@@ -44,9 +47,15 @@ _MAX_WAITING: Final = 128
 Exemplars = dict[int, tuple[str, float]]
 
 
-def count_buckets(bounds: Sequence[float], values: Iterable[float]) -> Iterator[tuple[int, int]]:
-    """Buckets that values fall into, ascending, and how many do: a step for each bucket, not value."""
-    ordered = sorted(values)
+def count_buckets(bounds: Sequence[float], values: Sequence[float]) -> Iterable[tuple[int, int]]:
+    """Buckets that values fall into, and how many do; of a few values, buckets may repeat."""
+    if len(values) <= _FEW_VALUES:
+        return [(bisect_left(bounds, value), 1) for value in values]
+    return _count_sorted(bounds, sorted(values))
+
+
+def _count_sorted(bounds: Sequence[float], ordered: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Buckets of many ascending values: a step for each bucket, not value."""
     at, end = 0, len(ordered)
     while at < end:
         bucket = bisect_left(bounds, ordered[at])

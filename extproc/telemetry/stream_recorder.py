@@ -185,9 +185,16 @@ class StreamRecorder:
         counters.response_headers_s.add_all(
             [request.headers_s for request in requests if request.headers_s is not None]
         )
+        ttft_s: defaultdict[RequestSeries, list[float]] = defaultdict(list)
         for request in requests:
-            if request.is_served and not request.is_chunked and request.is_routed:
+            if not request.is_served or request.is_chunked or not request.is_routed:
+                continue
+            if request.is_stream or request.trace_id:
                 self.add_ttft(request, request.response_s)
+            else:
+                ttft_s[request.find_series()].append(request.response_s)
+        for series, durations_s in ttft_s.items():
+            series.record("complete_ttft", durations_s)
 
     def _settle_ended(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
         """Count ends of requests of a pool and their tokens, and record them."""
@@ -199,14 +206,17 @@ class StreamRecorder:
             num_reported=sum(["completion" in request.usage for request in requests]),
         )
         headers_s: defaultdict[str, list[float]] = defaultdict(list)
+        by_series: defaultdict[RequestSeries, list[RequestRecorder]] = defaultdict(list)
         for request in requests:
             if not request.is_routed:
                 continue
             if request.endpoint and request.is_served and request.headers_s is not None:
                 headers_s[request.endpoint].append(request.headers_s)
-            self._count_end(request)
+            by_series[request.find_series()].append(request)
         for address, durations_s in headers_s.items():
             counters.record_headers(address, durations_s)
+        for series, members in by_series.items():
+            self._count_ends(series, members)
         if self.recordings is not None:
             self._record_ends(self.recordings, requests)
 
@@ -221,30 +231,42 @@ class StreamRecorder:
                     self.on_exception(error)
         recordings.add_ends(ends)
 
-    def _count_end(self, request: RequestRecorder) -> None:
-        """Count the end of a routed request in its series."""
-        series = request.find_series()
-        if request.usage:
-            self._count_tokens(request, series)
-        if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
-            self.add_ttft(request, request.response_s)
-        series.change_running(-1)
+    def _count_ends(self, series: RequestSeries, requests: Sequence[RequestRecorder]) -> None:
+        """Count ends of routed requests of a series."""
+        series.change_running(-len(requests))
+        columns = zip(*[request.tokens for request in requests], strict=True)
+        for kind, column in zip(TOKEN_KINDS, columns, strict=True):
+            if known := [tokens for tokens in column if tokens is not None]:
+                series.record(kind, known)
+        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        for request in requests:
+            if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
+                self.add_ttft(request, request.response_s)
+            elif request.last_chunk_s > request.first_chunk_s:
+                self._count_tpot(series, request)
+            status = request.status or request.refusal_status
+            if not status:
+                is_watched = request.decision.request.api not in surfaces.UNOBSERVED
+                status = NO_STATUS if is_watched else UNOBSERVED_STATUS
+            duration_s = request.seconds or 0.0
+            if request.trace_id or (request.is_served and series.labels != request.labels):
+                self._count_duration(series, request, status, duration_s)
+            else:
+                seconds[status].append(duration_s)
+        for status, durations_s in seconds.items():
+            series.record(series.name_status(status), durations_s)
+
+    def _count_duration(
+        self, series: RequestSeries, request: RequestRecorder, status: str, duration_s: float
+    ) -> None:
+        """Count the duration of a request that was traced, or whose model has no series of its own."""
         if request.is_served and series.labels != request.labels:
             # The engine serves the model, even if it does not list it.
             series = request.pool_counters.series.find(request.labels, is_served=True)
-        status = request.status or request.refusal_status
-        if not status:
-            is_watched = request.decision.request.api not in surfaces.UNOBSERVED
-            status = NO_STATUS if is_watched else UNOBSERVED_STATUS
-        name = series.name_status(status)
-        self.values.add(series, name, request.seconds or 0.0, request.trace_id)
+        self.values.add(series, series.name_status(status), duration_s, request.trace_id)
 
-    def _count_tokens(self, request: RequestRecorder, series: RequestSeries) -> None:
-        """Count the tokens of a request, and the time that each took."""
-        for kind in TOKEN_KINDS:
-            if kind in request.usage:
-                self.values.add(series, kind, request.usage[kind])
+    def _count_tpot(self, series: RequestSeries, request: RequestRecorder) -> None:
+        """Count the time that each token of a stream took, if it reported how many there are."""
         gaps = request.usage.get("completion", 0) - 1
-        span_s = request.last_chunk_s - request.first_chunk_s
-        if gaps > 0 and span_s > 0.0:
-            self.values.add(series, "tpot", span_s / gaps)
+        if gaps > 0:
+            self.values.add(series, "tpot", (request.last_chunk_s - request.first_chunk_s) / gaps)

@@ -108,7 +108,7 @@ def test_a_line_that_a_bug_prevents_takes_no_other_with_it(caplog):
     scene = RequestLogFixture(caplog, "all")
     requests = scene.route(), scene.route()
     scene.recorder.settle()
-    requests[0].first_chunk_s = None
+    requests[0].decision = None
 
     async def end_together():
         for request in requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from random import Random
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -175,6 +176,40 @@ def test_failures_have_no_first_token():
     assert traffic.page("extproc_request_ttft_seconds_count") == {'model="m",streaming="false"': 1}
     shown = traffic.page("extproc_endpoint_response_headers_seconds_sum")
     assert shown == {f'endpoint="{ADDRESS}"': 0.25}
+
+
+def _serve_anything(traffic, rng):
+    """A request of any model, status, duration and way to answer, from its start to its end."""
+    labels = labels_of(rng.choice("abc"), rng.choice(("none", "t")))
+    request = traffic.open(labels, predicted_s=0.5, trace_id=rng.choice(("", "", "0a" * 16)))
+    status, is_stream = rng.choice(("200", "200", "404", "503", "")), rng.random() < 0.5
+    at = rng.randrange(1, 4000) / 1024  # sums of such numbers are exact in any order
+    if status:
+        request.on_response_headers(
+            at, elapsed_s=at, status=status, is_stream=is_stream, is_shown=rng.random() < 0.7
+        )
+    for _ in range(rng.randrange(3) if is_stream and status == "200" else 0):
+        at += rng.randrange(1, 900) / 1024
+        request.on_response_chunk(at)
+    if rng.random() < 0.7:
+        request.on_usage({"prompt": rng.randrange(5000), "completion": rng.choice((1, 2, 5, 9))})
+    request.on_finished(endpoint=ADDRESS, status=status, duration_s=at)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_that_are_counted_together_make_the_same_page(seed):
+    """They do as when each is counted by itself, whatever their number."""
+    pages = []
+    for is_alone in (True, False):
+        rng, traffic = Random(seed), TrafficFixture()
+        for _ in range(rng.choice((3, 40, 100))):
+            _serve_anything(traffic, rng)
+            if is_alone:
+                traffic.recorder.settle()
+        exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about={})
+        lines = exposition.render().decode().splitlines()
+        pages.append(sorted(line for line in lines if not line.startswith("process_")))
+    assert pages[0] == pages[1]
 
 
 def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
