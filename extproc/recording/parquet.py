@@ -41,7 +41,7 @@ _COLUMN_TYPES: Final[Mapping[object, str]] = {
     float | None: "float64",
     str: "string",
     bool: "bool_",
-    Sequence[int]: "list",
+    bytes: "hashes",
 }
 
 #: Column type by name, `json` for JSON; `kind` is the tag of the rows.
@@ -126,12 +126,14 @@ class ParquetFile:
                 value = getattr(row, name)
                 if _COLUMNS[name] == "json":
                     value = msgspec.json.encode(value).decode() if value else None
+                elif _COLUMNS[name] == "hashes":
+                    value = rows.unpack_hashes(value)
                 columns[name][at] = value
         return self._arrow.record_batch(columns, schema=self._schema)
 
     def _type(self, name: str) -> Any:
         arrow, kind = self._arrow, _COLUMNS[name]
-        if kind == "list":
+        if kind == "hashes":
             return arrow.list_(arrow.int64())
         return arrow.string() if kind == "json" else getattr(arrow, kind)()
 
@@ -196,10 +198,14 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 def _to_tree(row: Mapping[str, Any]) -> Mapping[str, object]:
     return {
-        name: msgspec.Raw(value.encode()) if _COLUMNS[name] == "json" else value
-        for name, value in row.items()
-        if value is not None
+        name: _to_field(_COLUMNS[name], value) for name, value in row.items() if value is not None
     }
+
+
+def _to_field(kind: str, value: Any) -> object:
+    if kind == "hashes":
+        return rows.pack_hashes(value)
+    return msgspec.Raw(value.encode()) if kind == "json" else value
 
 
 def _missing_error(path: str | Path) -> ConfigError:

@@ -167,6 +167,9 @@ class RecordingReader:
 
     def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
         chosen = self._find(row.endpoint, number)
+        if len(row.blocks) % 8:
+            got = f"blocks of {len(row.blocks)} bytes, where each takes 8"
+            raise _bad_line(self._where, number, got)
         candidates: Sequence[Candidate] = ()
         if row.candidates is not None:
             candidates = self._to_candidates(row.candidates, row.at, number)

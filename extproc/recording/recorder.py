@@ -258,7 +258,7 @@ class Recording:
             same = [candidate for candidate in candidates if candidate.endpoint is chosen]
             lines += self._rows_of_endpoint((*same, Candidate(chosen))[0], row.at, decision.pool)
             state = known[chosen.address]
-        row.complete(state.n, table)  # not before: blocks in a list take five times as much memory
+        row.complete(state.n, table)
         lines.append(row)
 
     def _rows_of_states(
@@ -406,7 +406,7 @@ class Recordings:
             request.priority,
             hash_session(session) if session else 0,
             seed,
-            chain,
+            rows.pack_hashes(chain),
             decision.matched_tokens,
             decision.conversation_stats,
         )

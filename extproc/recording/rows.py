@@ -8,6 +8,7 @@ concatenated.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -17,7 +18,7 @@ import msgspec
 from extproc.endpoint import NO_EXTRA, NO_LABELS, NO_LOAD, Load, StepTimeModel
 
 #: Version of the rows; a reader refuses others.
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 class RecordingRow(
@@ -166,7 +167,8 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
         session: Hash of the session, 60 bits; 0 for none.
         affinity_seed: Hash of session or first user message by which ties are broken, 32 bits; None
             without either.
-        blocks: Chain of block hashes of the prompt, root first.
+        blocks: Chain of block hashes of the prompt, root first: 8 bytes each, the lowest one first, which
+            JSON has as base64.
         matched_tokens: Prompt tokens predicted as cached on the chosen endpoint.
         conversation_stats: As in `Decision`.
         candidates: Candidates of the scheduler; None where decisions came too fast to record all.
@@ -190,15 +192,40 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
     priority: int = 0
     session: int = 0
     affinity_seed: int | None = None
-    blocks: Sequence[int] = ()
+    blocks: bytes = b""
     matched_tokens: int = 0
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     candidates: CandidateTable | None = None
 
+    @property
+    def chain(self) -> Sequence[int]:
+        """The hashes in `blocks`."""
+        return unpack_hashes(self.blocks)
+
     def complete(self, endpoint: int, candidates: CandidateTable | None) -> None:
-        """Set the endpoint and the candidates, and make a list of the blocks, which can be encoded."""
-        self.endpoint, self.candidates, blocks = endpoint, candidates, self.blocks
-        self.blocks = blocks.tolist() if isinstance(blocks, array) else list(blocks)
+        """Set the endpoint and the candidates."""
+        self.endpoint, self.candidates = endpoint, candidates
+
+
+def pack_hashes(chain: Sequence[int]) -> bytes:
+    """Block hashes as bytes, 8 each, the lowest one first."""
+    packed = chain if isinstance(chain, array) else array("Q", chain)
+    if sys.byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_hashes(packed: bytes) -> array[int]:
+    """Block hashes of `pack_hashes`.
+
+    Raises:
+        ValueError: The number of bytes is no multiple of 8.
+    """
+    chain = array("Q", packed)
+    if sys.byteorder == "big":
+        chain.byteswap()
+    return chain
 
 
 class EndRow(RecordingRow, frozen=True, omit_defaults=True, tag="end"):

@@ -159,7 +159,7 @@ def _context_of(event: RecordedDecision, draw: int) -> SchedulingContext:
         request=_request_of(row),
         now=row.at,
         rng=random.Random(row.n << 16 | draw),
-        blocks=row.blocks,
+        blocks=row.chain,
         adapter=adapter,
         continuation_ratio=continuation_ratio,
         expected_growth_tokens=growth,

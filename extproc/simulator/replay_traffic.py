@@ -344,7 +344,7 @@ def _build_traffic(
             request.answer_ended_s = item.unix_s - begin + end.total_s
             if end.ttft_s is not None:
                 request.ttft_s = row.queued_s + end.ttft_s
-        builder.add(request, conversation=row.session or seed or 0, chain=row.blocks)
+        builder.add(request, conversation=row.session or seed or 0, chain=row.chain)
         requests.append(request)
     return Traffic(
         requests,
@@ -381,7 +381,7 @@ class _KeyMaker:
             prompt_tokens: Length of the prompt.
             own: Number of the request, for the keys behind its last block hash.
         """
-        cuts, chain = self._cuts, row.blocks
+        cuts, chain = self._cuts, row.chain
         ratio = row.prompt_bytes / prompt_tokens if row.prompt_bytes else BYTES_PER_TOKEN
         keys: list[int] = []
         depth, offset = 0, 0

@@ -117,7 +117,7 @@ _TABLE = {
     "conversation_local": [False],
 }
 _HEAD = """\
-{"kind":"recording","version":3}
+{"kind":"recording","version":4}
 {"kind":"endpoint","n":0,"address":"10.0.0.1:8000"}
 """
 
@@ -133,13 +133,18 @@ def _with_table(**columns):
     [
         (b"no JSON\n", "line 1", "malformed"),
         (b'{"kind":"\xff"}\n', "line 1", "invalid start byte"),
-        (b'{"kind":"recording","version":3,"settings":' + b'{"a":' * 9999, "line 1", "recursion"),
+        (b'{"kind":"recording","version":4,"settings":' + b'{"a":' * 9999, "line 1", "recursion"),
         (b'{"kind":"decision","n":1,"at":1,"endpoint":0}\n', "line 1", "before any header"),
         (b'{"kind":"recording","version":1}\n', "line 1", "version 1"),
         (
-            b'{"kind":"recording","version":3}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
+            b'{"kind":"recording","version":4}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
             "line 2",
             "endpoint 5 without a row",
+        ),
+        (
+            f'{_HEAD}{{"kind":"decision","n":1,"at":1,"endpoint":0,"blocks":"AAAA"}}\n'.encode(),
+            "line 3",
+            "blocks of 3 bytes, where each takes 8",
         ),
         (_with_table(endpoints=None), "line 3", "Expected `array`"),
         (_with_table(in_flight=[]), "line 3", "a table with columns of other lengths"),

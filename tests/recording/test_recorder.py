@@ -1,4 +1,7 @@
+import base64
 import json
+import struct
+from array import array
 from collections import Counter
 
 import msgspec
@@ -37,10 +40,28 @@ def lines(recording):
     return [json.loads(line) for line in recording.take(10_000).splitlines()]
 
 
+def hashes(row):
+    """Block hashes of a decision's row."""
+    return list(
+        struct.unpack(
+            f"<{len(base64.b64decode(row['blocks'])) // 8}Q", base64.b64decode(row["blocks"])
+        )
+    )
+
+
 def add(active, decision, *, now=10.0):
     """Record a decision."""
     hashes = active.hash_prompt(decision)
     return active.add_routed(decision.without_prompt(), hashes, now=now, queued_s=0.0)
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda chain: array("Q", chain)])
+def test_hashes_are_packed_from_any_sequence(make):
+    """Each takes 8 bytes, the lowest first, on every machine."""
+    chain = [1, 2**60 - 1, 0x0102030405060708]
+    packed = rows.pack_hashes(make(chain))
+    assert packed == b"".join(value.to_bytes(8, "little") for value in chain)
+    assert list(rows.unpack_hashes(packed)) == chain
 
 
 def test_a_decision_has_endpoints_and_states_before_it():
@@ -53,7 +74,7 @@ def test_a_decision_has_endpoints_and_states_before_it():
     assert [line["kind"] for line in written] == kinds
     decision = written[-1]
     assert written[3]["n"] == decision["endpoint"]
-    assert (decision["blocks"], decision["matched_tokens"]) == ([1, 2], 64)
+    assert (hashes(decision), decision["matched_tokens"]) == ([1, 2], 64)
     assert decision["candidates"]["endpoints"] == [0, 1]
 
 
@@ -69,7 +90,7 @@ def test_recordings_beside_each_other_number_endpoints_for_themselves():
     for endpoint, _, decision in rows_of_both:
         assert (endpoint["address"], endpoint["n"]) == ("10.0.0.2:8000", decision["endpoint"])
         assert decision["candidates"]["endpoints"] == [decision["endpoint"]]
-        assert decision["blocks"] == [1, 2]
+        assert hashes(decision) == [1, 2]
         numbers.append(decision["endpoint"])
     assert numbers == [1, 0]
 
@@ -202,7 +223,7 @@ def test_prompts_that_no_strategy_hashed_are_hashed():
         a_decision([a_candidate(1)], prompt=b"x" * 1000), block_hashes=()
     )
     add(active, decision)
-    assert len(lines(recording)[-1]["blocks"]) == 3
+    assert len(hashes(lines(recording)[-1])) == 3
 
 
 def test_an_unknown_load_is_left_out():
