@@ -186,7 +186,10 @@ def read_lines(path: Path) -> Iterator[bytes]:
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
                 for row in batch.to_pylist():
                     yield encoder.encode(_to_tree(row)) + b"\n"
-    except (arrow_error, ValueError, TypeError, OSError, AttributeError) as error:
+    except (
+        *(arrow_error, ValueError, TypeError, OSError, AttributeError),
+        OverflowError,  # a block hash below 0
+    ) as error:
         raise ConfigError(
             str(path),
             wanted="a complete Parquet file of a recording",

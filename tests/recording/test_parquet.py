@@ -117,6 +117,16 @@ def test_other_tables_are_refused(tmp_path):
             events(path)
 
 
+@pytest.mark.parametrize("blocks", [[-1], [None], ["x"], [1.5], 7])
+def test_other_block_hashes_are_refused(tmp_path, blocks):
+    """They are whole numbers, not below 0."""
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "other.parquet"
+    table.write_table(arrow.table({"kind": ["decision"], "blocks": [blocks]}), path)
+    with pytest.raises(ConfigError, match="a complete Parquet file of a recording"):
+        events(path)
+
+
 def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path, monkeypatch):
     """The recorder counts the rows and begins another file."""
     monkeypatch.setattr(parquet, "_GROUP_BYTES", 1000)
