@@ -167,8 +167,8 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
         session: Hash of the session, 60 bits; 0 for none.
         affinity_seed: Hash of session or first user message by which ties are broken, 32 bits; None
             without either.
-        blocks: Chain of block hashes of the prompt, root first: 8 bytes each, the lowest one first, which
-            JSON has as base64.
+        blocks: Chain of block hashes of the prompt, root first: 8 bytes each, little-endian, which JSON
+            has as base64.
         matched_tokens: Prompt tokens predicted as cached on the chosen endpoint.
         conversation_stats: As in `Decision`.
         candidates: Candidates of the scheduler; None where decisions came too fast to record all.
@@ -208,7 +208,7 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
 
 
 def pack_hashes(chain: Sequence[int]) -> bytes:
-    """Block hashes as bytes, 8 each, the lowest one first."""
+    """Block hashes as bytes, 8 each, little-endian."""
     packed = chain if isinstance(chain, array) else array("Q", chain)
     if sys.byteorder == "big":
         packed = packed[:]

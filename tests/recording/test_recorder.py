@@ -57,7 +57,7 @@ def add(active, decision, *, now=10.0):
 
 @pytest.mark.parametrize("make", [list, tuple, lambda chain: array("Q", chain)])
 def test_hashes_are_packed_from_any_sequence(make):
-    """Each takes 8 bytes, the lowest first, on every machine."""
+    """Each takes 8 bytes, little-endian, on every machine."""
     chain = [1, 2**60 - 1, 0x0102030405060708]
     packed = rows.pack_hashes(make(chain))
     assert packed == b"".join(value.to_bytes(8, "little") for value in chain)
