@@ -160,7 +160,12 @@ def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
 
 
 class _ObservedEndpoint(NamedTuple):
-    """An endpoint, its last minute, and how many times slower it computes than others like it."""
+    """An endpoint, and its last minute.
+
+    Attributes:
+        slowness: Times that it computes slower than others like it; None while unknown.
+        now: Monotonic seconds.
+    """
 
     member: EndpointSnapshot
     trend: EndpointTrend

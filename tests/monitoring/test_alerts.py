@@ -200,6 +200,15 @@ FAULTS = {
     "ExtprocNoLeader": {f'extproc_leader{{{_WHERE},instance="a"}}': gauge(1, 0)},
 }
 
+#: Further ones, of alerts with several conditions: an engine that is given so little that it answers
+#: as early as the others, and computes slowly.
+MORE_FAULTS = [
+    (
+        "ExtprocEndpointSlow",
+        endpoint_series("extproc_endpoint_slowness_ratio", gauge(1, 5), gauge(1)),
+    )
+]
+
 
 #: Counts from before the hour, which no alert is for.
 OLD = {
@@ -276,12 +285,12 @@ def test_failed_scrapes_raise_no_alert(tmp_path):
 
 
 @pytest.mark.parametrize("has_failed_scrapes", [False, True])
-@pytest.mark.parametrize("name", FAULTS)
-def test_an_alert_fires(name, has_failed_scrapes, tmp_path):
+@pytest.mark.parametrize(("name", "fault"), [*FAULTS.items(), *MORE_FAULTS])
+def test_an_alert_fires(name, fault, has_failed_scrapes, tmp_path):
     """It does in the fault that it is for, once, also where many scrapes fail."""
     expr = f'count by (alertname) (ALERTS{{alertname="{name}",alertstate="firing"}})'
     expected = [{"labels": f'{{alertname="{name}"}}', "value": 1}]
-    series = {**HEALTHY, **FAULTS[name]}
+    series = {**HEALTHY, **fault}
     run_rules(
         tmp_path,
         with_failed_scrapes(series) if has_failed_scrapes else series,
