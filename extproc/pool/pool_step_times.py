@@ -105,16 +105,21 @@ class PoolStepTimeEstimators:
         learner.set_prior(shown.typical, shown.fastest, look_alikes=look_alikes)
         return learner
 
-    def share(self, members: Sequence[EndpointSnapshot], now: float) -> Sequence[EndpointSnapshot]:
+    def share(
+        self, members: Sequence[EndpointSnapshot], now: float, *, has_shown: bool
+    ) -> Sequence[EndpointSnapshot]:
         """Members, with what others and their answers show now of those that have no step times.
 
         The same object while that is what it was the last time.
+
+        Args:
+            has_shown: Whether the member that was just scraped has shown step times.
         """
         if now - self._paced_at >= _STANDS_S:
             self._paced_at = now
             self._is_changed |= self._observe_answers(members, now)
         if not self._is_changed:
-            return self._share_first(members, now)
+            return self._share_first(members, now) if has_shown else members
         self._is_changed, self._shared = False, self._typical()
         return tuple(
             member if member.rates.evidence else self._with_shared(member, now)
@@ -129,9 +134,7 @@ class PoolStepTimeEstimators:
         Beside a guess, the engine whose page came first would look ten times faster or slower than
         those whose pages are on their way. From the next second on, they are to be tried (`share`).
         """
-        if self._pool.typical.evidence or not any(member.rates.evidence for member in members):
-            return members
-        if all(member.load is not NO_LOAD for member in members):
+        if self._pool.typical.evidence or all(member.load is not NO_LOAD for member in members):
             return members
         self._at = now
         self._learn()

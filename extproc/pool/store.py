@@ -276,12 +276,12 @@ class PoolStore:
                 models=None if restart else member.models,
             )
         )
-        self._share_step_times(now)
+        self._share_step_times(now, has_shown=rates.evidence > 0.0)
         return ObservedPage(member, load, restart)
 
-    def _share_step_times(self, now: float) -> None:
+    def _share_step_times(self, now: float, *, has_shown: bool) -> None:
         """Give members what the pool, and answers, show of those that show no step times."""
-        members = self._estimators.share(self.pool.members, now)
+        members = self._estimators.share(self.pool.members, now, has_shown=has_shown)
         if members is not self.pool.members:
             self.pool = msgspec.structs.replace(self.pool, members=members)
 
@@ -297,7 +297,7 @@ class PoolStore:
         lost = reason in NO_CONNECTION
         failures = member.failures + 1 if lost else 0
         self._replace_member(msgspec.structs.replace(member, failures=failures, failure=reason))
-        self._share_step_times(now)
+        self._share_step_times(now, has_shown=member.rates.evidence > 0.0)
         if member.endpoint.rank is not None and member.endpoint.rank.index:
             return  # the health of the engine, which its first rank reports
         self.outlier_detector.record_scrape_failure(
