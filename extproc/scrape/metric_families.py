@@ -195,15 +195,20 @@ class MetricFamilies:
 
 
 class _DeclaredFamilies(MetricFamilies):
-    """Metric families of a page that was cut at its declarations; `known` is updated."""
+    """Metric families of a page that was cut at its declarations; `known` and `read` are updated."""
 
     def __init__(
-        self, sections: Sequence[bytes], layout: _PageLayout, known: _KnownFamilies
+        self,
+        sections: Sequence[bytes],
+        layout: _PageLayout,
+        known: _KnownFamilies,
+        read: dict[int, bytes],
     ) -> None:
         super().__init__(b"", joined=False)
         self._sections = sections
         self._positions = layout.positions
         self._known = known
+        self._read = read
 
     def _find(self, name: bytes) -> list[Sample]:
         for family in _families_of(name):
@@ -217,9 +222,13 @@ class _DeclaredFamilies(MetricFamilies):
         section = self._sections[position]
         known = self._known.get(name)
         if known is not None and known[0] == section:
+            self._read[position] = section
             return known[1]
         samples = self._scan(section, name, 0, len(section))
-        if len(section) <= _MAX_KNOWN_BYTES:
+        is_short = len(section) <= _MAX_KNOWN_BYTES
+        # No section is empty: one that is too long to keep counts as changed on the next page.
+        self._read[position] = section if is_short else b""
+        if is_short:
             self._known[name] = section, samples
         return samples
 
@@ -262,25 +271,38 @@ class FamilyIndex:
     """Index of the families on the pages of one endpoint, one page after the other.
 
     It remembers the declarations of the last page, and what was read of its short families.
+
+    Attributes:
+        is_unchanged: Whether all families that were read of the last page have the same samples on
+            this one, and those that were absent are absent. Others may have changed.
     """
 
     def __init__(self) -> None:
+        self.is_unchanged = False
         self._layout = _NO_LAYOUT
         self._known: _KnownFamilies = {}
+        self._read: dict[int, bytes] = {}  # by position
 
     def cut(self, text: bytes) -> MetricFamilies | None:
         """Cuts a page at its declarations; None for a page that is to be searched.
 
         Whether other lines are between the families is checked once for the same declarations.
         """
+        self.is_unchanged = False
         if len(text) > _MAX_CUT_BYTES:
             return None
         sections = text.split(_DECLARED, _MAX_FAMILIES)
-        layout = self._layout
+        layout, read = self._layout, self._read
         if not layout.is_of(sections):
             layout = self._layout = _read_layout(sections)
-            self._known = {}
-        return _DeclaredFamilies(sections, layout, self._known) if layout.positions else None
+            self._known, read = {}, {}
+        elif [sections[position] for position in read] != list(read.values()):
+            read = {}
+        self.is_unchanged = bool(read)
+        self._read = read
+        if not layout.positions:
+            return None
+        return _DeclaredFamilies(sections, layout, self._known, read)
 
 
 @functools.lru_cache(maxsize=256)

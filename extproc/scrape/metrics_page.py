@@ -92,6 +92,8 @@ class MetricsPageReader:
 
     def __init__(self) -> None:
         self._families = FamilyIndex()
+        #: Load of the last page of one engine, with what it was read for.
+        self._last: tuple[engines.EngineSpec, ExtraMetrics | None, Load] | None = None
 
     def read(
         self, page: bytes, now: float, *, engine_type: str = "", extra: ExtraMetrics | None = None
@@ -112,7 +114,7 @@ class MetricsPageReader:
             The load; for an unknown engine with an empty `engine` and every value None.
         """
         opened = self._open(page, now, engine_type, extra)
-        return _read_load(*opened, now, extra) if isinstance(opened, tuple) else opened
+        return self._read_load(*opened, now, extra) if isinstance(opened, tuple) else opened
 
     def read_ranks(
         self, page: bytes, now: float, *, engine_type: str = "", extra: ExtraMetrics | None = None
@@ -131,7 +133,7 @@ class MetricsPageReader:
         families, engine = opened
         numbers = _rank_numbers(families, engine)
         if len(numbers) < 2:
-            return _read_load(families, engine, now, extra)
+            return self._read_load(families, engine, now, extra)
         shared = frozenset(
             {engines.STARTED, engine.adapters}
             | {selector.name for selector in (*engine.kv_blocks, *engine.block_tokens)}
@@ -142,6 +144,25 @@ class MetricsPageReader:
             own_families = RankFamilies(families, rank, shared=shared)
             loads.append(_read_load(own_families, engine, now, extra))
         return RankedLoad(numbers, tuple(loads))
+
+    def _read_load(
+        self,
+        families: MetricFamilies,
+        engine: engines.EngineSpec,
+        now: float,
+        extra: ExtraMetrics | None,
+    ) -> Load:
+        """Reads the load of a page; that of the last page again if what it was read from is the same."""
+        # Forgotten until it is read: what is read of a page that makes it raise is not this load.
+        last, self._last = self._last, None
+        if last is None or last[0] is not engine or last[1] is not extra:
+            last = None
+        if last is not None and self._families.is_unchanged:
+            load = msgspec.structs.replace(last[2], at=now)
+        else:
+            load = _read_load(families, engine, now, extra)
+        self._last = engine, extra, load
+        return load
 
     def _open(
         self, page: bytes, now: float, engine_type: str, extra: ExtraMetrics | None

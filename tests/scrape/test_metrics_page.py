@@ -5,6 +5,7 @@ import random
 import re
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
@@ -422,6 +423,24 @@ def test_a_family_that_changes_is_read_again():
     assert (before.prefix_queries, after.prefix_queries) == (254591.0, 300000.0)
     assert after.prefix_hits == before.prefix_hits
     assert reader.read(LORA, 7.0) == before
+
+
+def test_a_page_on_which_only_other_families_change_has_the_load_of_the_last_one():
+    """Its load is that of the last page at another time, unless other metrics are asked for."""
+    reader = metrics_page.MetricsPageReader()
+    first = reader.read_ranks(LORA, 7.0)
+    page = re.sub(rb"(?m)^(process_cpu_seconds_total) .*$", rb"\1 99.5", LORA)
+    assert page != LORA
+    again = reader.read_ranks(page, 8.0)
+    assert isinstance(first, Load)
+    assert isinstance(again, Load)
+    assert again == msgspec.structs.replace(first, at=8.0)
+    assert again.counters is first.counters
+    extra = {"cpu_s": engines.series("process_cpu_seconds_total")}
+    more = reader.read_ranks(page, 9.0, extra=extra)
+    assert more == msgspec.structs.replace(first, at=9.0, extra={"cpu_s": 99.5})
+    changed = reader.read_ranks(page.replace(b" 99.5", b" 100.5"), 9.5, extra=extra)
+    assert changed == msgspec.structs.replace(first, at=9.5, extra={"cpu_s": 100.5})
 
 
 _VALUES = (
