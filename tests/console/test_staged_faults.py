@@ -138,8 +138,8 @@ async def test_a_full_queue(fleet, overview, victim):
     for address in fleet.engines:
         await fleet.arm(address, "slow=50")
     try:
-        async with fleet.filled(60, tokens=400):
-            await is_named(overview, "The queue is full", "4 places taken")
+        async with fleet.overloaded(120, tokens=400):
+            await is_named(overview, "The queue is full", "(4 of 4 places taken)")
     finally:
         for address in fleet.engines:
             await fleet.arm(address)

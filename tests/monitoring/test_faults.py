@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import re
@@ -70,6 +71,9 @@ CLIENTS, PREFIX_CHARS = 8, 6000
 #: Seconds between two requests of a client.
 PAUSE_S = 0.1
 
+#: Seconds until a client of an overload asks again, most often after a refusal.
+RETRY_S = 0.5
+
 
 def body(number, turn, *, tokens=24):
     """A request of a client: its own long prompt, and something new; every other one is a stream."""
@@ -119,13 +123,29 @@ class WatchedFleet:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await http1.ask(self.place.port, PATH, message)
 
-    def filled(self, count=32, *, tokens=60):
+    def filled(self):
         """Crowds without a pause while the block runs.
 
         Each is of more requests than all engines may have open, so that every engine has some,
         whichever the strategy prefers.
         """
-        return again_and_again(lambda: self.crowd(count, tokens=tokens))
+        return again_and_again(lambda: self.crowd(32, tokens=60))
+
+    @contextlib.asynccontextmanager
+    async def overloaded(self, count, *, tokens):
+        """So many further clients while the block runs; each asks again a moment after its answer.
+
+        With more of them than engines hold and the queue takes, the queue is full all the time.
+        """
+
+        async def ask(number):
+            await self._ask(body(CLIENTS + number, 0, tokens=tokens))
+            await asyncio.sleep(RETRY_S)
+
+        async with contextlib.AsyncExitStack() as clients:
+            for number in range(count):
+                await clients.enter_async_context(again_and_again(functools.partial(ask, number)))
+            yield
 
     def end(self):
         """Let the clients end after their next answer."""
@@ -442,7 +462,7 @@ async def test_a_full_queue(fleet, victim):
     for address in fleet.engines:
         await fleet.arm(address, "slow=50")
     try:
-        async with fleet.filled(60, tokens=400):
+        async with fleet.overloaded(120, tokens=400):
             await fleet.panel_shows(
                 boards.FULL_QUEUE, lambda value: value > 0, status="429", cause="queue-full"
             )
