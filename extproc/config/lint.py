@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from extproc.config import epp_config, pool_sections, pools
 from extproc.config.pool_sections import SchedulingSection
-from extproc.config.settings import Settings
+from extproc.config.settings import FlowControlSection, Settings
 
 
 def find_warnings(settings: Settings) -> Iterator[str]:
@@ -15,6 +15,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _rewrites(settings)
     yield from _xds(settings)
     yield from _scaling(settings)
+    yield from _rate_limits(settings.flow_control)
     yield from _shadows(settings)
     yield from _bound_events(settings)
     yield from _peers(settings)
@@ -105,6 +106,11 @@ def _scaling(settings: Settings) -> Iterator[str]:
             "autoscaling.min is 0 and flow_control.enabled is false: requests are refused with 503 while "
             "the first engine starts, and nothing wakes one before the next look"
         )
+
+
+def _rate_limits(section: FlowControlSection) -> Iterator[str]:
+    if (section.limit or section.limits) and not section.enabled:
+        yield "flow_control.limit and limits have no effect while flow_control.enabled is false"
 
 
 def _xds(settings: Settings) -> Iterator[str]:

@@ -224,7 +224,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             computed: engines always have work, and the order of the remaining requests is decided
             later, by priority. With 0.5, requests with priority wait a third longer at the same
             throughput.
-        max_requests: Requests that may wait (count). 10000 take about 150 MB with short prompts.
+        max_requests: Requests that may wait (count). 10000 with prompts of 2 kB take about 60 MB.
         max_bytes: Bytes of the bodies of waiting requests. 256 MiB is half of what may be received
             at a time.
         order: Order of the requests of a tenant: `fcfs` by arrival, `edf` by deadline, or `slo` by

@@ -100,7 +100,7 @@ def session_of(headers: Mapping[str, str], body: Envelope) -> str:
     return ""
 
 
-#: Headers that name the model to be served, where the body names none
+#: Headers that name the model to be served, in place of the one in the body
 #: (docs/spec/protocol.md#model-rewrite).
 MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 EPP_MODEL, GATEWAY_MODEL = MODEL_HEADERS

@@ -97,7 +97,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         return web.Response(status=200 if ready else 503, text="\n".join(lines) + "\n")
 
     async def pool(self, request: web.Request) -> web.Response:
-        """Endpoints of a pool, with loads and reservations; `?pool=` selects among several."""
+        """Endpoints of a pool, with loads and reservations; of several, `?pool=` names it."""
         pools = self.pools()
         name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
         pool = pools.get(name)
@@ -149,7 +149,10 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         return web.json_response({"pools": shadows})
 
     async def record(self, request: web.Request) -> web.StreamResponse:
-        """Decisions from now on as JSON lines, for `extproc record`; `?seconds=` of them, 60 by default."""
+        """Decisions from now on as JSON lines, for `extproc record`; `?seconds=` of them, 60 by default.
+
+        At most 86400, and for four clients at a time.
+        """
         seconds = _seconds(request.query.get("seconds", "60"))
         if not seconds:
             return _refused(

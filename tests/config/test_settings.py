@@ -145,6 +145,15 @@ ADVISED = {
         ),
         "unknown_model",
     ),
+    "limits without flow control": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            flow_control=settings.FlowControlSection(
+                limits={"team-a": settings.RateLimit(tokens_per_s=1.0)}
+            ),
+        ),
+        "flow_control.limit and limits",
+    ),
 }
 
 

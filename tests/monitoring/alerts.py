@@ -136,7 +136,7 @@ ALERTS: Sequence[Alert] = (
             "  or on () absent(extproc_info)"
         ),
         summary="No replica of extproc can be scraped",
-        meaning="Prometheus sees no replica of an installation. If none runs, Envoy answers requests as its `failure_mode_allow` says, which is 500 in the shipped files.",
+        meaning="Prometheus sees no replica of an installation. If none runs, Envoy answers requests with 500 (`original-dst.yaml`) or 503 (`original-dst-buffered.yaml`); with the override-host files it sends them to the engine with the fewest requests, without prefix affinity and queue.",
         look="`kubectl get pods`, the targets page of Prometheus, the NetworkPolicy (`networkPolicy.monitoring` of the chart).",
         action="Bring a replica back; the log of the last one says why it ended. If replicas run and serve, only the scrape is broken: let Prometheus reach port 9090.",
     ),
@@ -479,7 +479,7 @@ ALERTS: Sequence[Alert] = (
             f"\n  < count by (namespace, job) {_gauge('extproc_peer_sync_peers')} - 1"
         ),
         summary="A replica of {{ $labels.job }} does not hear all others",
-        meaning="It does not know which requests the others sent where: fewer prefix hits, and engines that are busier than it believes.",
+        meaning="A replica of extproc does not know which requests the others sent where: fewer prefix hits, and engines that are busier than it believes.",
         look="`extproc_peer_sync_failures_total` by reason, and the log, which names peer and reason.",
         action="Let replicas reach each other on port 9090, with the same `server.admin_token_file`, or all of them the same Redis; see [several replicas](../guides/several-replicas.md#direct-exchange).",
     ),
