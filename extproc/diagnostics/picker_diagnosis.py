@@ -14,7 +14,7 @@ from extproc.endpoint import Endpoint, parse_port
 from extproc.scrape.client import FetchedPage
 
 #: Advice for the reasons for which an endpoint is left out; others come from its answers.
-_HEALTH_FIX = "see the log of the engine, and `extproc explain --failed`"
+_HEALTH_FIX = "see the log of the engine, and failure and cause of the endpoint in /debug/pools or the console"
 
 
 class EndpointRow(msgspec.Struct, frozen=True):

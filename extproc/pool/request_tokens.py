@@ -288,6 +288,10 @@ _LEAST_MEAN = 0.5
 #: that the mean of eight is within ten percent.
 _MIN_REQUESTS = 7.5
 
+#: Mean prompt tokens (count) from which a ratio counts: a chat template adds ten to thirty, which would
+#: be most of a shorter prompt, and none of a long one.
+_LEAST_TOKENS = 64.0
+
 #: Share of the past that a request leaves: about the last hundred requests count.
 _DECAY = 0.99
 
@@ -327,7 +331,7 @@ class _Sums:
 
     @property
     def known(self) -> bool:
-        return self.requests >= _MIN_REQUESTS
+        return self.requests >= _MIN_REQUESTS and self.tokens >= _LEAST_TOKENS * self.requests
 
 
 class _Window(msgspec.Struct, frozen=True, gc=False):

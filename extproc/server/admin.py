@@ -23,7 +23,7 @@ from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
-from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
+from extproc.telemetry.decision_log import RESULTS, DecisionLog, DecisionRecord, RejectionRecord
 from extproc.telemetry.exposition import Exposition
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
@@ -102,7 +102,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
         pool = pools.get(name)
         if pool is None:
-            named = ", ".join(pools) or "none"
+            named = ", ".join(map(repr, pools)) or "none"
             missing = Rejection(404, f"no pool is called {name!r}; there are: {named}")
             return _refused(missing)
         return web.json_response(explanation.describe_pool(pool, self.clock()))
@@ -119,8 +119,14 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         `?pool=`, `?model=` and `?endpoint=` select by these, `?result=` those that are `ok`, `failed`,
         `refused` or `open`, `?id=` those whose request id contains it.
         """
-        text = request.query.get("limit", "50")
-        limit = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 50
+        text, result = request.query.get("limit", "50"), request.query.get("result", "")
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            return _refused(
+                Rejection(400, "expected a number as ?limit=; write how many are wanted")
+            )
+        if result and result not in RESULTS:
+            return _refused(Rejection(400, f"expected ?result= as one of {', '.join(RESULTS)}"))
+        limit = int(text)
         selected = filter(_build_filter(request.query), self.decisions.latest())
         records, now = itertools.islice(selected, limit), self.clock()
         return web.json_response(
@@ -134,7 +140,8 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
             missing = Rejection(
                 404,
                 f"no decision of that request id among the last {len(self.decisions)}; the id is "
-                "the x-request-id header, and decisions.decisions says how many are kept",
+                "the x-request-id header, decisions.decisions says how many are kept, and other "
+                "replicas have those that they routed",
             )
             return _refused(missing)
         return web.json_response(explanation.explain_record(record, self.clock()))

@@ -329,7 +329,7 @@ def verdict_line(comparison: replay.TtftComparison) -> str:
         f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %"
     )
     if comparison.is_noise:
-        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, {interval}, is noise"
+        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, {interval}, which is noise"
     word = "better" if percent < 0 else "worse"
     return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
 

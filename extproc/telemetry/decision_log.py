@@ -13,7 +13,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, get_args
 
 import msgspec
 
@@ -40,6 +40,7 @@ NO_USAGE: Mapping[str, int] = {}
 #: Results of recorded requests: `refused` is the picker's, `failed` has a status of 400 or more, or
 #: none at its end.
 RequestResult = Literal["open", "ok", "failed", "refused"]
+RESULTS: Final[Sequence[str]] = get_args(RequestResult)
 
 
 class DecisionRecord:

@@ -29,6 +29,7 @@ _LEGEND = {
     "TOTAL": "sum of the columns: the highest score or the lowest cost is best",
     "ORDER": "1 is the chosen endpoint, 2 the first fallback; empty is not named",
     "chosen by": "picker; rendezvous decides among near totals by a hash of the conversation",
+    "runner-up": "endpoint with the best total but that of the chosen one",
 }
 
 

@@ -110,7 +110,7 @@ class Exposition:
         counters = self._counters
         yield _counter(
             "extproc_streams",
-            "ext_proc streams that ended, by result.",
+            "ext_proc streams that ended, by result. Envoy resets the stream of an answered request, which counts as cancelled.",
             "result",
             {result: counters.streams[result] for result in _STREAM_RESULTS},
         )

@@ -141,6 +141,17 @@ def test_ratio_is_learned_from_usage():
     assert learned.bytes_per_token("m") == 3.0
 
 
+def test_short_prompts_say_nothing_of_long_ones():
+    """Most of their tokens are those of the chat template; beside long prompts they do not matter."""
+    learned = BytesPerTokenEstimator()
+    for _ in range(50):
+        learned.observe_usage("m", prompt_bytes=11, tokens=9)
+    assert learned.bytes_per_token("m") == 4.0
+    for _ in range(10):
+        learned.observe_usage("m", prompt_bytes=3000, tokens=1009)
+    assert learned.bytes_per_token("m") == pytest.approx(3.0, rel=0.05)
+
+
 def test_images_do_not_count_as_text():
     """A thousand tokens for a hundred bytes: outside of what a tokenizer does."""
     learned = BytesPerTokenEstimator()

@@ -259,6 +259,19 @@ def test_decisions_are_selected(query, expected):
     serving.run(test())
 
 
+@pytest.mark.parametrize("query", ["result=lost", "limit=x", "limit=-1", "limit="])
+def test_a_wrong_selection_of_decisions_is_refused(query):
+    """400 with the values that are expected."""
+
+    async def test() -> None:
+        async with picker() as (_, port):
+            answer = await http1.ask(port, f"/debug/decisions?{query}")
+            assert answer.status == 400
+            assert f"?{query.partition('=')[0]}=" in answer.body.decode()
+
+    serving.run(test())
+
+
 def test_a_decision_has_the_predicted_and_the_actual_first_token():
     """The result of the request is beside its prediction."""
 
