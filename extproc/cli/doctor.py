@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             got="none",
             fix="write extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090",
         )
-    token = admin_access.read_token(args.token_file or "", where="--token-file")
+    token = admin_access.read_token(args.token_file or "", where="--token-file", once=True)
     pages = asyncio.run(
         collector.Collector(settings, timeout_s=args.timeout).collect(
             envoy=envoy, picker=picker, token=token

@@ -286,7 +286,7 @@ def read_token(args: argparse.Namespace) -> str:
     """The token of --token-file; empty where the flag is not used."""
     from extproc.server import admin_access
 
-    return admin_access.read_token(args.token_file or "", where="--token-file")
+    return admin_access.read_token(args.token_file or "", where="--token-file", once=True)
 
 
 def _request_dry_run(

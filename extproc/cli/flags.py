@@ -99,19 +99,25 @@ def _help(flag: flag_table.Flag) -> str:
     return (f"{text} (default: {default})" if default else text).replace("%", "%%")
 
 
-def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = None) -> Resolved:
+def resolve(
+    args: argparse.Namespace,
+    document: loader.ConfigDocument | None = None,
+    *,
+    again: bool = False,
+) -> Resolved:
     """Settings from parsed flags.
 
     Args:
         args: Parsed flags of a parser that `add` prepared, with unknown words in `unknown_flags`.
         document: The configuration; None reads the one that the flags name.
+        again: Whether its file was read before, as of `loader.read_text`.
 
     Raises:
         ConfigError: A flag or a file is wrong, or asks for what does not exist.
     """
     warnings = list(flag_table.compatibility_warnings(args))
     warnings += flag_table.unknown_flag_warnings(args.unknown_flags, known=known_flags())
-    document = document or read_document(args)
+    document = document or read_document(args, again=again)
     warnings += document.warnings
     in_cluster = _kubernetes_overrides(args, document.tree)
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
@@ -151,8 +157,11 @@ def _add(
     return action
 
 
-def read_document(args: argparse.Namespace) -> loader.ConfigDocument:
+def read_document(args: argparse.Namespace, *, again: bool = False) -> loader.ConfigDocument:
     """The configuration that flags name, as it was written.
+
+    Args:
+        again: As of `loader.read_text`.
 
     Raises:
         ConfigError: It cannot be read, or two are named.
@@ -166,7 +175,7 @@ def read_document(args: argparse.Namespace) -> loader.ConfigDocument:
             fix="put everything into one of them",
         )
     if file:
-        return loader.read(Path(file))
+        return loader.read(Path(file), again=again)
     return loader.parse(text, where="--config-text") if text else loader.EMPTY
 
 

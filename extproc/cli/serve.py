@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         own = [args.config_file] if args.config_file else []
         return [*own, *settings.scheduling.plugin_files]
 
-    source = reload.ConfigSource(files, lambda: flags.resolve(args).settings)
+    source = reload.ConfigSource(files, lambda: flags.resolve(args, again=True).settings)
     return lifecycle.run(resolved.settings, source)
 
 

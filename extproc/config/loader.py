@@ -19,7 +19,7 @@ import yaml
 
 from extproc.config import epp_config, pools, validation
 from extproc.config.settings import API_VERSION, KIND, Settings
-from extproc.discovery.static_discovery import YAML_FAILURES
+from extproc.discovery.static_discovery import YAML_FAILURES, open_regular
 from extproc.errors import ConfigError, file_error
 from extproc.protocol import body_buffer
 
@@ -73,24 +73,33 @@ _STRATEGY = ("scheduling", "strategy")
 EMPTY = ConfigDocument("the command line", {"apiVersion": API_VERSION, "kind": KIND})
 
 
-def read(path: Path) -> ConfigDocument:
+def read(path: Path, *, again: bool = False) -> ConfigDocument:
     """Read a file.
+
+    Args:
+        again: As of `read_text`.
 
     Raises:
         ConfigError: It cannot be read or is no YAML or JSON mapping.
     """
-    document = parse(read_text(path), where=str(path))
+    document = parse(read_text(path, again=again), where=str(path))
     return msgspec.structs.replace(document, folder=str(path.parent))
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, again: bool = False) -> str:
     """Return the text of a file.
+
+    Args:
+        again: Whether it was read before: only a regular file can be. The first time it may be a
+            pipe too (`/dev/stdin`, `<(command)`), which is read to its end, however long its writer
+            takes.
 
     Raises:
         ConfigError: It cannot be read or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=open_regular if again else None) as file:
+            return file.read()
     except OSError as error:
         raise file_error(path, error) from None
     except UnicodeDecodeError as error:

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from extproc.config import pool_sections, validation
+from extproc.discovery.static_discovery import open_regular
 from extproc.errors import ConfigError
 from extproc.scheduling import plugin_guard, registry
 from extproc.scheduling.framework import Signal
@@ -153,7 +154,8 @@ def from_file(path: Path, *, where: str) -> ExternalPlugins:
         ConfigError: It cannot be read, raises, or defines no plugin or a broken one.
     """
     try:
-        source = path.read_bytes()
+        with open(path, "rb", opener=open_regular) as file:
+            source = file.read()
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         why = getattr(error, "strerror", None) or type(error).__name__
         raise ConfigError(

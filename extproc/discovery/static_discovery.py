@@ -10,11 +10,13 @@ not take the engines with it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import pathlib
 import random
 import socket
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -178,13 +180,37 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp:
     return FileStamp(status.st_mtime_ns, status.st_size, status.st_ino)
 
 
+def open_regular(name: str, flags: int) -> int:
+    """Opens a regular file, also behind links: the `opener` of what is read again while serving.
+
+    A pipe in the file's place would hold its reader until somebody writes to it.
+
+    Raises:
+        OSError: There is no regular file, or it cannot be opened.
+    """
+    # Opened before it is looked at, as another file may take its place in between.
+    descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    found = "a pipe" if stat.S_ISFIFO(mode) else "a device"
+    raise OSError(errno.EINVAL, f"{found}, which is no regular file", name)
+
+
 def load_file(
-    path: pathlib.Path, *, limit_bytes: int
+    path: pathlib.Path, *, limit_bytes: int, again: bool = False
 ) -> tuple[endpoint_list.EndpointListEntry, ...]:
-    """Loads a YAML or JSON file; raises `ConfigError` for any other, or a longer one."""
+    """Loads a YAML or JSON file; raises `ConfigError` for any other, or a longer one.
+
+    Args:
+        again: Whether it was read before: only a regular file can be, and a pipe once.
+    """
     where = str(path)
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular if again else None) as file:
             text = file.read(limit_bytes + 1)
     except OSError as error:
         raise ConfigError(
@@ -307,7 +333,7 @@ class StaticDiscovery:
         """
         if self._path is not None:
             self._stamp = file_stamp(self._path)
-            self._file_entries = await self._load(self._path)
+            self._file_entries = await self._load(self._path, again=False)
         # Without endpoints the replica is not ready; the loop resolves them as soon as it can.
         self._unresolved = not await self._supervisor.attempt(
             "discovery", self._resolve(), instance=self._pool_name
@@ -342,15 +368,18 @@ class StaticDiscovery:
         # Taken before reading: what is written during the read makes another change.
         self._stamp = stamp
         try:
-            self._file_entries = await self._load(self._path)
+            self._file_entries = await self._load(self._path, again=True)
         except ConfigError as error:
             self._report("file-broken", str(error))
             return False
         return True
 
-    async def _load(self, path: pathlib.Path) -> tuple[endpoint_list.EndpointListEntry, ...]:
+    async def _load(
+        self, path: pathlib.Path, *, again: bool
+    ) -> tuple[endpoint_list.EndpointListEntry, ...]:
         # In a thread: a long file takes longer than a routing decision may wait.
-        return await asyncio.to_thread(load_file, path, limit_bytes=self._settings.limit_bytes)
+        limit_bytes = self._settings.limit_bytes
+        return await asyncio.to_thread(load_file, path, limit_bytes=limit_bytes, again=again)
 
     async def _resolve(self) -> None:
         entries = self._all_entries()

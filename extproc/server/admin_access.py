@@ -16,13 +16,12 @@ import math
 import resource
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from extproc.discovery.static_discovery import file_stamp
+from extproc.discovery.static_discovery import file_stamp, open_regular
 from extproc.errors import ConfigError
 
 _OPEN = frozenset({"/", "/metrics", "/healthz", "/readyz"})
@@ -34,11 +33,12 @@ _INTERNAL = "/internal/"
 _CONSOLE = "/console"
 
 
-def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
+def read_token(path: str, *, where: str = "server.admin_token_file", once: bool = False) -> str:
     """Read the token or password of a file, without surrounding blanks; empty for no file.
 
     Args:
         path: Path of the file; empty for none.
+        once: Whether it is never read again, and may be a pipe.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.
@@ -46,7 +46,8 @@ def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     if not path:
         return ""
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        with open(path, encoding="ascii", opener=None if once else open_regular) as file:
+            token = file.read().strip()
     except (OSError, ValueError) as error:
         token, actual = "", str(error)
     else:

@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from typing import Final
 
 import uvloop
 
@@ -22,6 +24,11 @@ from extproc.telemetry import log_format
 
 #: Seconds between two looks whether a picker is ready for the first time.
 _LOOK_S = 0.1
+
+#: Seconds that threads have to end once nothing is served any more.
+_THREADS_END_S: Final = 3.0
+
+_log = logging.getLogger("extproc.server")
 
 
 def run(settings: Settings, source: reload.ConfigSource) -> int:
@@ -36,8 +43,33 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
     # Ours only: gRPC and aiohttp have debug lines of their own.
     logging.getLogger("extproc").setLevel(settings.log.level.upper())
     grpc_workarounds.configure_malloc(os.environ)
-    uvloop.run(serve(settings, source, announce=functools.partial(print, flush=True)))
+    ended = threading.Event()
+    try:
+        uvloop.run(_serve_and_end(settings, source, ended))
+    finally:
+        ended.set()
     return 0
+
+
+async def _serve_and_end(
+    settings: Settings, source: reload.ConfigSource, ended: threading.Event
+) -> None:
+    status = 1
+    try:
+        await serve(settings, source, announce=functools.partial(print, flush=True))
+        status = 0
+    finally:
+        # The event loop waits for its threads without end, and one may read a file of a mount that
+        # stalls.
+        threading.Thread(target=_abandon_threads, args=(ended, status), daemon=True).start()
+
+
+def _abandon_threads(ended: threading.Event, status: int) -> None:
+    """End the process where threads of the event loop do not."""
+    if not ended.wait(_THREADS_END_S):
+        _log.warning("the process ends without a thread that hangs, as in the read of a file")
+        sys.stdout.flush()
+        os._exit(status)
 
 
 async def serve(

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from extproc.discovery.static_discovery import FileStamp, file_stamp
+from extproc.discovery.static_discovery import FileStamp, file_stamp, open_regular
 from extproc.errors import ConfigError
 
 _log = logging.getLogger("extproc.server")
@@ -145,8 +145,7 @@ class KeyPair:
         """
         stamps = self._read_stamps()
         try:
-            private = (self._folder / "tls.key").read_bytes()
-            public = (self._folder / "tls.crt").read_bytes()
+            private, public = self._read_file("tls.key"), self._read_file("tls.crt")
             key = serialization.load_pem_private_key(private, password=None)
             certificate = x509.load_pem_x509_certificate(public)
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -177,6 +176,10 @@ class KeyPair:
             return None
         on_reload("reloaded")
         return pair
+
+    def _read_file(self, name: str) -> bytes:
+        with open(self._folder / name, "rb", opener=open_regular) as file:
+            return file.read()
 
     def _read_stamps(self) -> Sequence[FileStamp]:
         return [file_stamp(self._folder / name) for name in ("tls.key", "tls.crt")]

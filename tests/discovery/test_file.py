@@ -1,4 +1,6 @@
+import os
 import pathlib
+import threading
 
 import pytest
 
@@ -68,6 +70,30 @@ def test_a_missing_file_is_refused():
     """The message holds the path and the system's reason."""
     with pytest.raises(ConfigError, match="No such file"):
         load(pathlib.Path("nowhere/pool.yaml"))
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    """At the start the list may come from a command; read again, a pipe could block for ever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="an endpoints file, got a pipe"):
+        static_discovery.load_file(path, limit_bytes=10_000, again=True)
+    writer = threading.Thread(
+        target=path.write_text, args=("endpoints: [{name: a, address: 10.0.0.1, port: 1}]",)
+    )
+    writer.start()
+    assert [entry.name for entry in load(path)] == ["a"]
+    writer.join()
+
+
+def test_only_a_regular_file_is_opened_again(tmp_path):
+    """A folder and a device are none; a link to one is."""
+    (tmp_path / "pool.yaml").write_text("endpoints: []")
+    (tmp_path / "link").symlink_to("pool.yaml")
+    assert static_discovery.load_file(tmp_path / "link", limit_bytes=100, again=True) == ()
+    for name, reason in ((tmp_path, "Is a directory"), ("/dev/zero", "a device")):
+        with pytest.raises(ConfigError, match=reason):
+            static_discovery.load_file(pathlib.Path(name), limit_bytes=100, again=True)
 
 
 def test_the_stamp_follows_a_symlink_swap(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -136,11 +137,15 @@ def test_a_token_file_is_read_again_when_it_changes(tmp_path):
     assert (token.current(), token.current()) == ("second", "second")
     file.unlink()
     assert token.current() == "second"
+    os.mkfifo(file)
+    assert token.current() == "second"
     assert [len(reloads), "without a token" in reloads[1], "No such file" in reloads[2]] == [
-        3,
+        4,
         True,
         True,
     ]
+    assert "a pipe, which is no regular file" in reloads[3]
+    file.unlink()
     file.write_text("third")
     assert token.current() == "third"
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +28,24 @@ def level():
     ours.setLevel(before)
 
 
+#: A picker whose configuration is read without end.
+HANGING = """
+import threading
+from extproc.config import loader
+from extproc.server import lifecycle, reload
+text = '''%s
+server: {grpc_port: 0, grpc_health_port: 0, metrics_port: 0}
+pool: {endpoints: ["127.0.0.1:9"]}
+'''
+def read():
+    print("reads", flush=True)
+    threading.Event().wait()
+lifecycle._THREADS_END_S = 0.01
+settings = loader.settings(loader.parse(text, where="text"))
+lifecycle.run(settings, reload.ConfigSource(lambda _: [], read))
+"""
+
+
 class ReloadedFile:
     """A reloader over a file, and what it does."""
 
@@ -34,7 +56,7 @@ class ReloadedFile:
         self.subject = reload.Reloader(
             reload.ConfigSource(
                 lambda settings: [str(path), *settings.scheduling.plugin_files],
-                lambda: loader.settings(loader.read(path)),
+                lambda: loader.settings(loader.read(path, again=True)),
             ),
             loader.settings(loader.read(path)),
             apply_settings=self.adopt,
@@ -107,6 +129,44 @@ def test_no_file_ends_the_process(tmp_path, text):
     assert scene.write("log: {level: debug}\n").changed == ("log.level",)
 
 
+def test_a_pipe_in_place_of_the_file_is_refused(tmp_path):
+    """Nobody writes to it, so that its reader would wait for ever, and with it every later reload."""
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
+    scene.path.unlink()
+    os.mkfifo(scene.path)
+    asyncio.run(scene.subject.step())
+    assert "a readable file, got a pipe, which is no regular file" in scene.results[-1].error
+    scene.path.unlink()
+    (tmp_path / "linked.yaml").write_text(HEAD + "log: {level: debug}\n")
+    scene.path.symlink_to("linked.yaml")
+    asyncio.run(scene.subject.step())
+    assert scene.results[-1].changed == ("log.level",)
+
+
+def test_a_read_that_hangs_does_not_keep_the_process():
+    """A file of a mount that stalls: a signal ends the process with status 0, and a line says why."""
+    command = [sys.executable, "-c", HANGING % HEAD]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert any("listening" in line for line in process.stdout)
+            process.send_signal(signal.SIGHUP)
+            assert any("reads" in line for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=300) == 0
+            assert "ends without a thread that hangs" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_plugin_file_that_is_a_pipe_is_refused(tmp_path):
+    """Plugin files are read at every reload."""
+    os.mkfifo(tmp_path / "plugin.py")
+    with pytest.raises(ConfigError, match=r"a readable Python file, got .* a pipe"):
+        ReloadingScene(read(f"scheduling: {{plugin_files: [{tmp_path}/plugin.py]}}\n"))
+
+
 def test_a_plugin_file_without_a_possible_name_is_refused():
     """A NUL in a name is a mistake in the configuration, not a bug of ours."""
     with pytest.raises(ConfigError, match="a readable Python file"):
@@ -117,7 +177,7 @@ def test_a_reader_that_raises_is_an_error_of_the_reload(tmp_path, monkeypatch):
     """An unexpected exception is reported with its location and without its message."""
     scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
 
-    def raising(_):
+    def raising(*_, **__):
         raise MemoryError("a secret")
 
     monkeypatch.setattr(loader, "read", raising)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
 
@@ -22,6 +24,15 @@ def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
     assert tls.KeyPair(tmp_path).changed(results.append) is None
     assert len(results) == 1
     assert type(raised).__name__ in results[0]
+
+
+def test_a_pipe_in_place_of_a_key_does_not_block(tmp_path):
+    """The key is read when a client connects, in the thread that serves all."""
+    os.mkfifo(tmp_path / "tls.key")
+    (tmp_path / "tls.crt").write_text("certificate")
+    results = []
+    assert tls.KeyPair(tmp_path).changed(results.append) is None
+    assert "a pipe, which is no regular file" in results[0]
 
 
 def test_a_chain_larger_than_a_usual_pipe_is_read():
