@@ -221,7 +221,7 @@ class AdminServer:
         """Listen, on every address where `host` is empty; returns the port, that of IPv4 if they differ.
 
         Raises:
-            ConfigError: The port is taken.
+            ConfigError: The port is taken, or the host is none of this machine.
         """
         runner = self._runner = web.AppRunner(
             application, access_log=None, keepalive_timeout=admin_access.KEEPALIVE_S
@@ -232,9 +232,8 @@ class AdminServer:
             admin_access.ConnectionLimiter(runner.server)
         try:
             await web.TCPSite(runner, host or None, port).start()
-        except OSError as error:
-            why = error.strerror or ""
-            raise transport.port_in_use_error("--metrics-port", port, why=why) from error
+        except (OSError, UnicodeError) as error:
+            raise transport.bind_error("--metrics-port", host, port, error) from error
         # With port 0, IPv4 and IPv6 get ports of their own, in any order; an IPv4 address is a pair.
         return int(min(runner.addresses, key=len)[1])
 

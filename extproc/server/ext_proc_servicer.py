@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -383,19 +384,21 @@ def bind(
         The port.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or the host is none of this machine.
     """
     host, _, number = address.rpartition(":")
-    if int(number) and transport.is_taken(host.strip("[]"), int(number)):
-        # Looked at first, because gRPC prints lines of its own about what it cannot bind.
-        raise transport.port_in_use_error(flag, int(number), why="something listens there")
+    host, port = host.strip("[]"), int(number)
+    # Looked at first, because gRPC prints lines of its own about what it cannot bind.
+    failed = transport.find_bind_error(host, port)
+    if failed is not None:
+        raise transport.bind_error(flag, host, port, failed)
     try:
         if credentials is None:
             return listening.add_insecure_port(address)
         return listening.add_secure_port(address, credentials)
     except RuntimeError as error:
-        port = int(address.rpartition(":")[2])
-        raise transport.port_in_use_error(flag, port, why="cannot bind " + address) from error
+        taken = OSError(errno.EADDRINUSE, "something listens there")
+        raise transport.bind_error(flag, host, port, taken) from error
 
 
 def load_credentials(server: ServerSection) -> grpc.ServerCredentials | None:

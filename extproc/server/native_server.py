@@ -257,14 +257,13 @@ def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | 
         The port.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or the host is none of this machine.
     """
     try:
         return server.bind(address, tls)
-    except OSError as error:
-        port = int(address.rpartition(":")[2])
-        why = error.strerror or str(error)
-        raise transport.port_in_use_error(flag, port, why=why) from error
+    except (OSError, UnicodeError) as error:
+        host, _, port = address.rpartition(":")
+        raise transport.bind_error(flag, host.strip("[]"), int(port), error) from error
 
 
 def load_tls_context(server: ServerSection) -> ssl.SSLContext | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -86,32 +87,57 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 def is_taken(host: str, port: int) -> bool:
     """Check if a TCP port is in use; False for a name that does not resolve."""
+    error = find_bind_error(host, port)
+    return error is not None and error.errno == errno.EADDRINUSE
+
+
+def find_bind_error(host: str, port: int) -> OSError | None:
+    """Error of a TCP port in use at one address of a host, or of a host without a usable address."""
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # noqa: S104 - as `bind_socket`
     try:
         addresses = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError:
-        return False
+    except OSError as error:
+        return error
+    except UnicodeError:
+        return socket.gaierror(socket.EAI_NONAME, "no name of a host")
+    failed = []
     for family, kind, protocol, _, address in addresses:
-        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6 and not host:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
+        try:
+            with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6 and not host:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return True
-    return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return error
+            failed.append(error)
+    return failed[0] if len(failed) == len(addresses) else None
 
 
-def port_in_use_error(flag: str, port: int, *, why: str) -> ConfigError:
-    """Build the error of a port that cannot be bound."""
+def bind_error(flag: str, host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    """Build the error of an address that cannot be bound: of its port or of its host.
+
+    Args:
+        flag: Name of the option that set the port.
+        host: Value of `--host`.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in {errno.EADDRINUSE, errno.EACCES}:
+        return ConfigError(
+            flag,
+            wanted=f"port {port} to be free",
+            got=os.strerror(number),
+            fix="stop what listens there, or name another port (0 picks a free one)",
+        )
     return ConfigError(
-        flag,
-        wanted=f"port {port} to be free",
-        got=why,
-        fix="stop what listens there, or name another port (0 picks a free one)",
+        "--host",
+        wanted="an address of this machine, or a name of one",
+        got=f"{host!r}: {getattr(error, 'strerror', None) or error}",
+        fix="name one that `ip addr` shows, or leave it out to listen on every address",
     )
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.config.settings import LimitsSection, ServerSection
 from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.http2.limits import ReceiveBudget
-from extproc.server import native_server, transport
+from extproc.server import admin, native_server, transport
 from tests.support import http2_serving, serving
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,30 @@ async def test_native_names_a_taken_port(host):
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--grpc-port: .*port {port} to be free"):
             native_server.bind(server, f"{host}:{port}", flag="--grpc-port")
+
+
+#: Hosts that cannot be listened on: no address, none of this machine, no name.
+WRONG_HOSTS = ["300.1.1.1", "192.0.2.1", "a" * 64 + ".x"]
+
+
+@pytest.mark.parametrize("host", WRONG_HOSTS)
+@pytest.mark.parametrize("kind", ["native", "grpcio"])
+async def test_a_wrong_host_is_no_taken_port(host, kind, capfd):
+    """The error names the option that is wrong, and gRPC adds no lines."""
+    settings = serving.settings(FIRST, transport=kind, host=host)
+    with pytest.raises(ConfigError, match=rf"--host: .*this machine.*, got '{host}'"):
+        async with serving.running(settings):
+            pass
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("host", WRONG_HOSTS)
+async def test_a_wrong_host_of_the_metrics_is_no_taken_port(host):
+    """As of the ext_proc port."""
+    server = admin.AdminServer()
+    with pytest.raises(ConfigError, match=rf"--host: .*this machine.*, got '{host}'"):
+        await server.start(web.Application(), host=host, port=0)
+    await server.close()
 
 
 async def test_a_port_taken_by_health_releases_that_of_ext_proc():
