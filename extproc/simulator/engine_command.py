@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import signal
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from extproc.simulator.http import server
+
+_MAX_PORT = 65535
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,18 +72,11 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
     """
     import msgspec
 
-    from extproc import errors
     from extproc.simulator import faults, profiles
     from extproc.simulator.http import kv_publisher, server
 
-    if args.speed <= 0:
-        raise errors.ConfigError(
-            "--speed", wanted="a number above 0", got=str(args.speed), fix="1 is real time"
-        )
-    if not 1 <= args.ranks <= 64:
-        raise errors.ConfigError(
-            "--ranks", wanted="1 to 64", got=str(args.ranks), fix="1 is an engine without ranks"
-        )
+    _check_numbers(args)
+    _check_ports(args)
     changes = {
         "max_loras": args.max_loras,
         "kv_tokens": args.kv_tokens,
@@ -121,6 +117,51 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
             else None
         ),
     )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    from extproc import errors
+
+    if not 0 < args.speed < math.inf:
+        raise errors.ConfigError(
+            "--speed", wanted="a number above 0", got=str(args.speed), fix="1 is real time"
+        )
+    if not 1 <= args.ranks <= 64:
+        raise errors.ConfigError(
+            "--ranks", wanted="1 to 64", got=str(args.ranks), fix="1 is an engine without ranks"
+        )
+    for flag, number in (
+        ("--cold-start-s", args.cold_start_s),
+        ("--coalesce-ms", args.coalesce_ms),
+        ("--keepalive-s", args.keepalive_s),
+    ):
+        if not 0 <= number < math.inf:
+            raise errors.ConfigError(
+                flag, wanted="a number from 0", got=str(number), fix="leave it out for the default"
+            )
+
+
+def _check_ports(args: argparse.Namespace) -> None:
+    """Check that ports exist, also those of further ranks, which follow the first rank's."""
+    from extproc import errors
+
+    events, replay, more = args.kv_events_port, args.kv_replay_port, args.ranks - 1
+    for flag, port, last in (
+        ("--port", args.port, _MAX_PORT),
+        ("--kv-events-port", events, _MAX_PORT - more),
+        ("--kv-replay-port", replay, _MAX_PORT - more),
+    ):
+        if not 0 <= port <= last:
+            raise errors.ConfigError(
+                flag, wanted=f"a port from 0 to {last}", got=str(port), fix="name another port"
+            )
+    if events and replay and abs(events - replay) <= more:
+        raise errors.ConfigError(
+            "--kv-replay-port",
+            wanted=f"a port at least {args.ranks} from --kv-events-port {events}",
+            got=str(replay),
+            fix="name another port; every rank has one of each",
+        )
 
 
 def run(args: argparse.Namespace) -> int:

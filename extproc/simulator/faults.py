@@ -92,7 +92,7 @@ def parse(text: str) -> Fault:
         )
     except ValueError:
         raise _bad(text) from None
-    if pairs or fault.value < 0 or not 0 <= fault.rate <= 1:
+    if pairs or not (0 <= fault.value < math.inf and 0 <= fault.rate <= 1 and fault.for_s >= 0):
         raise _bad(text)
     if fault.kind.endswith("status") and not 200 <= fault.value <= 599:
         raise _bad(text)

@@ -22,7 +22,7 @@ from tests.scrape.kv_event_engines import (
     text,
 )
 
-zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
+pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
@@ -268,7 +268,7 @@ async def neighbors():
     """Two engines on ports that follow each other; other processes take ports as well."""
     for _ in range(100):
         first = PublishingEngine()
-        with contextlib.suppress(zmq.ZMQError):
+        with contextlib.suppress(ConfigError):
             return first, PublishingEngine(port=first.publisher.port + 1, rank=1)
         await first.close()
     raise OSError("expected two free ports that follow each other, found none in 100 attempts")
@@ -300,7 +300,7 @@ def test_a_publisher_whose_port_is_taken_closes_its_sockets():
 
     async def test():
         engine = PublishingEngine()
-        with pytest.raises(zmq.ZMQError):
+        with pytest.raises(ConfigError):
             PublishingEngine(port=engine.publisher.port)
         gc.collect()
         await engine.close()

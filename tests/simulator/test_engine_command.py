@@ -71,7 +71,28 @@ def test_flags_change_the_profile():
 
 @pytest.mark.parametrize(
     "flags",
-    [["--profile", "nope"], ["--speed", "0"], ["--fault", "nope"], ["--token-budget", "1"]],
+    [
+        ["--profile", "nope"],
+        ["--speed", "0"],
+        ["--speed", "nan"],
+        ["--speed", "inf"],
+        ["--fault", "nope"],
+        ["--fault", "slow=nan"],
+        ["--fault", "slow=inf"],
+        ["--fault", "hang,for=nan"],
+        ["--token-budget", "1"],
+        ["--cold-start-s", "nan"],
+        ["--coalesce-ms", "-1"],
+        ["--keepalive-s", "inf"],
+        ["--port", "70000"],
+        ["--port", "-1"],
+        ["--kv-events-port", "70000"],
+        ["--kv-events-port", "-1"],
+        ["--kv-events-port", "65535", "--ranks", "2"],
+        ["--kv-events-port", "5557", "--kv-replay-port", "65536"],
+        ["--kv-events-port", "5557", "--kv-replay-port", "5557"],
+        ["--kv-events-port", "5557", "--kv-replay-port", "5558", "--ranks", "2"],
+    ],
 )
 def test_bad_flags_are_refused_with_status_2(flags, capsys):
     """One line on stderr that names the flag's trouble."""
@@ -80,3 +101,18 @@ def test_bad_flags_are_refused_with_status_2(flags, capsys):
         engine_command.settings(args)
     assert engine_command.run(args) == 2
     assert "expected" in capsys.readouterr().err
+
+
+def test_a_taken_port_of_kv_events_is_refused_with_status_2(capsys):
+    """One line that names the flag, also of the second rank's port, and no traceback."""
+    pytest.importorskip("zmq", reason="the extra kv-events is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags in (
+            ["--kv-events-port", str(port)],
+            ["--kv-events-port", str(port - 1), "--ranks", "2"],
+        ):
+            assert engine_command.run(parsed("--port", "0", *flags)) == 2
+            error = capsys.readouterr().err
+            assert "--kv-events-port: expected port" in error
+            assert error.count("\n") == 1

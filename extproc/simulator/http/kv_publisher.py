@@ -107,18 +107,33 @@ class KvPublisher:
         """Listen on both ports, or connect and listen for replays; on an error close the sockets.
 
         Raises:
-            zmq.ZMQError: A port is taken.
+            ConfigError: A port is taken, or the host is none to listen on.
         """
         try:
             if self._settings.connect:
                 address, _, port = self._settings.connect.rpartition(":")
                 self._pub.connect(f"{address}:{int(port) + self._settings.rank}")
             else:
-                self.port = _bind(self._pub, host, self._settings.port)
-            self.replay_port = _bind(self._router, host, self._settings.replay_port)
-        except self._zmq.ZMQError:
+                self.port = self._bind(self._pub, host, self._settings.port, "--kv-events-port")
+            replay_port = self._settings.replay_port
+            self.replay_port = self._bind(self._router, host, replay_port, "--kv-replay-port")
+        except (errors.ConfigError, self._zmq.ZMQError):
             self.close()
             raise
+
+    def _bind(self, socket: Any, host: str, port: int, flag: str) -> int:
+        try:
+            if not port:
+                return int(socket.bind_to_random_port(f"tcp://{host}"))
+            socket.bind(f"tcp://{host}:{port}")
+        except self._zmq.ZMQError as error:
+            raise errors.ConfigError(
+                flag,
+                wanted=f"port {port} to be free on {host}",
+                got=error.strerror,
+                fix="name another port, or an IP address of this machine as --host",
+            ) from error
+        return port
 
     def note(self, hashes: Sequence[int], text: bytes, *, adapter: str, salt: str) -> None:
         """Note the content of blocks that a request may store.
@@ -241,13 +256,6 @@ class KvPublisher:
         if self._settings.form == "array":
             return [tag, *fields.values()]
         return {"type": tag, **fields}
-
-
-def _bind(socket: Any, host: str, port: int) -> int:
-    if port:
-        socket.bind(f"tcp://{host}:{port}")
-        return port
-    return int(socket.bind_to_random_port(f"tcp://{host}"))
 
 
 def _load_zmq() -> Any:

@@ -401,6 +401,10 @@ async def serving(
 
     Args:
         port: Port; 0 picks a free one, which is then `EngineServer.port`.
+
+    Raises:
+        OSError: The port is taken.
+        ConfigError: A port of KV events is.
     """
     server = EngineServer(settings)
     runner = web.AppRunner(
@@ -415,12 +419,15 @@ async def serving(
         site = web.TCPSite(runner, host, port, backlog=1024)
         await site.start()
         server.port = runner.addresses[0][1]
+        # Before the group, which would wrap the error of a taken port.
+        for rank in server.ranks:
+            if rank.publisher is not None:
+                rank.publisher.bind(host)
         async with asyncio.TaskGroup() as group:
             tasks = []
             for rank in server.ranks:
                 tasks.append(group.create_task(rank.runner.run(), name="engine-steps"))
                 if rank.publisher is not None:
-                    rank.publisher.bind(host)
                     tasks.append(group.create_task(rank.publisher.run(), name="engine-kv-events"))
             yield server
             for task in tasks:
