@@ -306,10 +306,36 @@ def _request_dry_run(
 
 
 def base_url(server: str) -> str:
-    """The address of the pages, with a scheme."""
-    if not server.startswith(("http://", "https://")):
-        server = f"http://{server}"
-    return server.rstrip("/")
+    """The address of the pages, with a scheme.
+
+    Raises:
+        ConfigError: It is no address of a server.
+    """
+    url = server if server.startswith(("http://", "https://")) else f"http://{server}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = parts.hostname if parts.port != 0 else ""
+        (host or "").encode("idna")
+    except ValueError:  # an unclosed bracket, a port that is no number, an empty label
+        host = ""
+    if not host or parts.query or parts.fragment or "@" in url or " " in url:
+        raise ConfigError(
+            "--server",
+            wanted="host:port, or a URL without user and query",
+            got="a user" if "@" in url else repr(server),  # no password in the error
+            fix=f"write {SERVER}",
+        )
+    return url.rstrip("/")
+
+
+def not_extproc_error(url: str, got: str) -> UnreachableError:
+    """The error of a server that answers otherwise than extproc would."""
+    return UnreachableError(
+        wanted=f"the metrics port of an extproc at {url}",
+        got=got,
+        fix="that is another server or version; give the host and the --metrics-port of a running "
+        "`extproc serve` with --server",
+    )
 
 
 def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:

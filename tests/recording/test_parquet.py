@@ -29,8 +29,7 @@ def events(path):
 def written(tmp_path):
     """The example of the guide as Parquet, written as `extproc record` does."""
     path = tmp_path / "decisions.parquet"
-    with contextlib.closing(record.open_recording(path)) as file:
-        assert record.copy_lines(io.BytesIO(EXAMPLE.read_bytes()), file) > 200
+    assert record.write_recording(path, iter([EXAMPLE.read_bytes()])) > 200
     return path
 
 
@@ -64,7 +63,7 @@ def test_numbers_are_columns(written):
 def test_pieces_may_end_within_a_line(tmp_path):
     """A client reads what the network brings; a line that is cut off at the end is left out."""
     path, data = tmp_path / "f.parquet", EXAMPLE.read_bytes()
-    with contextlib.closing(record.open_recording(path)) as file:
+    with contextlib.closing(parquet.ParquetFile(path.open("wb"))) as file:
         for begin in range(0, len(data) - 10, 777):
             file.write(data[begin : min(begin + 777, len(data) - 10)])
     assert events(path) == events(EXAMPLE)[:-1]

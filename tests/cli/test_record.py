@@ -1,0 +1,137 @@
+"""`extproc record` against servers that break off, or are no extproc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from extproc.cli import main
+from extproc.recording import parquet
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/decisions.jsonl"
+
+OLDER = b"older\n"
+
+
+@contextlib.contextmanager
+def answering(answer, *, then=lambda _: None):
+    """A server that answers one request with these bytes; yields `host:port`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(ConnectionError):  # the client may leave
+                connection.recv(65_536)
+                connection.sendall(answer)
+                then(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def head(*, kind="application/jsonl", length=None):
+    """Head of a 200 answer; without a length it ends with the connection."""
+    more = "" if length is None else f"content-length: {length}\r\n"
+    return f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{more}\r\n".encode()
+
+
+def run(path, server):
+    """Exit status of the command."""
+    return main.main(["record", str(path), "--server", server])
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file with an older recording."""
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(OLDER)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (head(kind="text/html") + b"<html>\n</html>\n", "type text/html"),
+        (head() + b"<html>\n</html>\n", "no recording"),
+        (head() + b'{"kind":"end","n":1}\n', "no recording"),
+        (head(length=1000), "cut off"),
+        (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
+    ],
+)
+def test_other_answers_leave_the_older_file(answer, got, file, capsys):
+    """Status 1, with the address and what came."""
+    with answering(answer) as server:
+        assert run(file, server) == 1
+    message = capsys.readouterr().err
+    assert got in message
+    assert server in message
+    assert file.read_bytes() == OLDER
+
+
+def test_a_recording_replaces_the_older_file(file):
+    """Nothing of that is left."""
+    lines = EXAMPLE.read_bytes()
+    file.write_bytes(OLDER * len(lines))
+    with answering(head(length=len(lines)) + lines) as server:
+        assert run(file, server) == 0
+    assert file.read_bytes() == lines
+
+
+def test_no_rows_leave_the_older_file(file, capsys):
+    """A time without requests is no error."""
+    with answering(head(length=0)) as server:
+        assert run(file, server) == 0
+    assert "nothing was written" in capsys.readouterr().err
+    assert file.read_bytes() == OLDER
+
+
+@pytest.mark.parametrize("length", [None, 10_000_000])
+def test_rows_before_a_break_are_kept(length, file, capsys):
+    """Complete ones: another recording may be appended."""
+    complete = b"".join(EXAMPLE.read_bytes().splitlines(keepends=True)[:5])
+    with answering(head(length=length) + complete + b'{"kind":"en') as server:
+        assert run(file, server) == 1
+    assert "cut off" in capsys.readouterr().err
+    assert file.read_bytes() == complete
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_of_the_file(capsys):
+    """The server is not to blame."""
+    lines = EXAMPLE.read_bytes()
+    with answering(head(length=len(lines)) + lines) as server:
+        assert run("/dev/full", server) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "extproc: /dev/full: expected a file that can be written, got No space"
+    )
+    assert server not in message
+
+
+def test_sigterm_ends_a_parquet_recording(tmp_path):
+    """The end of the file is written, without which it cannot be read."""
+    pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[parquet]'")
+    path, lines = tmp_path / "decisions.parquet", EXAMPLE.read_bytes()
+    lines *= 5_000_000 // len(lines) + 1  # more than is held back in memory
+    answer = head(length=len(lines) + 1) + lines
+    # It goes on until the client leaves.
+    with answering(answer, then=lambda connection: connection.recv(1)) as server:
+        words = [sys.executable, "-m", "extproc", "record", str(path), "--server", server]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as command:
+            while command.poll() is None and not (path.exists() and path.stat().st_size):
+                os.sched_yield()
+            command.send_signal(signal.SIGTERM)
+            _, message = command.communicate()
+    assert command.returncode == 0, message
+    assert "rows in" in message
+    assert 0 < len(list(parquet.read_lines(path))) <= lines.count(b"\n")
