@@ -15,14 +15,16 @@ Exit status: 0 an endpoint is chosen, 1 the server does not answer or routed no 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import http.client
 import json
 import sys
 import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +123,18 @@ def run(args: argparse.Namespace) -> int:
             )
         body, headers = _read_request(args.request), _parse_headers(args.header)
         explain = functools.partial(_explain_dry_run, args, server, headers, body)
+
+    def show() -> int:
+        with _shape_checked(server):
+            explanation = explain()
+            lines = list(_lines(args, explanation))
+            is_decision = explanation["outcome"] == "decision"
+        print("\n".join(lines))
+        return 0 if is_decision else _REFUSED
+
     if args.watch is None:
-        return _show(args, explain())
-    return watch(lambda: _show(args, explain()), every_s=args.watch, wait=threading.Event().wait)
+        return show()
+    return watch(show, every_s=args.watch, wait=threading.Event().wait)
 
 
 def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], object]) -> int:
@@ -142,12 +153,23 @@ def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], ob
             return 0
 
 
-def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
-    """Print an explanation; returns the exit status."""
+@contextlib.contextmanager
+def _shape_checked(server: str) -> Iterator[None]:
+    """Report what a server says otherwise than extproc, where there is one."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        if not server:
+            raise
+        raise not_extproc_error(server, "JSON of another shape") from None
+
+
+def _lines(args: argparse.Namespace, explanation: dict[str, Any]) -> Iterator[str]:
+    """An explanation in the form that the flags name."""
     from extproc.telemetry import explanation_text
 
     if args.json:
-        print(json.dumps(explanation, indent=2))
+        yield json.dumps(explanation, indent=2)
     else:
         text = (
             explanation_text.render_past(explanation)
@@ -158,10 +180,9 @@ def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
             is_result = line.startswith(
                 ("chosen by ", "refused with ", "waits for ", "all endpoints are failing")
             )
-            print(main.paint(line, "bold", sys.stdout) if is_result else line)
+            yield main.paint(line, "bold", sys.stdout) if is_result else line
         if args.legend:
-            print(f"\n{explanation_text.render_legend()}", end="")
-    return 0 if explanation["outcome"] == "decision" else _REFUSED
+            yield f"\n{explanation_text.render_legend()}".removesuffix("\n")
 
 
 def _explain_dry_run(
@@ -339,32 +360,33 @@ def not_extproc_error(url: str, got: str) -> UnreachableError:
 
 
 def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
-    scheme, host = request.type, request.host
+    server = f"{request.type}://{request.host}"
     if token:
         # Not for the server of a redirect, which may be any.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
-            explanation: dict[str, Any] = json.load(response)
-            return explanation
+            body = response.read()
     except urllib.error.HTTPError as http_error:
         with http_error:
-            return _to_rejection(f"{scheme}://{host}", http_error)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+            return _to_rejection(server, http_error)
+    except http.client.HTTPException:
+        raise not_extproc_error(server, "an answer that is not HTTP, or cut off") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
         raise UnreachableError(
-            wanted=f"an extproc that answers at {scheme}://{host}",
-            got=_describe(error),
+            wanted=f"an extproc that answers at {server}",
+            got=str(getattr(reason, "strerror", None) or reason),
             fix="start `extproc serve`, or give the host and the --metrics-port of a running one with "
             "--server",
         ) from None
-
-
-def _describe(error: Exception) -> str:
-    """Describe what came instead of an answer."""
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, json.JSONDecodeError):
-        return "an answer that is not JSON"
-    return str(getattr(reason, "strerror", None) or reason)
+    try:
+        explanation = json.loads(body)
+    except (ValueError, RecursionError):
+        raise not_extproc_error(server, "an answer that is not JSON") from None
+    if not isinstance(explanation, dict):
+        raise not_extproc_error(server, "JSON of another shape")
+    return explanation
 
 
 def _to_rejection(url: str, error: urllib.error.HTTPError) -> dict[str, Any]:
@@ -378,12 +400,12 @@ def _to_rejection(url: str, error: urllib.error.HTTPError) -> dict[str, Any]:
         )
     try:
         message = json.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        raise UnreachableError(
-            wanted=f"a decision from {url}",
-            got=f"status {error.code} without an explanation",
-            fix="check that an extproc of this version listens there",
-        ) from None
+    except (
+        *(ValueError, LookupError, TypeError, RecursionError),
+        OSError,
+        http.client.HTTPException,
+    ):
+        raise not_extproc_error(url, f"status {error.code} without an explanation") from None
     return {
         "outcome": "rejection",
         "status": error.code,

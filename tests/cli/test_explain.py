@@ -16,6 +16,7 @@ from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
 from extproc.telemetry import counters, decision_log, exposition, pool_state
 from tests.support.canary import CANARY
+from tests.support.raw_server import answering
 
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": CANARY * 100}]})
 
@@ -310,6 +311,47 @@ def test_a_foreign_server_is_status_1(server, files, capsys):
     """A server that is no picker is a failure, status 1."""
     assert main.main(["explain", files["body"], "--server", f"{server}/metrics"]) == 1
     assert "status 404" in capsys.readouterr().err
+
+
+def json_answer(text):
+    """A 200 answer with this body."""
+    return f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a" * 100_000, "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "cut off"),
+        (json_answer("<html>"), "not JSON"),
+        (json_answer("[" * 100_000), "not JSON"),
+        *(
+            (json_answer(text), "JSON of another shape")
+            for text in ("[1, 2]", "null", "{}", '{"outcome": 1}', '{"decisions": {"a": 1}}')
+        ),
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 9\r\n\r\n{", "status 404"),
+    ],
+)
+@pytest.mark.parametrize("words", [["--last"], ["--id", "a", "--json"], []])
+def test_any_other_server_is_status_1(words, answer, got, files, capsys):
+    """The error has its address and says that it is no extproc."""
+    with answering(answer) as server:
+        request = [] if words else [files["body"]]
+        assert main.main(["explain", *request, "--server", server, *words]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"extproc: expected the metrics port of an extproc at http://{server}"
+    )
+    assert got in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:abc", "http://[::1", "a..b:80", "a b", "http://"])
+def test_a_wrong_address_is_status_2(address, capsys):
+    """As any other flag."""
+    assert main.main(["explain", "--last", "--server", address]) == 2
+    assert capsys.readouterr().err.startswith("extproc: --server: expected host:port")
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from extproc.cli import main
 from extproc.recording import parquet
+from tests.support.raw_server import answering
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/decisions.jsonl"
 
 OLDER = b"older\n"
-
-
-@contextlib.contextmanager
-def answering(answer, *, then=lambda _: None):
-    """A server that answers one request with these bytes; yields `host:port`."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(ConnectionError):  # the client may leave
-                connection.recv(65_536)
-                connection.sendall(answer)
-                then(connection)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        thread.join()
 
 
 def head(*, kind="application/jsonl", length=None):
@@ -48,6 +28,15 @@ def head(*, kind="application/jsonl", length=None):
 def run(path, server):
     """Exit status of the command."""
     return main.main(["record", str(path), "--server", server])
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1:abc", "http://[::1", "a..b:80", "me:secret@a:80"])
+def test_a_wrong_address_is_status_2(server, file, capsys):
+    """The error does not repeat what may hold a password."""
+    assert run(file, server) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("extproc: --server: expected host:port")
+    assert "secret" not in message
 
 
 @pytest.fixture
@@ -124,8 +113,7 @@ def test_sigterm_ends_a_parquet_recording(tmp_path):
     path, lines = tmp_path / "decisions.parquet", EXAMPLE.read_bytes()
     lines *= 5_000_000 // len(lines) + 1  # more than is held back in memory
     answer = head(length=len(lines) + 1) + lines
-    # It goes on until the client leaves.
-    with answering(answer, then=lambda connection: connection.recv(1)) as server:
+    with answering(answer, is_open=True) as server:
         words = [sys.executable, "-m", "extproc", "record", str(path), "--server", server]
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as command:
             while command.poll() is None and not (path.exists() and path.stat().st_size):
