@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
+import io
 import math
 import os
 import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
-from typing import Protocol, TextIO, cast
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
 
 from extproc import distribution
 from extproc.errors import ConfigError, ExtprocError
@@ -72,6 +75,9 @@ examples:
 #: Exit status of a program whose reader is gone, as shells report it.
 _BROKEN_PIPE = 141
 
+#: Error numbers of a file that takes no more.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
 
 class Command(Protocol):
     """Interface of a command module."""
@@ -95,23 +101,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed by the caller: writing fails, and a server writes nothing
+        sys.stdout = Path(os.devnull).open()  # noqa: SIM115 - to the end of the process
     try:
-        status = _run(words)
+        status = _run_reporting(words)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at its end, which would fail as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _BROKEN_PIPE
-    except ConfigError as error:
-        print_error(error)
-        return 2
-    except ExtprocError as error:
-        print_error(error)
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        _drop_output()
+        print_error(
+            ExtprocError(
+                wanted="an output that is open, and has room",
+                got=error.strerror or str(error),
+                fix="write to another file",
+            )
+        )
         return 1
-    except SystemExit as leaving:  # argparse: 0 after --help, 2 after a usage error
-        return leaving.code if isinstance(leaving.code, int) else 2
-    except KeyboardInterrupt:
-        return 130
     return status
 
 
@@ -161,7 +170,7 @@ def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:
     Args:
         commands: Commands whose flags are needed; of the others only the name is known.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="extproc",
         description="An Envoy external-processing server that picks the LLM engine for every "
         "request.",
@@ -183,6 +192,46 @@ def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:
             command_parser.description = command.__doc__
             command.add_flags(command_parser)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose --help fails where it cannot be written; that of argparse is silent."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message and file is not None:
+            file.write(message)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """True for an error of standard output, which keeps what it could not write if it is buffered."""
+    if isinstance(error, io.UnsupportedOperation) or error.errno in _FULL:
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Write no more: Python flushes once more at its end, which would fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run_reporting(words: Sequence[str]) -> int:
+    """Run a command line; returns the exit status, and shows the error there is."""
+    try:
+        return _run(words)
+    except ConfigError as error:
+        print_error(error)
+        return 2
+    except ExtprocError as error:
+        print_error(error)
+        return 1
+    except SystemExit as leaving:  # argparse: 0 after --help, 2 after a usage error
+        return leaving.code if isinstance(leaving.code, int) else 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(words: Sequence[str]) -> int:

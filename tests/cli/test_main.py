@@ -1,6 +1,7 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,19 @@ def test_a_closed_pipe_gives_no_traceback():
     command = f"{sys.executable} -m extproc check --plugins | head -c 1"
     ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == ("s", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("target", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("words", ["version", "--version", "--help", "explain --help"])
+def test_output_that_cannot_be_written_is_status_1(words, target, unbuffered):
+    """One line says so; a script must not take half a file for all of it."""
+    command = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m extproc {words} {target}"
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("extproc: expected an output that is open")
+    assert ran.stderr.count("\n") == 1
 
 
 class Screen(io.StringIO):
