@@ -88,6 +88,7 @@ def parse_url(text: str, *, where: str, port: int) -> AdminUrl:
     try:
         parts = urlsplit(url)
         number = parts.port or port
+        (parts.hostname or "").encode("idna")  # as a connection does
     except ValueError:
         parts, number = urlsplit(""), port
     has_more = parts.path.strip("/") or parts.query or "@" in parts.netloc

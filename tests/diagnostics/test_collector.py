@@ -166,7 +166,11 @@ def test_engines_beyond_the_deadline_are_counted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["http://user:secret@127.0.0.1", "ftp://127.0.0.1", "127.0.0.1:99999", "host/path", ""]
+    "text",
+    [
+        *("http://user:secret@127.0.0.1", "ftp://127.0.0.1", "127.0.0.1:99999", "host/path", ""),
+        *("a..b:80", f"{'a' * 64}:80", "http://[::1"),
+    ],
 )
 def test_addresses_of_admin_ports_are_checked(text):
     """The error does not repeat what may hold a password."""
