@@ -8,7 +8,9 @@ efficiencies and are not fitted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -161,13 +163,26 @@ def find(name: str) -> EngineProfile:
     return profile
 
 
+#: Numbers of which an engine needs one at least; the others may be 0.
+_AT_LEAST_ONE: Final = frozenset({"block_tokens", "max_num_seqs", "max_model_len"})
+
+
 def check(profile: EngineProfile) -> None:
     """Refuse numbers the engine cannot run with.
 
     Raises:
-        errors.ConfigError: The step budget is below the batch size, steps take no time, or nothing
-            fits the cache.
+        errors.ConfigError: A number is infinite or too small, the step budget is below the batch
+            size, steps take no time, or nothing fits the cache.
     """
+    for name in profile.__struct_fields__[1:]:
+        value, least = getattr(profile, name), 1 if name in _AT_LEAST_ONE else 0
+        if not least <= value < math.inf:
+            raise errors.ConfigError(
+                f"profile {profile.name}",
+                wanted=f"{name} of at least {least}, and finite",
+                got=str(value),
+                fix=f"correct {name}, or leave it out",
+            )
     if profile.token_budget < profile.max_num_seqs:
         raise errors.ConfigError(
             f"profile {profile.name}",
@@ -188,11 +203,4 @@ def check(profile: EngineProfile) -> None:
             wanted=f"at least two KV blocks of {profile.block_tokens} tokens beside the adapters",
             got=f"room for {profile.longest} tokens",
             fix="raise kv_tokens, or lower max_loras or lora_kv_tokens",
-        )
-    if profile.host_kv_tokens < 0 or profile.reload_s_per_token < 0:
-        raise errors.ConfigError(
-            f"profile {profile.name}",
-            wanted="host_kv_tokens and reload_s_per_token of at least 0",
-            got=f"{profile.host_kv_tokens} and {profile.reload_s_per_token}",
-            fix="0 for an engine that copies no blocks to the memory of its host",
         )

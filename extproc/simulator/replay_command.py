@@ -355,6 +355,8 @@ def _number(text: str) -> tuple[str, float]:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not equals or math.isnan(number):
-        raise argparse.ArgumentTypeError(f"expected NAME=NUMBER, got {text!r}")
+    if not equals or not math.isfinite(number):
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=NUMBER, such as max_num_seqs=64, got {text!r}"
+        )
     return name, number

@@ -92,6 +92,10 @@ def test_flags_change_the_profile():
         ["--kv-events-port", "5557", "--kv-replay-port", "65536"],
         ["--kv-events-port", "5557", "--kv-replay-port", "5557"],
         ["--kv-events-port", "5557", "--kv-replay-port", "5558", "--ranks", "2"],
+        ["--block-tokens", "0"],
+        ["--block-tokens", "-1"],
+        ["--max-num-seqs", "0"],
+        ["--reload-us", "inf"],
     ],
 )
 def test_bad_flags_are_refused_with_status_2(flags, capsys):

@@ -68,9 +68,24 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                     got=name,
                     fix="name a number of the profile",
                 )
-            changed[name] = int(value) if kind in {"int", int} else float(value)
+            is_whole = kind in {"int", int}
+            if is_whole and not float(value).is_integer():
+                raise ConfigError(
+                    f"fleet: set: {name}",
+                    wanted="a whole number",
+                    got=str(value),
+                    fix="write it without a fraction",
+                )
+            changed[name] = int(value) if is_whole else float(value)
         profile = msgspec.structs.replace(base, **changed).faster(self.speed)
         profiles.check(profile)
+        if profile.block_tokens != KEY_TOKENS:
+            raise ConfigError(
+                "fleet: set",
+                wanted=f"block_tokens of {KEY_TOKENS}, as a block of a simulated prompt has",
+                got=str(profile.block_tokens),
+                fix="remove it",
+            )
         return profile
 
 
@@ -264,17 +279,10 @@ def check(scenario: Scenario, *, where: str) -> None:
 
 def _check_engines(engines: EngineGroup, *, where: str) -> None:
     try:
-        profile = engines.resolved()
+        engines.resolved()
     except ConfigError as error:
         # The same, with the place in the scenario.
         raise ConfigError(where, wanted=error.wanted, got=error.got, fix=error.fix) from None
-    if profile.block_tokens != KEY_TOKENS:
-        raise ConfigError(
-            f"{where}.set.block_tokens",
-            wanted=f"{KEY_TOKENS}, the tokens of one block of a simulated prompt",
-            got=str(profile.block_tokens),
-            fix="remove it",
-        )
 
 
 def _check_client(client: Client, workload: Workload, *, where: str) -> None:

@@ -68,7 +68,7 @@ def test_what_is_wrong_is_named_with_its_place(text, message):
         ),
         (
             {"fleet": [scenario.EngineGroup(set={"block_tokens": 32})]},
-            r"s: fleet\[0\].set.block_tokens: expected 16",
+            r"s: fleet\[0\]: expected block_tokens of 16",
         ),
     ],
 )

@@ -1,0 +1,35 @@
+"""What `extproc replay`, `tune` and `plan` refuse before they simulate."""
+
+import pytest
+
+from extproc.cli import main
+from tests.docs import recording_example
+
+EXAMPLE = str(recording_example.PATH)
+COMMANDS = [["replay"], ["tune"], ["plan", "--slo", "ttft_p95=1s"]]
+
+
+def refusal(capsys, *argv):
+    """What a command says that ends with status 2."""
+    try:
+        status = main.main(list(argv))
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("kv_tokens=inf", "expected NAME=NUMBER"),
+        ("kv_tokens=327.5", "expected a whole number, got 327.5"),
+        ("block_tokens=0", "expected block_tokens of at least 1"),
+        ("block_tokens=32", "expected block_tokens of 16"),
+        ("max_num_seqs=-1", "expected max_num_seqs of at least 1"),
+    ],
+)
+def test_numbers_that_engines_cannot_have_are_refused(capsys, command, number, words):
+    """The error names the number."""
+    assert words in refusal(capsys, *command, EXAMPLE, "--engine", number)
