@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
+from extproc.endpoint import (
+    NO_LOAD,
+    AdapterResidency,
+    Candidate,
+    Endpoint,
+    Load,
+    StepTimeModel,
+)
 from extproc.errors import ConfigError, file_error
 from extproc.recording import parquet, rows
 
@@ -22,6 +29,43 @@ MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 
 #: Headers whose clocks differ by less are of one process (seconds).
 _SAME_CLOCK_S: Final = 1.0
+
+#: Range of a clock, of a wait, of the time of a step, of tokens of one request, and of a count.
+_CLOCK_S: Final = (0.0, 1e11)
+_WAIT_S: Final = (0.0, 7 * 86_400.0)
+_STEP_S: Final = (0.0, 3_600.0)
+_TOKENS: Final = (0, 10_000_000)
+_COUNT: Final = (0, 1e12)
+
+#: Ranges of the numbers that a replay computes with, by row or part of one. They are far wider than what
+#: pickers see, so a number beyond is an error of the file; other numbers may have any value.
+_RANGES: Final[Mapping[type, Mapping[str, tuple[float, float]]]] = {
+    rows.HeaderRow: {"unix_s": _CLOCK_S, "clock_s": _CLOCK_S},
+    rows.StateRow: {"scraped_at": _CLOCK_S},
+    rows.RecordedLoad: {
+        "at": _CLOCK_S,
+        **dict.fromkeys(("kv_blocks", "block_tokens", "adapter_slots"), _COUNT),
+    },
+    StepTimeModel: {
+        **dict.fromkeys(
+            ("step_s", "prefill_s", "decode_s", "context_s", "adapter_load_s", "reload_s"), _STEP_S
+        ),
+        **dict.fromkeys(("context_tokens", "output_tokens"), _TOKENS),
+        **dict.fromkeys(("evidence", "max_num_seqs"), _COUNT),
+    },
+    rows.DecisionRow: {
+        "at": _CLOCK_S,
+        "queued_s": _WAIT_S,
+        "prompt_tokens": _TOKENS,
+        "matched_tokens": _TOKENS,
+        "prompt_bytes": _COUNT,
+    },
+    rows.EndRow: {
+        **dict.fromkeys(("ttft_s", "total_s"), _WAIT_S),
+        **dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens"), _TOKENS),
+    },
+    rows.LossRow: {"rows": _COUNT},
+}
 
 _RESIDENCIES: Final = tuple(AdapterResidency)
 
@@ -85,6 +129,7 @@ class RecordingReader:
         self._decoder = msgspec.json.Decoder(rows.Row)
         self._epoch = 0
         self._clock_offset_s = 0.0
+        self._last_decision = -1
         self.header: rows.HeaderRow | None = None
         self.endpoints: dict[int, RecordedEndpoint] = {}
         self.lost = 0
@@ -111,7 +156,8 @@ class RecordingReader:
             lines: Lines with their line feeds; a last one without may be cut off.
 
         Raises:
-            ConfigError: A line is no row, or refers to an endpoint without one.
+            ConfigError: A line is no row, has a number that cannot be, or refers to an endpoint
+                without one.
         """
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -122,6 +168,7 @@ class RecordingReader:
                 if not line.endswith(b"\n") and self.header is not None:
                     return  # the recorder was ended while it wrote
                 raise _bad_line(self._where, number, str(error)) from None
+            self._check_ranges(row, number)
             event = self._take(row, number)
             if event is not None:
                 yield event
@@ -155,6 +202,15 @@ class RecordingReader:
                 self.lost += row.rows
         return None
 
+    def _check_ranges(self, row: rows.Row, number: int) -> None:
+        parts = (row, row.rates, row.load) if isinstance(row, rows.StateRow) else (row,)
+        for part in parts:
+            for name, (low, high) in _RANGES.get(type(part), {}).items():
+                value = getattr(part, name)
+                if value is not None and not low <= value <= high:
+                    got = f"{name} of {value:g}, which is not from {low:g} to {high:g}"
+                    raise _bad_line(self._where, number, got)
+
     def _begin(self, header: rows.HeaderRow, number: int) -> None:
         if header.version != rows.VERSION:
             raise _bad_line(self._where, number, f"version {header.version}")
@@ -163,9 +219,14 @@ class RecordingReader:
             self._epoch += 1
         self._clock_offset_s = offset_s
         self.header = header
+        self._last_decision = -1
         self.endpoints = {}
 
     def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
+        if row.n <= self._last_decision:
+            got = f"decision {row.n} behind decision {self._last_decision}, where numbers grow"
+            raise _bad_line(self._where, number, got)
+        self._last_decision = row.n
         chosen = self._find(row.endpoint, number)
         if len(row.blocks) % 8:
             got = f"blocks of {len(row.blocks)} bytes, where each takes 8"

@@ -306,7 +306,7 @@ def fidelity_line(
 ) -> str:
     """Estimates of the recorded decisions, and of the recorded strategy, beside what was measured."""
     measured_s = replay_traffic.measured_ttft_s(loaded.traffic, since_s=since_s)
-    if math.isnan(measured_s):
+    if not measured_s > 0.0:
         return (
             "Fidelity: unknown, no first token was recorded (responses.stream_sample_ratio shows "
             "streams to extproc)"

@@ -39,6 +39,9 @@ MAX_REQUESTS: Final = 1_000_000
 #: Seconds before the last decision after which an endpoint that was no candidate is taken to have left.
 _LEFT_AFTER_S: Final = 60.0
 
+#: Seconds of an iteration at least, by which the tokens of an answer are estimated.
+_LEAST_ITERATION_S: Final = 1e-4
+
 _MIX: Final = 0x9E3779B97F4A7C15
 _KEY_MASK: Final = (1 << 60) - 1
 
@@ -364,7 +367,8 @@ def _estimate_output(item: _Observed) -> int:
         tokens = item.output_tokens
     else:
         ttft_s = item.ttft_s if end.ttft_s is None else end.ttft_s
-        tokens = 1.0 + max(0.0, end.total_s - ttft_s) / item.iteration_s
+        iterations = max(0.0, end.total_s - ttft_s) / max(_LEAST_ITERATION_S, item.iteration_s)
+        tokens = 1.0 + iterations
     return max(1, round(tokens if limit is None else min(tokens, limit)))
 
 

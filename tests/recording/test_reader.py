@@ -122,6 +122,14 @@ _HEAD = """\
 """
 
 
+_DECISION = {"kind": "decision", "n": 1, "at": 1, "endpoint": 0}
+
+
+def _with_rows(*kinds):
+    """A recording with these rows behind its endpoint."""
+    return (_HEAD + "".join(f"{json.dumps(row)}\n" for row in kinds)).encode()
+
+
 def _with_table(**columns):
     """A recording whose decision has these columns besides or in place of those of one endpoint."""
     decision = {"kind": "decision", "n": 1, "at": 1, "endpoint": 0, "candidates": _TABLE | columns}
@@ -146,6 +154,20 @@ def _with_table(**columns):
             "line 3",
             "blocks of 3 bytes, where each takes 8",
         ),
+        (_with_rows(_DECISION | {"queued_s": 1e308}), "line 3", "queued_s of 1e+308, which is not"),
+        (_with_rows(_DECISION | {"prompt_tokens": 10**12}), "line 3", "prompt_tokens of 1e+12"),
+        (_with_rows({"kind": "end", "n": 1, "ttft_s": -1}), "line 3", "ttft_s of -1, which is not"),
+        (
+            _with_rows({"kind": "state", "n": 0, "rates": {"decode_s": -1}}),
+            "line 3",
+            "decode_s of -1",
+        ),
+        (
+            _with_rows({"kind": "state", "n": 0, "rates": {}, "load": {"kv_blocks": -1}}),
+            "line 3",
+            "kv_blocks of -1",
+        ),
+        (_with_rows(_DECISION, _DECISION), "line 4", "decision 1 behind decision 1"),
         (_with_table(endpoints=None), "line 3", "Expected `array`"),
         (_with_table(in_flight=[]), "line 3", "a table with columns of other lengths"),
         (_with_table(), "line 3", "endpoint 0 without a state before"),
