@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     strategies = [args.strategy] if args.strategy else []
     # The fleets are of any size: one engine says what each of them is like.
     loaded = replay_command.load(args, strategies=strategies, configs=(), num_engines=1)
+    definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
     replay_command.require_fitting(loaded)
     column = loaded.columns[-1]
-    definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
     planner = FleetPlanner(
         definition,
         column,

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """
     strategies = [args.strategy] if args.strategy else []
     loaded = replay_command.load(args, strategies=strategies, configs=())
+    definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
     replay_command.require_fitting(loaded)
     settings = loaded.columns[-1].settings
     training, held_out = loaded.traffic.split(0.5)
@@ -53,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
             got=" and ".join(map(str, sizes)),
             fix="record for longer",
         )
-    definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
     progress = Progress(1 + args.trials + 2 * args.seeds, sys.stderr)
     tuner = Tuner(
         definition,

@@ -1,5 +1,7 @@
 """What `extproc replay`, `tune` and `plan` refuse before they simulate."""
 
+import json
+
 import pytest
 
 from extproc.cli import main
@@ -33,3 +35,14 @@ def refusal(capsys, *argv):
 def test_numbers_that_engines_cannot_have_are_refused(capsys, command, number, words):
     """The error names the number."""
     assert words in refusal(capsys, *command, EXAMPLE, "--engine", number)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_recording_without_candidates_has_no_engines(tmp_path, capsys, command):
+    """The error is not that requests are too long for them."""
+    path = tmp_path / "decisions.jsonl"
+    rows = [json.loads(line) for line in recording_example.PATH.read_bytes().splitlines()]
+    for row in rows:
+        row.pop("candidates", None)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert "expected endpoints with scraped loads, got none" in refusal(capsys, *command, str(path))
