@@ -18,6 +18,7 @@ from extproc.errors import ConfigError
 from extproc.simulator import plot_style
 from extproc.simulator.fleet.report import Column, Report, Run
 from extproc.simulator.fleet_plan import FleetSize, Objective
+from extproc.simulator.simulate_command import write
 
 _FORMATS = ("png", "svg")
 
@@ -65,7 +66,7 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
         folder: Where to; made when it is not there.
 
     Raises:
-        ConfigError: The folder cannot be written.
+        ConfigError: The folder or a file in it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,10 +78,10 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
     for name in plots:
         for form, content in _draw_plot(report, plots[name], _FORMATS).items():
             path = folder / f"{name}.{form}"
-            path.write_bytes(content)
+            write(path, content)
             yield path
     index = folder / "index.html"
-    index.write_text(_page(report.scenario.title, list(plots)), encoding="utf-8")
+    write(index, _page(report.scenario.title, list(plots)).encode())
     yield index
 
 

@@ -179,13 +179,21 @@ def count(text: str) -> int:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file of results.
+    """Write a file of results; one that was there stays as it is where that fails.
 
     Raises:
         ConfigError: It cannot be written.
     """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        path.write_bytes(content)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_bytes(content)  # a link, pipe or device keeps its place
+            return
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise file_error(path, error, wanted="a file that can be written") from None
 

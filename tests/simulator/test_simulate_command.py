@@ -3,6 +3,7 @@ import io
 import itertools
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -346,3 +347,38 @@ def test_json_on_standard_output_is_alone_there(small, tmp_path, monkeypatch, ca
     assert json.loads(out)["runs"]
     assert "Successful requests" in err
     assert not (tmp_path / "-").exists()
+
+
+@pytest.fixture
+def small_disk():
+    """No file grows beyond 64 kB, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_results_are_written_whole_or_not_at_all(tmp_path):
+    """A file of earlier results outlives a full disk, and no part of a new one is left."""
+    path = tmp_path / "result.json"
+    simulate_command.write(path, b"earlier")
+    with pytest.raises(ConfigError, match=r"result\.json: expected a file that can be written"):
+        simulate_command.write(path, bytes(100_000))
+    with pytest.raises(ConfigError):
+        simulate_command.write(tmp_path / "other.json", bytes(100_000))
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [
+        ("result.json", b"earlier")
+    ]
+
+
+def test_results_can_be_written_to_a_pipe(tmp_path):
+    """A file that is no regular one keeps its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        simulate_command.write(pipe, b"result")
+        assert os.read(descriptor, 100) == b"result"
+    finally:
+        os.close(descriptor)
