@@ -23,7 +23,7 @@ from extproc.errors import ConfigError
 from extproc.simulator import fleet_plan, replay, replay_command
 from extproc.simulator.fleet_plan import FleetPlanner, FleetSize, Objective
 from extproc.simulator.replay_command import count_of
-from extproc.simulator.simulate_command import write
+from extproc.simulator.simulate_command import text_output, write, write_json
 
 #: Simulated time over that of the recording, and seconds besides, in which all answers have to end.
 _UNTIL_RATIO, _UNTIL_S = 1.5, 600.0
@@ -42,7 +42,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--strategy", metavar="NAME", help="strategy; default: that of the recording")
     add("--max-engines", type=int, default=256, metavar="N", help="largest fleet (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write every fleet as JSON")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write every fleet as JSON; - is standard output, with the text on standard error",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw every fleet, as SVG or PNG")
 
 
@@ -80,12 +85,12 @@ def run(args: argparse.Namespace) -> int:
         on_run=lambda engines: print(f"simulated {count_of(engines, 'engine')}", file=sys.stderr),
     )
     best = planner.plan(args.max_engines)
-    print(replay_command.source_line(loaded, has_fleet=len(loaded.agreements) > 0))
-    print(f"Estimates: {column.name}, mean of {count_of(args.seeds, 'simulation')}\n")
-    for line in describe(objectives, planner.sizes, best):
-        print(line)
+    source = replay_command.source_line(loaded, has_fleet=len(loaded.agreements) > 0)
+    estimates = f"Estimates: {column.name}, mean of {count_of(args.seeds, 'simulation')}\n"
+    lines = [source, estimates, *describe(objectives, planner.sizes, best)]
+    print("\n".join(lines), file=text_output(args.json))
     if args.json:
-        write(args.json, msgspec.json.encode(planner.sizes) + b"\n")
+        write_json(args.json, msgspec.json.encode(planner.sizes) + b"\n")
     if args.plot:
         write(args.plot, report_plots.draw_sizes(args.plot, objectives, planner.sizes))
     return 0 if best else 1

@@ -10,6 +10,7 @@ simulated with the step times that the picker learned of its engines. The latter
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import sys
@@ -20,7 +21,14 @@ from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traces, replay_traffic
 from extproc.simulator.fleet import report, scenario, tables
 from extproc.simulator.replay_agreement import AgreementSummary
-from extproc.simulator.simulate_command import Progress, count, write
+from extproc.simulator.simulate_command import (
+    MAX_SEEDS,
+    Progress,
+    count,
+    text_output,
+    write,
+    write_json,
+)
 
 #: Largest fleet that is simulated (count).
 MAX_ENGINES = 10_000
@@ -45,7 +53,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a configuration to compare, named by its file; repeatable",
     )
-    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write everything as JSON; - is standard output, with the text on standard error",
+    )
     add("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
     add("--html", type=Path, metavar="FILE", help="write a page with the result and its plots")
 
@@ -77,7 +90,12 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         "repeatable",
     )
     traces = parser.add_argument_group("flags for traces and datasets, which have no engines")
-    traces.add_argument("--engines", type=count, metavar="N", help="engines of the fleet")
+    traces.add_argument(
+        "--engines",
+        type=functools.partial(count, most=MAX_ENGINES),
+        metavar="N",
+        help="engines of the fleet",
+    )
     traces.add_argument("--profile", metavar="NAME", help="machine of the engines, as in scenarios")
     traces.add_argument(
         "--rate",
@@ -85,7 +103,13 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="conversations that begin per second, for formats without times",
     )
-    add("--seeds", type=count, default=3, metavar="N", help="simulations of each (%(default)s)")
+    add(
+        "--seeds",
+        type=functools.partial(count, most=MAX_SEEDS),
+        default=3,
+        metavar="N",
+        help="simulations of each (%(default)s)",
+    )
     add(
         "--jobs",
         type=count,
@@ -183,9 +207,9 @@ def run(args: argparse.Namespace) -> int:
     result = replay.to_report(definition, results, baseline)
     comparisons = [replay.compare(results, column.name, baseline) for column in loaded.columns[1:]]
     lines = list(describe(loaded, definition, result, comparisons, as_recorded))
-    print("\n".join(lines))
+    print("\n".join(lines), file=text_output(args.json))
     if args.json:
-        write(args.json, report.encoded(result))
+        write_json(args.json, report.encoded(result))
     if args.plots:
         for path in report_plots.draw(result, args.plots):
             print(f"wrote {path}", file=sys.stderr)

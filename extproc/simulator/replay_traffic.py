@@ -268,14 +268,18 @@ class TrafficReader:
             states: Endpoints as of the end of the recording.
 
         Raises:
-            ConfigError: There are several pools or no requests.
+            ConfigError: There are several pools, not the one that was named, or no requests.
         """
-        if self._pool is None and len(self._pools) > 1:
+        is_known = len(self._pools) <= 1 if self._pool is None else self._pool in self._pools
+        if self._pools and not is_known:
+            names = ", ".join(sorted(filter(None, self._pools)))
             raise ConfigError(
                 "--pool",
-                wanted=f"one of the pools of {self._where}: {', '.join(sorted(self._pools))}",
-                got="none",
-                fix="name the pool to replay",
+                wanted=f"one of the pools of {self._where}: {names}"
+                if names
+                else f"no name of a pool, as {self._where} has one pool without a name",
+                got="none" if self._pool is None else repr(self._pool),
+                fix="name the pool to replay" if names else "remove the flag",
             )
         observed = sorted(self._observed.values(), key=lambda o: o.unix_s - o.row.queued_s)
         answered = [o for o in observed if not _is_failed(o)]
@@ -285,10 +289,8 @@ class TrafficReader:
                 wanted="requests that were answered",
                 got=f"{len(observed)} requests without a response below 400"
                 if observed
-                else f"pools {', '.join(self._pools)}"
-                if self._pools
                 else "no decision",
-                fix="record while there is traffic; --pool names a pool",
+                fix="record while there is traffic",
             )
         loads = [state.load for state in states.values()]
         adapters = self._adapters.union(

@@ -12,11 +12,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 from extproc.errors import file_error
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import report, scenario, tables
+
+#: Simulations of each strategy at most (count).
+MAX_SEEDS: Final = 10_000
+
+#: Largest number that flags take.
+_MAX_COUNT: Final = 1_000_000_000
+
+_STDOUT: Final = Path("-")
 
 _BAR = 30
 
@@ -104,13 +112,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, result: report.Report) -> None:
     """Print the table and write the JSON file."""
-    to_stdout = args.json == Path("-")
     if not args.quiet:
-        print(tables.text(result), file=sys.stderr if to_stdout else sys.stdout)
-    if to_stdout:
-        print(report.encoded(result).decode())
-    elif args.json:
-        write(args.json, report.encoded(result))
+        print(tables.text(result), file=text_output(args.json))
+    if args.json:
+        write_json(args.json, report.encoded(result))
 
 
 class Progress:
@@ -162,20 +167,40 @@ def parse_seeds(text: str) -> Sequence[int]:
     except ValueError:
         numbers = []
     if "," not in text:
-        numbers = list(range(1, numbers[0] + 1)) if numbers else []
-    if not numbers or len(set(numbers)) < len(numbers):
+        numbers = list(range(1, numbers[0] + 1)) if numbers and numbers[0] <= MAX_SEEDS else []
+    is_apart = len(set(numbers)) == len(numbers)
+    if not numbers or not is_apart or max(map(abs, numbers)) >= 1 << 63:
         raise argparse.ArgumentTypeError(
-            f"expected how many, or different whole numbers, got {text!r}; "
-            "write 5 for five seeds, or 7, for seed 7"
+            f"expected how many, up to {MAX_SEEDS}, or different whole numbers of 63 bits, "
+            f"got {text!r}; write 5 for five seeds, or 7, for seed 7"
         )
     return numbers
 
 
-def count(text: str) -> int:
+def count(text: str, *, most: int = _MAX_COUNT) -> int:
     """A number above 0, for a flag."""
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    # Python converts no text of thousands of digits.
+    is_short = len(text) <= len(str(most)) and text.isascii() and text.isdecimal()
+    if not is_short or not 0 < int(text) <= most:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {most}, got {text!r}")
     return int(text)
+
+
+def text_output(json: Path | None) -> TextIO:
+    """Where text goes beside the JSON: standard error where `-` makes that standard output."""
+    return sys.stderr if json == _STDOUT else sys.stdout
+
+
+def write_json(path: Path, content: bytes) -> None:
+    """Write JSON to a file, or to standard output where the path is `-`.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if path == _STDOUT:
+        print(content.decode().rstrip("\n"))
+    else:
+        write(path, content)
 
 
 def write(path: Path, content: bytes) -> None:

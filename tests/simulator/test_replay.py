@@ -207,7 +207,7 @@ def test_numbers_of_the_engines_can_be_set(tmp_path):
     [
         ({"strategies": ["nonsense"]}, "nonsense"),
         ({"strategies": ["adaptive", "adaptive"]}, "names that differ"),
-        ({"pool": "other"}, "no decision|pools"),
+        ({"pool": "other"}, "no name of a pool, as .* got 'other'"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path, facts, words):

@@ -1,4 +1,4 @@
-"""What `extproc replay`, `tune` and `plan` refuse before they simulate."""
+"""What `extproc replay`, `tune` and `plan` refuse, and where their results go."""
 
 import json
 
@@ -46,3 +46,21 @@ def test_a_recording_without_candidates_has_no_engines(tmp_path, capsys, command
         row.pop("candidates", None)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert "expected endpoints with scraped loads, got none" in refusal(capsys, *command, str(path))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_seeds_have_a_most(capsys, command):
+    """A list of them has room in the memory."""
+    words = "expected a number from 1 to 10000"
+    assert words in refusal(capsys, *command, EXAMPLE, "--seeds", str(10**22))
+
+
+@pytest.mark.parametrize("command", [["replay"], ["plan", "--slo", "ttft_p95=1s"]])
+def test_json_can_be_alone_on_standard_output(tmp_path, monkeypatch, capsys, command):
+    """Text goes to standard error, and no file is named `-`."""
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*command, EXAMPLE, "--seeds", "1", "--jobs", "1", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert "Estimates:" in err
+    assert not list(tmp_path.iterdir())

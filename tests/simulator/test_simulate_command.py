@@ -216,7 +216,19 @@ def test_seeds_are_a_number_or_a_list(text, seeds):
     assert list(simulate_command.parse_seeds(text)) == seeds
 
 
-@pytest.mark.parametrize("flag", ["--seeds=x", "--seeds=0", "--seeds=1,1", "--jobs=0", "--jobs=-1"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--seeds=x",
+        "--seeds=0",
+        "--seeds=1,1",
+        "--jobs=0",
+        "--jobs=-1",
+        f"--seeds={10**22}",
+        f"--seeds={10**22},",
+        f"--jobs={'9' * 5000}",
+    ],
+)
 def test_flags_that_make_no_sense_are_refused(small, flag, capsys):
     """With what was wanted."""
     assert main.main(["simulate", str(small), flag]) == 2
