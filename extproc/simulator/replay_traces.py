@@ -68,7 +68,7 @@ def find_format(path: Path) -> Format:
     """Format of a file, from its beginning.
 
     Raises:
-        ConfigError: It cannot be read, or is none of the formats.
+        ConfigError: It cannot be read, is a pipe, or is none of the formats.
     """
     head = next(iter(_head_lines(path)), b"")
     if head.startswith(parquet.MAGIC):
@@ -102,6 +102,13 @@ _MARKS: Final[Sequence[tuple[bytes, Format]]] = (
 def _head_lines(path: Path) -> Iterator[bytes]:
     """Lines at the beginning that are not blank; a long one only as far as it is needed."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(
+                path,
+                wanted="a regular file, as it is read more than once",
+                got="a pipe or device",
+                fix="write the rows to a file first",
+            )
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES).lstrip()
     except OSError as error:

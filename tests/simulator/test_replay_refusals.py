@@ -1,6 +1,7 @@
 """What `extproc replay`, `tune` and `plan` refuse, and where their results go."""
 
 import json
+import os
 
 import pytest
 
@@ -64,3 +65,11 @@ def test_json_can_be_alone_on_standard_output(tmp_path, monkeypatch, capsys, com
     assert json.loads(out)
     assert "Estimates:" in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pipe_is_refused(tmp_path, capsys, command):
+    """It would be empty when it is read again; nobody waits for its other end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "expected a regular file" in refusal(capsys, *command, str(pipe))
