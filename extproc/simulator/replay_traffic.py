@@ -42,6 +42,9 @@ _LEFT_AFTER_S: Final = 60.0
 #: Seconds of an iteration at least, by which the tokens of an answer are estimated.
 _LEAST_ITERATION_S: Final = 1e-4
 
+#: Seconds between two arrivals at most: a night without requests is simulated, a change of the clock not.
+_MAX_GAP_S: Final = 86_400.0
+
 _MIX: Final = 0x9E3779B97F4A7C15
 _KEY_MASK: Final = (1 << 60) - 1
 
@@ -268,7 +271,7 @@ class TrafficReader:
             states: Endpoints as of the end of the recording.
 
         Raises:
-            ConfigError: There are several pools, not the one that was named, or no requests.
+            ConfigError: There are several pools, not the one that was named, no requests, or a gap.
         """
         is_known = len(self._pools) <= 1 if self._pool is None else self._pool in self._pools
         if self._pools and not is_known:
@@ -282,6 +285,7 @@ class TrafficReader:
                 fix="name the pool to replay" if names else "remove the flag",
             )
         observed = sorted(self._observed.values(), key=lambda o: o.unix_s - o.row.queued_s)
+        self._check_gaps([o.unix_s - o.row.queued_s for o in observed])
         answered = [o for o in observed if not _is_failed(o)]
         if not answered:
             raise ConfigError(
@@ -302,6 +306,17 @@ class TrafficReader:
         return _build_traffic(
             answered, schedule, adapters, nodes, num_failed=len(observed) - len(answered)
         )
+
+    def _check_gaps(self, times_s: Sequence[float]) -> None:
+        """Refuse a gap in which a simulation would scrape idle engines for minutes."""
+        for before_s, after_s in itertools.pairwise(times_s):
+            if after_s - before_s > _MAX_GAP_S:
+                raise ConfigError(
+                    self._where,
+                    wanted=f"requests at most {_MAX_GAP_S / 3600:.0f} hours apart",
+                    got=f"a gap of {(after_s - before_s) / 3600:.0f} hours",
+                    fix="replay the parts by themselves; --requests N takes the first N requests",
+                )
 
 
 def _is_failed(observed: _Observed) -> bool:

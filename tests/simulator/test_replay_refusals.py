@@ -22,6 +22,16 @@ def refusal(capsys, *argv):
     return capsys.readouterr().err
 
 
+def changed_example(tmp_path, change):
+    """The recording of the documentation with every row changed."""
+    path = tmp_path / "decisions.jsonl"
+    rows = [json.loads(line) for line in recording_example.PATH.read_bytes().splitlines()]
+    for row in rows:
+        change(row)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("number", "words"),
@@ -41,11 +51,7 @@ def test_numbers_that_engines_cannot_have_are_refused(capsys, command, number, w
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_recording_without_candidates_has_no_engines(tmp_path, capsys, command):
     """The error is not that requests are too long for them."""
-    path = tmp_path / "decisions.jsonl"
-    rows = [json.loads(line) for line in recording_example.PATH.read_bytes().splitlines()]
-    for row in rows:
-        row.pop("candidates", None)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = changed_example(tmp_path, lambda row: row.pop("candidates", None))
     assert "expected endpoints with scraped loads, got none" in refusal(capsys, *command, str(path))
 
 
@@ -73,3 +79,28 @@ def test_a_pipe_is_refused(tmp_path, capsys, command):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert "expected a regular file" in refusal(capsys, *command, str(pipe))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_gap_of_days_is_refused(tmp_path, capsys, command):
+    """It would be simulated for minutes."""
+
+    def delay(row):
+        if row["kind"] == "decision" and row["n"] > 50:
+            row["at"] += 3 * 86_400.0
+
+    path = changed_example(tmp_path, delay)
+    words = "expected requests at most 24 hours apart, got a gap of 72 hours"
+    assert words in refusal(capsys, *command, str(path))
+
+
+def test_a_first_token_may_come_at_once(tmp_path, capsys):
+    """Nothing is divided by its time."""
+
+    def show_at_once(row):
+        if row["kind"] == "end":
+            row["ttft_s"] = 0.0
+
+    path = changed_example(tmp_path, show_at_once)
+    assert main.main(["replay", str(path), "--seeds", "1", "--jobs", "1"]) == 0
+    assert "Fidelity: unknown" in capsys.readouterr().out
