@@ -11,7 +11,6 @@ import argparse
 import difflib
 import errno
 import importlib
-import io
 import math
 import os
 import platform
@@ -101,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # closed by the caller: writing fails, and a server writes nothing
-        sys.stdout = Path(os.devnull).open()  # noqa: SIM115 - to the end of the process
+    if sys.stdout is None:  # closed by the caller, who wants no output
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end of the process
     try:
         status = _run_reporting(words)
         sys.stdout.flush()
@@ -204,7 +203,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _is_of_output(error: OSError) -> bool:
     """True for an error of standard output, which keeps what it could not write if it is buffered."""
-    if isinstance(error, io.UnsupportedOperation) or error.errno in _FULL:
+    if error.errno in _FULL:
         return True
     try:
         sys.stdout.flush()

@@ -32,7 +32,7 @@ _SAME_CLOCK_S: Final = 1.0
 
 #: Range of a clock, of a wait, of the time of a step, of tokens of one request, and of a count.
 _CLOCK_S: Final = (0.0, 1e11)
-_WAIT_S: Final = (0.0, 7 * 86_400.0)
+_WAIT_S: Final = (-0.001, 7 * 86_400.0)
 _STEP_S: Final = (0.0, 3_600.0)
 _TOKENS: Final = (0, 10_000_000)
 _COUNT: Final = (0, 1e12)

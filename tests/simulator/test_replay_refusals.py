@@ -1,4 +1,4 @@
-"""What `extproc replay`, `tune` and `plan` refuse, and where their results go."""
+"""Refusals of `extproc replay`, `tune` and `plan`, and where their results go."""
 
 import json
 import os
@@ -13,7 +13,7 @@ COMMANDS = [["replay"], ["tune"], ["plan", "--slo", "ttft_p95=1s"]]
 
 
 def refusal(capsys, *argv):
-    """What a command says that ends with status 2."""
+    """The error of a command that ends with status 2."""
     try:
         status = main.main(list(argv))
     except SystemExit as error:
