@@ -19,6 +19,9 @@ from extproc.telemetry.pool_state import EndpointState, PoolState
 #: The moment of the decision; only differences to it mean anything.
 _NOW = 1_000_000.0
 
+#: Failed scrapes of an endpoint that are counted; long before, it is down, and more change nothing.
+_MAX_FAILURES = 1000
+
 
 def route_offline(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str) -> Outcome:
     """Decide a request offline, as a server with these settings and this pool would.
@@ -73,7 +76,7 @@ def _restore_endpoint(store: PoolStore, state: EndpointState) -> None:
         queued_tokens=state.queued_tokens,
         now=_NOW,
     )
-    for _ in range(state.failures):
+    for _ in range(min(state.failures, _MAX_FAILURES)):
         store.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", _NOW)
     if state.health in {"ejected", "probing"}:
         for _ in range(store.outlier_detector.settings.failures):

@@ -28,7 +28,7 @@ _STATES: Mapping[HealthState, EndpointHealth] = {
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-Amount = Annotated[float, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # not infinite
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 

@@ -144,6 +144,7 @@ def test_rejection_is_explained(body, state, expected, tmp_path, capsys):
     [
         ("endpoints: [{adress: 'a:1'}]", "endpoints[0].adress", "did you mean address?"),
         ("endpoints: [{address: 'a:1', kv_usage: 2}]", "endpoints[0].kv_usage", "change"),
+        ("endpoints: [{address: 'a:1', waiting: .inf}]", "endpoints[0].waiting", "change"),
         ("endpoints: [{address: 'a:1'}, {address: 'a:1'}]", "state", "remove one"),
         ("[", "state", "syntax"),
     ],
@@ -381,6 +382,16 @@ def test_health_is_shown_with_cause_and_time(files, tmp_path, capsys):
     output = told_by(capsys, files["body"], "--state", str(state))
     assert "10.0.0.2:8000 ejected: hung" in re.sub(" +", " ", output)
     assert "all endpoints are failing; the least bad is tried" in output
+
+
+def test_a_state_of_many_failures_is_explained(files, tmp_path, capsys):
+    """An engine that is away for weeks is down, as after some failures."""
+    state = tmp_path / "state"
+    state.write_text(
+        HEALTH.replace("health: ejected, cause: errors, out_s: 4", "failures: 1000000000")
+    )
+    output = told_by(capsys, files["body"], "--state", str(state))
+    assert "chosen by rendezvous: 10.0.0.2:8000" in output
 
 
 def test_empty_standard_input_is_status_2(files, capsys, monkeypatch):

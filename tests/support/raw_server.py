@@ -28,7 +28,7 @@ def answering(answer: bytes, *, is_open: bool = False) -> Iterator[str]:
                 while connection.recv(65_536):
                     pass
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         thread.join()
