@@ -196,8 +196,8 @@ def open_regular(name: str, flags: int) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-    found = "a pipe" if stat.S_ISFIFO(mode) else "a device"
-    raise OSError(errno.EINVAL, f"{found}, which is no regular file", name)
+    kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
+    raise OSError(errno.EINVAL, f"{kind}, which is no regular file", name)
 
 
 def load_file(

@@ -187,7 +187,7 @@ def count(text: str, *, most: int = _MAX_COUNT) -> int:
 
 
 def text_output(json: Path | None) -> TextIO:
-    """Where text goes beside the JSON: standard error where `-` makes that standard output."""
+    """The stream of text beside the JSON: standard error where `-` is standard output."""
     return sys.stderr if json == _STDOUT else sys.stdout
 
 
