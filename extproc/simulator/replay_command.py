@@ -332,7 +332,7 @@ def fidelity_line(
     measured_s = replay_traffic.measured_ttft_s(loaded.traffic, since_s=since_s)
     if not measured_s > 0.0:
         return (
-            "Fidelity: unknown, no first token was recorded (responses.stream_sample_ratio shows "
+            "Fidelity: unknown, no time to a first token was recorded (responses.stream_sample_ratio shows "
             "streams to extproc)"
         )
     estimated_s = as_recorded.summary.ttft_s.mean
