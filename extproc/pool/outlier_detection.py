@@ -362,6 +362,8 @@ class OutlierDetector:
 
     def _failed(self, record: HealthRecord, sent_at: float, now: float, cause: str) -> None:
         known = record.condition
+        if known.state <= _SUSPECT and sent_at < record.back_at:
+            return  # it was sent to an ejected endpoint, or to the process before this one
         certain = record.certain
         record.last_failed = True
         if known.state > _SUSPECT:

@@ -126,7 +126,10 @@ async def test_121_an_engine_that_answers_503_at_once(strategy):
             values = await fixture.until(
                 lambda matches: counted(matches, "extproc_probes_total", result="ok") == 1
             )
-            assert counted(values, "extproc_endpoint_ejected") == 0
+            assert counted(values, "extproc_endpoint_ejected") == 0, (
+                bad.address,
+                {key: value for key, value in values.items() if "eject" in key or "probe" in key},
+            )
             before = len(bad.asks)
             await load.more(100)
             assert len(bad.asks) > before

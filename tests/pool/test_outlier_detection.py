@@ -208,6 +208,21 @@ def test_requests_sent_before_the_ejection_do_not_count():
     assert detector.health.condition(1) == before
 
 
+def test_requests_sent_before_it_came_back_do_not_count():
+    """What was sent to the process before it, or as an earlier probe, may fail later."""
+    detector = DetectorFixture()
+    detector.fail(1)
+    detector.now = 1.0
+    detector.reach(1, restarted=True)
+    back = detector.health.condition(1)
+    detector.now = 2.0
+    for _ in range(3):
+        detector.record_outcome(1, RequestOutcome.FAILED, sent_at=0.5)
+    assert detector.health.condition(1) == back
+    detector.fail(1)
+    assert detector.out == {1}
+
+
 @pytest.mark.parametrize("text", [RequestOutcome.CLIENT_ERROR, RequestOutcome.NO_RESPONSE])
 def test_an_unanswered_probe_allows_another_probe(text: RequestOutcome):
     """A probe that is refused, or whose client leaves, is followed by another at once."""
