@@ -183,7 +183,7 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp:
 def open_regular(name: str, flags: int) -> int:
     """Opens a regular file, also behind links: the `opener` of what is read again while serving.
 
-    A pipe in the file's place would hold its reader until somebody writes to it.
+    A pipe in the place of the file would hold its reader until a writer opens it.
 
     Raises:
         OSError: There is no regular file, or it cannot be opened.

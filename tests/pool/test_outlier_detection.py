@@ -209,7 +209,7 @@ def test_requests_sent_before_the_ejection_do_not_count():
 
 
 def test_requests_sent_before_it_came_back_do_not_count():
-    """What was sent to the process before it, or as an earlier probe, may fail later."""
+    """Requests to the process before it, or earlier probes, may fail late."""
     detector = DetectorFixture()
     detector.fail(1)
     detector.now = 1.0
