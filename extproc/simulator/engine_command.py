@@ -155,6 +155,13 @@ def _check_ports(args: argparse.Namespace) -> None:
             raise errors.ConfigError(
                 flag, wanted=f"a port from 0 to {last}", got=str(port), fix="name another port"
             )
+    if replay and not events:
+        raise errors.ConfigError(
+            "--kv-replay-port",
+            wanted="--kv-events-port beside it",
+            got=str(replay),
+            fix="name the port of the events too, or remove this one",
+        )
     if events and replay and abs(events - replay) <= more:
         raise errors.ConfigError(
             "--kv-replay-port",

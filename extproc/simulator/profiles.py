@@ -8,7 +8,6 @@ efficiencies and are not fitted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -166,20 +165,23 @@ def find(name: str) -> EngineProfile:
 #: Numbers of which an engine needs one at least; the others may be 0.
 _AT_LEAST_ONE: Final = frozenset({"block_tokens", "max_num_seqs", "max_model_len"})
 
+#: No number of an engine is greater; sums of such times and tokens are still exact enough.
+_AT_MOST: Final = 10**9
+
 
 def check(profile: EngineProfile) -> None:
     """Refuse numbers the engine cannot run with.
 
     Raises:
-        errors.ConfigError: A number is infinite or too small, the step budget is below the batch
+        errors.ConfigError: A number is too great or too small, the step budget is below the batch
             size, steps take no time, or nothing fits the cache.
     """
     for name in profile.__struct_fields__[1:]:
         value, least = getattr(profile, name), 1 if name in _AT_LEAST_ONE else 0
-        if not least <= value < math.inf:
+        if not least <= value <= _AT_MOST:
             raise errors.ConfigError(
                 f"profile {profile.name}",
-                wanted=f"{name} of at least {least}, and finite",
+                wanted=f"{name} from {least} to {_AT_MOST}",
                 got=str(value),
                 fix=f"correct {name}, or leave it out",
             )

@@ -81,10 +81,18 @@ def plan(
     """
     where = str(path)
     loaded = read(path)
+    own = {variant.name for variant in loaded.variants}
     wanted = _wanted(loaded, strategies, configs)
     loaded = msgspec.structs.replace(loaded, strategies=wanted, seeds=seeds or loaded.seeds)
     scenario.check(loaded, where=where)
-    columns = [column(variant, folder=path.parent, where=where) for variant in loaded.variants]
+    columns = [
+        column(
+            variant,
+            folder=path.parent,
+            where=where if variant.name in own else "the command line",
+        )
+        for variant in loaded.variants
+    ]
     trace = _trace(loaded.workload, folder=path.parent, where=where)
     return SimulationPlan(loaded, columns, trace)
 

@@ -89,6 +89,7 @@ def test_flags_change_the_profile():
         ["--kv-events-port", "70000"],
         ["--kv-events-port", "-1"],
         ["--kv-events-port", "65535", "--ranks", "2"],
+        ["--kv-replay-port", "5557"],
         ["--kv-events-port", "5557", "--kv-replay-port", "65536"],
         ["--kv-events-port", "5557", "--kv-replay-port", "5557"],
         ["--kv-events-port", "5557", "--kv-replay-port", "5558", "--ranks", "2"],
@@ -96,6 +97,8 @@ def test_flags_change_the_profile():
         ["--block-tokens", "-1"],
         ["--max-num-seqs", "0"],
         ["--reload-us", "inf"],
+        ["--reload-us", "1e300"],
+        ["--kv-tokens", "1000000001"],
     ],
 )
 def test_bad_flags_are_refused_with_status_2(flags, capsys):

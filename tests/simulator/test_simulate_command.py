@@ -170,6 +170,14 @@ def test_what_is_wrong_is_said_before_anything_runs(small, text, expected):
         planned(small)
 
 
+def test_a_wrong_strategy_of_the_command_line_is_not_looked_for_in_the_scenario(small, capsys):
+    """The error says where the name comes from."""
+    assert main.main(["simulate", str(small), "--strategy", "nope"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("extproc: the command line: strategy nope: ")
+    assert "got nope" in message
+
+
 def test_a_wrong_scenario_ends_with_two(small, capsys):
     """As every command does with a wrong file."""
     small.write_text("workload: {}")
