@@ -316,6 +316,8 @@ class StaticDiscovery:
         self._pool_name = settings.pool
         self._file_entries: tuple[endpoint_list.EndpointListEntry, ...] = ()
         self._stamp: FileStamp | None = None
+        #: Error of the file that could not be opened at the last look; empty for none.
+        self._unreadable = ""
         self._refresh_at = float("-inf")
         #: Whether the file has another list that the store does not have yet.
         self._unresolved = False
@@ -362,15 +364,18 @@ class StaticDiscovery:
     async def _reload_file(self) -> bool:
         if self._path is None:
             return False
-        stamp = file_stamp(self._path)
-        if stamp == self._stamp:
+        stamp, unreadable = file_stamp(self._path), self._unreadable
+        if stamp == self._stamp and not unreadable:
             return False
         # Taken before reading: what is written during the read makes another change.
-        self._stamp = stamp
+        self._stamp, self._unreadable = stamp, ""
         try:
             self._file_entries = await self._load(self._path, again=True)
         except ConfigError as error:
-            self._report("file-broken", str(error))
+            if isinstance(error.__cause__, OSError):  # it may be readable soon, without a change
+                self._unreadable = str(error)
+            if str(error) != unreadable:
+                self._report("file-broken", str(error))
             return False
         return True
 

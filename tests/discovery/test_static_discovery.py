@@ -1,4 +1,6 @@
 import asyncio
+import errno
+import os
 import random
 
 import pytest
@@ -121,6 +123,30 @@ def test_an_invalid_file_keeps_the_endpoints(tmp_path):
         write(path, "10.0.0.4:1")
         await scene.step(4.0)
         assert scene.store.updates[-1] == (["10.0.0.4:1"], 4.0)
+
+    asyncio.run(scene())
+
+
+def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
+    """Its error is reported once; what made it unreadable may end without a change of the file."""
+
+    async def scene():
+        path = tmp_path / "pool.yaml"
+        write(path, "10.0.0.2:1")
+        scene = StaticScene(path=path)
+        await scene.subject.start()
+        write(path, "10.0.0.3:1")
+        with monkeypatch.context() as patched:
+            patched.setattr(static_discovery, "open_regular", refuse)
+            await scene.step(1.0)
+            await scene.step(2.0)
+        await scene.step(3.0)
+        assert scene.kinds() == ["list-replaced", "file-broken", "list-replaced"]
+        assert "Too many open files" in scene.facts[1].detail
+        assert scene.store.updates[-1] == (["10.0.0.3:1"], 3.0)
+
+    def refuse(name, flags):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
 
     asyncio.run(scene())
 
