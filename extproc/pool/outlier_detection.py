@@ -88,6 +88,7 @@ class HealthRecord:
         sign_at: Last sign of life, or of having nothing to do.
         probe_at: When the last probe was sent.
         back_at: When it came back from the last ejection.
+        restarted_at: When its last restart was seen.
     """
 
     __slots__ = (
@@ -106,6 +107,7 @@ class HealthRecord:
         "misses",
         "probe_at",
         "refused",
+        "restarted_at",
         "scrape_unreliable",
         "sign_at",
     )
@@ -113,7 +115,7 @@ class HealthRecord:
     def __init__(self, incarnation: int, condition: HealthStatus, now: float) -> None:
         self.incarnation = incarnation
         self.condition = condition
-        self.back_at = -math.inf
+        self.back_at = self.restarted_at = -math.inf
         self.sign_at = now
         self.probe_at = math.inf
         self.last_failed = self.scrape_unreliable = self.ever_scraped = self.refused = False
@@ -265,6 +267,8 @@ class OutlierDetector:
             record.last_failed = False
             record.reset(now)
             self.update_ejections(now)
+            if restarted:
+                record.restarted_at = now
         elif self.settings.failures and moved is False and not idle:
             known = record.condition
             if now - record.sign_at < self.settings.stall_timeout_s:
@@ -362,7 +366,7 @@ class OutlierDetector:
 
     def _failed(self, record: HealthRecord, sent_at: float, now: float, cause: str) -> None:
         known = record.condition
-        if known.state <= _SUSPECT and sent_at < record.back_at:
+        if known.state <= _SUSPECT and sent_at < max(record.back_at, record.restarted_at):
             return  # it was sent to an ejected endpoint, or to the process before this one
         certain = record.certain
         record.last_failed = True
@@ -391,7 +395,7 @@ class OutlierDetector:
     def _suspect(self, record: HealthRecord, now: float) -> None:
         """Prefer other endpoints for a moment, if enough of them are there."""
         known = record.condition
-        others = sum(1 for other in self._records.values() if other.condition.state is not _HEALTHY)
+        others = sum(1 for other in self._records.values() if _is_avoided(other.condition, now))
         spare = int(self.settings.max_ejection_share * len(self._records))
         if others < spare or known.state is _SUSPECT:
             until = now + _SUSPECT_S
@@ -472,6 +476,11 @@ class OutlierDetector:
         settings = self.settings
         backoff_s = min(settings.cap_s, settings.base_s * 2.0 ** min(times - 1, 30))
         return now + backoff_s * (1.0 - _JITTER * self._rng.random())
+
+
+def _is_avoided(condition: HealthStatus, now: float) -> bool:
+    """True for an ejected endpoint, and for a suspect one until its second is over."""
+    return condition.state > _SUSPECT or (condition.state is _SUSPECT and condition.until > now)
 
 
 def _excluded_state(record: HealthRecord) -> HealthState:

@@ -134,6 +134,16 @@ def test_suspects_stay_within_the_ejection_share():
     ]
 
 
+def test_a_suspicion_that_is_over_leaves_room_for_another():
+    """An idle endpoint that failed once long ago hides no other failure."""
+    detector = DetectorFixture()
+    detector.fail(1, 1)
+    detector.fail(2, 1)
+    detector.now = 3600.0
+    detector.fail(3, 1)
+    assert detector.state(3) is HealthState.SUSPECT
+
+
 def test_client_errors_do_not_change_health():
     """4xx and 429 between failures change nothing."""
     detector = DetectorFixture()
@@ -219,6 +229,19 @@ def test_requests_sent_before_it_came_back_do_not_count():
     for _ in range(3):
         detector.record_outcome(1, RequestOutcome.FAILED, sent_at=0.5)
     assert detector.health.condition(1) == back
+    detector.fail(1)
+    assert detector.out == {1}
+
+
+def test_requests_to_the_process_before_a_restart_do_not_count():
+    """Also of an endpoint that was not ejected."""
+    detector = DetectorFixture()
+    detector.now = 1.0
+    detector.reach(1, restarted=True)
+    detector.now = 2.0
+    for _ in range(3):
+        detector.record_outcome(1, RequestOutcome.FAILED, sent_at=0.5)
+    assert detector.state(1) is HealthState.HEALTHY
     detector.fail(1)
     assert detector.out == {1}
 
