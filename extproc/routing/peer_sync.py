@@ -38,6 +38,9 @@ MAX_FACTS: Final = 500
 #: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 
+#: Blocks in a message (count), 9 bytes each: small blocks are cut to stay below those bytes.
+_MAX_BLOCKS: Final = 600_000
+
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -178,14 +181,15 @@ class PeerEventLog:
     def snapshot(self) -> Iterator[PeerMessage]:
         """Messages for a reader that knows none: the open requests as they are now, then their list."""
         facts: list[Fact] = [*self._open.values(), self._list_open()]
-        return (
-            PeerMessage(self.picker, facts[at : at + MAX_FACTS])
-            for at in range(0, len(facts), MAX_FACTS)
-        )
+        while facts:
+            fitting = _count_fitting(facts, MAX_FACTS)
+            yield PeerMessage(self.picker, facts[:fitting])
+            del facts[:fitting]
 
     def take(self, max_facts: int = MAX_WAITING) -> PeerMessage | None:
         """Remove and return the waiting message, oldest events first; None if it is empty."""
-        facts, self._waiting = self._waiting[:max_facts], self._waiting[max_facts:]
+        fitting = _count_fitting(self._waiting, max_facts)
+        facts, self._waiting = self._waiting[:fitting], self._waiting[fitting:]
         return PeerMessage(self.picker, facts) if facts else None
 
     def _list_open(self, incomplete: Sequence[str] = ()) -> OpenRequests:
@@ -200,6 +204,17 @@ class PeerEventLog:
         waiting.append(fact)
         if len(waiting) == 1:
             self._on_waiting()
+
+
+def _count_fitting(facts: Sequence[Fact], most: int) -> int:
+    """Number of the first facts that fit into one message, at most `most`."""
+    blocks = 0
+    for number, fact in enumerate(facts[:most]):
+        if isinstance(fact, RequestStarted):
+            blocks += len(fact.blocks)
+            if blocks > _MAX_BLOCKS and number:
+                return number
+    return min(most, len(facts))
 
 
 class PoolEventLog:

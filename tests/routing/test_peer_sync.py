@@ -285,6 +285,25 @@ def test_bytes_that_do_not_decode_are_no_message():
     assert peer_sync.decode(b"\x93junk") is None
 
 
+def test_messages_of_long_chains_are_cut_to_what_is_decoded():
+    """As of small blocks: no message is longer than a peer decodes, and none is lost."""
+    side, log = Side("a"), peer_sync.PeerEventLog("b", lambda: None)
+    chain = range(2**60 - 40_000, 2**60)
+    account = side.pool_fixture.store.pool.members[0].account
+    for _ in range(40):
+        log.request_started("", account.open("m", 1, cached_tokens=0, now=0.0), chain)
+    waiting = [*iter(lambda: log.take(peer_sync.MAX_FACTS), None)]
+    for messages in (waiting, [*log.snapshot()]):
+        decoded = [peer_sync.decode(peer_sync.encode(message)) for message in messages]
+        numbers = [
+            fact.number
+            for message in decoded
+            for fact in message.facts
+            if isinstance(fact, peer_sync.RequestStarted)
+        ]
+        assert numbers == [*range(1, 41)]
+
+
 def test_queued_events_are_bounded(monkeypatch):
     """The oldest go; what is open is said later."""
     monkeypatch.setattr(peer_sync, "MAX_WAITING", 10)

@@ -330,8 +330,7 @@ class PeerSyncBus:
 
     def _join(self, name: str, director: Director, delay_s: float) -> None:
         def deliver() -> None:
-            message = event_log.take()
-            if message is not None:
+            while (message := event_log.take()) is not None:
                 for replica in self._replicas:
                     replica.apply_message(message, self._timeline.now)
 
