@@ -107,8 +107,8 @@ class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         path: HTTP path of the GET request; empty for no checks, and Envoy then receives the health
-            of endpoints from extproc. vLLM and SGLang answer at `/health` without generating a
-            token.
+            of endpoints from extproc, as it does in pools that speak gRPC (`h2c`). vLLM and SGLang
+            answer at `/health` without generating a token.
         interval_s: Seconds between two checks of an engine. With 2, an engine that does not answer
             is detected within 10 s; one that refuses connections is detected by requests before.
         timeout_s: Time limit of a check (seconds). 5, because the front end of an engine that is

@@ -210,8 +210,8 @@ class _CacheEntry(msgspec.Struct, frozen=True):
 class SnapshotCache:
     """Holds the current snapshot and replaces it.
 
-    Health is sent only to Envoys without health checks of their own. The others know it sooner,
-    and would eject an engine that recovered while every replica of extproc was down.
+    Health is sent only of clusters without health checks of Envoy's own. Envoy knows that of the others
+    sooner, and would eject an engine that recovered while every replica of extproc was down.
 
     Attributes:
         faults: Exceptions of the last update by pool name; such a pool keeps its resources.
@@ -219,7 +219,6 @@ class SnapshotCache:
 
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
-        self._with_health = not options.health_check.path
         self._entries: dict[str, _CacheEntry] = {}
         self.faults: dict[str, Exception] = {}
         self.snapshot: XdsSnapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
@@ -235,7 +234,7 @@ class SnapshotCache:
             entry = self._entries.get(resources.cluster_name(name))
             if entry is None or entry.h2c is not (name in h2c):
                 return True
-            if not self._has_same_endpoints(entry.pool, pool):
+            if not self._has_same_endpoints(entry.pool, pool, h2c=entry.h2c):
                 return True
         return False
 
@@ -270,23 +269,27 @@ class SnapshotCache:
         before = self._entries.get(name)
         if before is None or before.h2c is not h2c:
             cluster = _versioned(name, encode_cluster(name, self._options, h2c=h2c))
-        elif self._has_same_endpoints(before.pool, pool):
+        elif self._has_same_endpoints(before.pool, pool, h2c=h2c):
             return before
         else:
             cluster = before.cluster
-        lb_endpoints = resources.lb_endpoints(pool, with_health=self._with_health)
+        lb_endpoints = resources.lb_endpoints(pool, with_health=self._is_health_sent(h2c=h2c))
         if before is not None and before.lb_endpoints == lb_endpoints:
             return _CacheEntry(pool, h2c, lb_endpoints, before.assignment, cluster)
         assignment = _versioned(name, encode_assignment(name, lb_endpoints))
         return _CacheEntry(pool, h2c, lb_endpoints, assignment, cluster)
 
-    def _has_same_endpoints(self, previous: Pool, current: Pool) -> bool:
+    def _is_health_sent(self, *, h2c: bool) -> bool:
+        """True for clusters that Envoy does not check: a gRPC engine has no HTTP path for it."""
+        return h2c or not self._options.health_check.path
+
+    def _has_same_endpoints(self, previous: Pool, current: Pool, *, h2c: bool) -> bool:
         """Returns True if both snapshots of a pool give the same endpoints and health."""
         if previous is current:
             return True
         if previous.positions is not current.positions:
             return False
-        if not self._with_health or not (previous.down or current.down):
+        if not self._is_health_sent(h2c=h2c) or not (previous.down or current.down):
             return True
         return [member.is_up for member in previous.members] == [
             member.is_up for member in current.members

@@ -126,6 +126,16 @@ def test_health_is_not_sent_where_envoy_checks_health(board, fleet):
     assert not board.update({"": fleet.pool})
 
 
+def test_health_is_sent_of_grpc_engines_which_envoy_does_not_check(board, fleet):
+    """Their cluster has no checks, whatever `health_check.path` is."""
+    board.update({"": fleet.pool}, {""})
+    before = board.snapshot[ASSIGNMENT]["engines"]
+    fail(fleet, SECOND)
+    assert board.is_stale({"": fleet.pool}, {""})
+    assert board.update({"": fleet.pool}, {""})
+    assert board.snapshot[ASSIGNMENT]["engines"] != before
+
+
 def test_a_swap_of_unhealthy_endpoints_is_a_change(telling, fleet):
     """One down for another is a change, although as many are up."""
     fail(fleet, FIRST)
