@@ -124,7 +124,9 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """See `ScalingPolicy`."""
         now, spec = demand.now, demand.spec
         arriving = state.arriving.add(now, demand.arriving, span_s=self.window_s)
-        busy_at = now if demand.requests or state.busy_at is None else state.busy_at
+        # Short requests may begin and end between two looks.
+        is_busy = demand.requests or demand.arriving > 0
+        busy_at = now if is_busy or state.busy_at is None else state.busy_at
         grew = demand.starting > state.starting
         raised_at = now if grew else state.raised_at
         due_s = demand.cold_start_s - (now - raised_at if raised_at is not None else 0.0)

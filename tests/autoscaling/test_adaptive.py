@@ -99,6 +99,13 @@ def test_single_requests_keep_a_replica():
     assert target.changes == []
 
 
+def test_requests_between_two_looks_keep_a_replica():
+    """Steady short requests of which none is open at a tick."""
+    target = TargetFixture(AdaptivePolicy(idle_s=300), spec=1)
+    target.run(1000, arriving=0.01)
+    assert target.changes == []
+
+
 def test_an_unknown_throughput_adds_no_replica():
     """A replica of which nothing is known is not divided by."""
     target = TargetFixture(AdaptivePolicy(), WIDE, spec=2)

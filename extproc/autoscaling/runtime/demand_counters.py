@@ -25,6 +25,9 @@ from extproc.telemetry.counters import PoolCounters
 #: Refusals of requests that wanted capacity, and will come again.
 _WANTED = frozenset({429, 503})
 
+#: Those that more replicas would not serve, by status and cause.
+_LIMITED = (429, "rate-limited")
+
 
 class DemandCounters:
     """Reads the counters of a pool. Totals never decrease, even if a part of them does."""
@@ -72,6 +75,7 @@ class DemandCounters:
         refused = sum(
             count for (status, _), count in counters.rejections.items() if status in _WANTED
         )
+        refused -= counters.rejection_causes[_LIMITED]
         # A request that stops waiting is counted elsewhere a moment later.
         self._arrived = max(self._arrived, float(counters.routed_total + refused + held))
         tokens = counters.prompt_tokens - counters.matched_tokens + held_tokens

@@ -11,6 +11,7 @@ from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.autoscaling.runtime.control_loop import ControlLoop, LoopMetrics
 from extproc.autoscaling.runtime.demand_counters import DemandCounters
 from extproc.config.autoscaling import ScalingSection
+from extproc.decision import Rejection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
@@ -292,6 +293,15 @@ async def test_a_single_request_counts_before_others_follow():
     assert read.prompt_tokens >= 1.0
     recorder.on_finished(endpoint="127.0.0.1:1", status="200", duration_s=1.0)
     assert fixture.counters.read().answered == 1.0
+
+
+@pytest.mark.parametrize(("cause", "arrived"), [("queue-full", 1.0), ("rate-limited", 0.0)])
+def test_requests_over_the_limit_of_their_tenant_want_no_replica(cause, arrived):
+    """More replicas would refuse them, too."""
+    fixture = ControlLoopFixture(spec=1)
+    rejection = Rejection(429, "refused", reason="rejected-saturated", cause=cause)
+    fixture.pool_counters.record_rejection(rejection)
+    assert fixture.counters.read().arrived == arrived
 
 
 def test_a_loop_without_a_step_has_no_gauges():
