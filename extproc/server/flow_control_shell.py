@@ -177,8 +177,13 @@ class AsyncFlowController:
         weight = self.queue.settings.output_weight
         extra = prompt - reservation.prompt_tokens + weight * completion
         self.queue.charge(reservation.tenant, extra, now)
-        if reservation.charge is not None:
-            reservation.charge.reconcile(prompt + completion)
+        charge = reservation.charge
+        # What may be an answer of `max_tokens` counts as one until its tokens are known.
+        is_known = "completion" in usage or (
+            charge is not None and charge.tokens <= reservation.prompt_tokens
+        )
+        if charge is not None and is_known:
+            charge.reconcile(prompt + completion)
 
     def tenant(self, prepared: PreparedRequest) -> str:
         """Tenant of a request; empty where it names none."""
@@ -199,7 +204,10 @@ class AsyncFlowController:
         blocked = self._controller.check(
             outcome, priority=prepared.request.priority, preferred_endpoint=preferred
         )
-        return None if blocked is None else self.enqueue(prepared, blocked, now, tenant=tenant)
+        if blocked is not None:
+            return self.enqueue(prepared, blocked, now, tenant=tenant)
+        self.queue.charge(tenant, prepared.request.prompt_tokens, now)
+        return None
 
     def enqueue(
         self,

@@ -260,3 +260,30 @@ async def test_usage_replaces_the_estimate():
     assert reserved.prompt_tokens == 1000
     fixture.flow_controller.record_usage(reserved, {"prompt": 1010, "completion": 5}, fixture.now)
     assert fixture.flow_controller.queue.fair_share.attained("", fixture.now) == pytest.approx(20.0)
+
+
+async def test_an_answer_without_usage_counts_with_its_maximum():
+    """As of a stream without `include_usage`: the allowance is not given back."""
+    fixture = FlowControlFixture(A, limit=RateLimit(tokens_per_s=10.0, burst_s=10.0))
+    body = b'{"model": "m", "prompt": "abcd", "max_tokens": 90}'
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    prepared = fixture.pool_fixture.director.prepare(raw)
+    reserved = fixture.flow_controller.reserve(prepared, fixture.now)
+    fixture.flow_controller.record_usage(reserved, {}, fixture.now)
+    assert reserved.charge.tokens == 91
+    fixture.flow_controller.record_usage(reserved, {"prompt": 1}, fixture.now)
+    assert reserved.charge.tokens == 91
+    fixture.flow_controller.record_usage(reserved, {"prompt": 1, "completion": 5}, fixture.now)
+    assert reserved.charge.tokens == 6
+
+
+async def test_the_prompt_of_a_request_that_did_not_wait_counts():
+    """Its tenant has received it when others queue."""
+    fixture = FlowControlFixture(A)
+    body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    prepared = fixture.pool_fixture.director.prepare(raw)
+    outcome = fixture.pool_fixture.director.decide(prepared, fixture.now)
+    assert fixture.flow_controller.admit(prepared, outcome, fixture.now, tenant="t") is None
+    attained = fixture.flow_controller.queue.fair_share.attained("t", fixture.now)
+    assert attained == pytest.approx(1000.0)
