@@ -231,7 +231,10 @@ def _decode(
     try:
         return bounded_decoder.decode(decoder, raw.body)
     except (ValueError, RecursionError):
-        return None
+        mended = envelope.mend_surrogates(raw.body)
+        if mended == raw.body:
+            return None
+        return _decode(decoder, msgspec.structs.replace(raw, body=mended))
 
 
 def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
@@ -271,7 +274,7 @@ MAX_FIELD_BYTES: Final = 8192
 
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
 _NAME = re.compile(
-    rb'^content-disposition:[^\r\n]*?;\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))',
+    rb'^content-disposition:(?:[^\r\n"]|"[^"\r\n]*")*?;\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))',
     re.IGNORECASE | re.MULTILINE,
 )
 _WANTED = frozenset({"model", "prompt", "stream", "user"})
@@ -328,6 +331,8 @@ def _spans(body: RequestBody, boundary: bytes) -> Mapping[str, tuple[int, int]]:
         if start < 0:
             break
         start += len(delimiter)
+        if body[start : start + 2] == b"--":  # the end of the form
+            break
         end = body.find(b"\r\n" + delimiter, start)
         _read_part(fields, body, (start, end if end >= 0 else len(body)))
         start = end + 2 if end >= 0 else -1

@@ -55,6 +55,18 @@ def test_file_name_is_not_a_name():
     assert form(body + b"--XX--").model == ""
 
 
+def test_text_of_a_file_name_is_not_a_name():
+    """Nor is what a quoted file name has behind a semicolon; the real name comes after it."""
+    file = part(b"file", SOUND, b"").replace(b"name=", b'filename="take; name=model"; name=')
+    assert form(file + part(b"model", b"w") + b"--XX--").model == "w"
+    assert form(file + b"--XX--").model == ""
+
+
+def test_parts_behind_the_end_are_not_read():
+    """As engines ignore them."""
+    assert form(part(b"model", b"w") + b"--XX--\r\n" + part(b"model", b"other")).model == "w"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -22,6 +22,13 @@ def test_chat_body_on_another_path():
     assert builders.parsed("/invocations", body).prompt == builders.parsed(CHAT, body).prompt
 
 
+@pytest.mark.parametrize("path", ["/invocations", "/tokenize", "/v1/messages/count_tokens"])
+def test_lone_surrogates_are_mended(path):
+    """As on the paths of chats: JavaScript clients cut strings inside an emoji."""
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "hi \\ud83d"}]}'
+    assert builders.parsed(path, body).model == "m"
+
+
 @pytest.mark.parametrize(
     "body",
     [
