@@ -378,5 +378,5 @@ def test_a_cleared_cache_has_no_copies_either():
 @pytest.mark.parametrize("facts", [{"host_kv_tokens": -1}, {"reload_s_per_token": -1e-6}])
 def test_a_host_below_nothing_is_refused(facts):
     """Neither its size nor its time may be negative."""
-    with pytest.raises(errors.ConfigError, match=f"{next(iter(facts))} of at least 0"):
+    with pytest.raises(errors.ConfigError, match=f"{next(iter(facts))} from 0 to"):
         engine(**facts)

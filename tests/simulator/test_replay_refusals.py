@@ -38,9 +38,9 @@ def changed_example(tmp_path, change):
     [
         ("kv_tokens=inf", "expected NAME=NUMBER"),
         ("kv_tokens=327.5", "expected a whole number, got 327.5"),
-        ("block_tokens=0", "expected block_tokens of at least 1"),
+        ("block_tokens=0", "expected block_tokens from 1 to"),
         ("block_tokens=32", "expected block_tokens of 16"),
-        ("max_num_seqs=-1", "expected max_num_seqs of at least 1"),
+        ("max_num_seqs=-1", "expected max_num_seqs from 1 to"),
     ],
 )
 def test_numbers_that_engines_cannot_have_are_refused(capsys, command, number, words):
