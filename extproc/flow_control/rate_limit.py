@@ -51,7 +51,7 @@ class _TokenBucket:
     def __init__(self, rate: float, burst_s: float, now: float) -> None:
         self.rate = rate
         self.full = max(1.0, rate * burst_s)
-        self.level = self.full
+        self.level = self.full if rate else 0.0
         self.at = now
 
     def fill(self, now: float) -> None:

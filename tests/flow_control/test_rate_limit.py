@@ -67,10 +67,11 @@ def test_a_refused_request_takes_nothing():
 
 
 def test_a_rate_of_zero_rejects_all():
-    """Zero is a limit like any other."""
-    limiter = TenantRateLimiter(RateLimit(requests_per_s=0.0))
-    assert passes(limiter, "t", 1, 0.0)
-    assert limiter.take("t", 1, 1e6).retry_after_s == 3600
+    """The first request, too, of requests and of tokens."""
+    for limit in (RateLimit(requests_per_s=0.0), RateLimit(tokens_per_s=0.0)):
+        limiter = TenantRateLimiter(limit)
+        assert limiter.take("t", 1, 0.0).retry_after_s == 3600
+        assert limiter.take("t", 1, 1e6).retry_after_s == 3600
 
 
 def test_a_refund_is_idempotent():
