@@ -104,7 +104,11 @@ class SimFlowController(Generic[GrantT]):
         blocked = self._controller.check(
             outcome, priority=sim_request.work.priority, preferred_endpoint=preferred_endpoint
         )
-        return None if blocked is None else self.enqueue(sim_request, blocked)
+        if blocked is not None:
+            return self.enqueue(sim_request, blocked)
+        tenant, tokens = self._tenant(sim_request), sim_request.work.prompt_tokens
+        self.queue.charge(tenant, tokens, self._timeline.now)
+        return None
 
     def is_queued(self, sim_request: SimRequest) -> bool:
         """True while a request is queued."""
