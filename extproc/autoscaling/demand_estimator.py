@@ -93,6 +93,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
         available: Replicas that answered then.
         spec: Replicas requested then.
         raised_at: Time when replicas that still start were requested; None while none does.
+        most_available: Replicas that answered at one time since then, at most.
     """
 
     at: float | None = None
@@ -108,6 +109,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     available: int = 0
     spec: int = 0
     raised_at: float | None = None
+    most_available: int = 0
 
 
 class EstimatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,7 +230,7 @@ class DemandEstimator:
         since = 0.0 if before.at is None else now - before.at
         came = work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
         done, busy_s = self._throughput(total, since, observation, request_work=request_work)
-        cold_start_s, raised_at = self._cold_start(now, observation)
+        cold_start_s, raised_at, most_available = self._cold_start(now, observation)
         queued = total.held + observation.waiting
         self._learned = EstimatorState(
             at=now,
@@ -244,6 +246,7 @@ class DemandEstimator:
             available=observation.available,
             spec=observation.spec,
             raised_at=raised_at,
+            most_available=most_available,
         )
         throughput = (_PRIOR_S + done) / (_PRIOR_S + busy_s)
         return Demand(
@@ -324,14 +327,19 @@ class DemandEstimator:
         keep = math.exp(-busy_s / _FADE_S)
         return before.done * keep + total.answered * request_work, before.busy_s * keep + busy_s
 
-    def _cold_start(self, now: float, observation: TargetObservation) -> tuple[float, float | None]:
-        """Mean cold start in seconds, and the time when replicas still starting were requested."""
+    def _cold_start(
+        self, now: float, observation: TargetObservation
+    ) -> tuple[float, float | None, int]:
+        """Mean cold start in seconds, and the other two as `raised_at` and `most_available`."""
         before = self._learned
-        raised_at = before.raised_at
+        raised_at, most = before.raised_at, before.most_available
         if observation.spec > before.spec and before.at is not None:
             # The request came at some time since the last reading.
-            raised_at = before.at
+            raised_at, most = before.at, before.available
         mean_s = before.cold_start_s
-        if raised_at is not None and observation.available > before.available:
+        # One that was away for a moment and answers again did not start.
+        if raised_at is not None and observation.available > most:
             mean_s += _NEW * (now - raised_at - mean_s)
-        return mean_s, raised_at if observation.spec > observation.available else None
+        if observation.spec <= observation.available:
+            return mean_s, None, observation.available
+        return mean_s, raised_at, max(most, observation.available)

@@ -123,6 +123,17 @@ def test_a_cold_start_is_learned():
     assert demand.cold_start_s == pytest.approx((60 + 205) / 2)
 
 
+def test_a_replica_that_answers_again_is_no_cold_start():
+    """While another one is still to start, one that was away for a moment has not started anew."""
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    for now, available in ((0, 3), (5, 3), (3600, 2), (3610, 3), (3700, 4)):
+        spec = 3 if now == 0 else 4
+        demand = read(estimator, float(now), TargetObservation(spec=spec, available=available))
+        if now < 3700:
+            assert demand.cold_start_s == 60.0
+    assert demand.cold_start_s == pytest.approx((60 + 3700) / 2)
+
+
 def test_learned_values_survive_a_restart():
     """Another meter reads the same from JSON, on another clock."""
     first, second = DemandEstimator(SERIAL_SETTINGS), DemandEstimator(SERIAL_SETTINGS)
