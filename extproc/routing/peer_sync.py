@@ -38,7 +38,7 @@ MAX_FACTS: Final = 500
 #: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 
-#: Blocks in a message (count), 9 bytes each: small blocks are cut to stay below those bytes.
+#: Blocks in a message (count), 9 bytes each; with more it is cut, to stay below `MAX_MESSAGE_BYTES`.
 _MAX_BLOCKS: Final = 600_000
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -187,7 +187,7 @@ class PeerEventLog:
             del facts[:fitting]
 
     def take(self, max_facts: int = MAX_WAITING) -> PeerMessage | None:
-        """Remove and return the waiting message, oldest events first; None if it is empty."""
+        """Remove and return the next message, oldest events first; None where none waits."""
         fitting = _count_fitting(self._waiting, max_facts)
         facts, self._waiting = self._waiting[:fitting], self._waiting[fitting:]
         return PeerMessage(self.picker, facts) if facts else None

@@ -171,14 +171,16 @@ class AsyncFlowController:
     def record_usage(
         self, reservation: RateReservation, usage: Mapping[str, int], now: float
     ) -> None:
-        """Correct the tenant's fair share and allowance by the real usage of an answer."""
+        """Correct the tenant's fair share and allowance by the real usage of an answer.
+
+        The allowance stays as it was where `max_tokens` were charged and no output tokens are reported.
+        """
         prompt = usage.get("prompt", reservation.prompt_tokens)
         completion = usage.get("completion", 0)
         weight = self.queue.settings.output_weight
         extra = prompt - reservation.prompt_tokens + weight * completion
         self.queue.charge(reservation.tenant, extra, now)
         charge = reservation.charge
-        # What may be an answer of `max_tokens` counts as one until its tokens are known.
         is_known = "completion" in usage or (
             charge is not None and charge.tokens <= reservation.prompt_tokens
         )
