@@ -28,9 +28,6 @@ from extproc.flow_control.queue import (
 _SOONEST_S = 0.002
 _LATEST_S = 1.0
 
-#: Share of its longest wait for which a request may wait for one endpoint while another one has a
-#: place.
-_PREFERENCE_SHARE = 0.5
 
 #: After a call of `pump` others have the thread for as long as it looked at requests that stay, so that
 #: such calls take half of it at most. For requests that leave, which are never looked at again, the loop
@@ -150,7 +147,10 @@ class FlowController(Generic[ItemT, GrantT]):
         """
         if isinstance(outcome, (Deferral, Rejection)):
             return outcome
-        if self.queue.count and self.queue.count_ahead(priority):
+        if not self.queue.count:
+            return None
+        self._follow_endpoints()
+        if self.queue.has_claim_on(preferred_endpoint, priority):
             # Requests that wait longer go first; the turn may be this request's all the same.
             return all_busy(0.0, preferred_endpoint=preferred_endpoint)
         return None
@@ -295,7 +295,7 @@ class FlowController(Generic[ItemT, GrantT]):
             return DepartureCause.REJECTED
 
     def _decide(self, queued: QueuedItem, item: ItemT, now: float) -> DispatchResult:
-        may_defer = now - queued.arrived < _PREFERENCE_SHARE * (queued.deadline - queued.arrived)
+        may_defer = now < queued.preference_ends
         outcome = self._callbacks.decide(item, may_defer)
         if isinstance(outcome, Rejection):
             self._reject(queued, "rejected", outcome)
@@ -306,9 +306,11 @@ class FlowController(Generic[ItemT, GrantT]):
             return DepartureCause.DISPATCHED
         self._items[queued] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
-        preferred, busy = outcome.preferred_endpoint, outcome.busy_endpoints
+        self._callbacks.on_waiting(item, outcome.preferred_endpoint)
+        # One that no longer waits for an endpoint must not be held up by those that do.
+        preferred = outcome.preferred_endpoint if may_defer else ""
+        busy = outcome.busy_endpoints
         self.queue.set_preferred_endpoint(queued, preferred)
-        self._callbacks.on_waiting(item, preferred)
         if preferred and not busy:
             return Blocked(preferred_endpoint=preferred, waits_for_slot=outcome.waits_for_slot)
         return Blocked(
@@ -321,7 +323,7 @@ class FlowController(Generic[ItemT, GrantT]):
             self.queue.replace_bits(self._callbacks.endpoint_bits())
 
     def next_pump_s(self, soonest_s: float, now: float) -> float | None:
-        """Seconds until an endpoint becomes free or a deadline expires.
+        """Seconds until an endpoint becomes free, a deadline expires or a preference ends.
 
         Args:
             soonest_s: Estimated seconds until an endpoint is free; infinity where only an event
@@ -333,7 +335,8 @@ class FlowController(Generic[ItemT, GrantT]):
         deadline = self.queue.next_deadline()
         if deadline is None:
             return None
-        wait_s = max(_SOONEST_S, min(soonest_s, deadline - now))
+        event = min(deadline, self.queue.next_preference_end())
+        wait_s = max(_SOONEST_S, min(soonest_s, event - now))
         return wait_s if soonest_s == math.inf else min(wait_s, _LATEST_S)
 
     def close(self) -> None:

@@ -138,6 +138,10 @@ def _group_of(target: Hashable, bits: EndpointBits | None) -> tuple[str, int]:
 Order = Literal["fcfs", "edf", "slo"]
 
 
+#: Share of its longest wait for which a request may wait for one endpoint while another one has a
+#: place.
+_PREFERENCE_SHARE = 0.5
+
 #: Of a request that does not wait yet.
 _NO_ENDPOINTS = EndpointSet()
 
@@ -153,7 +157,9 @@ class QueuedItem:
         target: Key of the endpoints that can serve it, such as its model, adapter and subset.
         slo_s: Seconds to the first token it asks for; infinity for none.
         endpoints: The endpoints that can serve its target; written by the queue.
+        preference_ends: Monotonic seconds at which it stops waiting for a preferred endpoint.
         preferred_endpoint: The endpoint it would rather have; empty for any.
+        has_preferred: Whether it has preferred an endpoint at any time.
         is_queued: False once it left the queue.
         place: Changes whenever it is put into another flow queue.
     """
@@ -163,9 +169,11 @@ class QueuedItem:
         "bytes",
         "deadline",
         "endpoints",
+        "has_preferred",
         "is_queued",
         "number",
         "place",
+        "preference_ends",
         "preferred_endpoint",
         "priority",
         "slo_s",
@@ -188,6 +196,7 @@ class QueuedItem:
     ) -> None:
         self.arrived = arrived
         self.deadline = deadline
+        self.preference_ends = arrived + _PREFERENCE_SHARE * (deadline - arrived)
         self.tenant = tenant
         self.priority = priority
         self.target = target
@@ -196,6 +205,7 @@ class QueuedItem:
         self.slo_s = slo_s
         self.endpoints = _NO_ENDPOINTS
         self.preferred_endpoint = ""
+        self.has_preferred = False
         self.is_queued = False
         self.number = 0
         self.place = 0

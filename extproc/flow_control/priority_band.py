@@ -414,6 +414,10 @@ class PriorityBand:
         self._follow_turns()
         return next_items(self._queues_by_key, sweep)
 
+    def has_claim_on(self, bits: int) -> bool:
+        """True if any of these endpoints (bits) can serve a request here."""
+        return any(flow_key[0].bits & bits for flow_key in self._queues_by_key)
+
     def refresh(self, tenant: str) -> None:
         """Sort a tenant anew after its turn went down."""
         for flow_key in self._flow_keys.get(tenant, ()):

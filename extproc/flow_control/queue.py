@@ -202,6 +202,8 @@ class Queue:
         self._numbers = 0
         self._bands: dict[int, PriorityBand] = {}
         self._deadlines: list[tuple[float, int, QueuedItem]] = []
+        #: Requests that have preferred an endpoint, by the time at which they stop waiting for one.
+        self._preferences: list[tuple[float, int, QueuedItem]] = []
         self._sweep: Sweep | None = None
         #: Requests whose endpoint set may be another one since bits were adopted.
         self._unsorted: list[QueuedItem] = []
@@ -256,13 +258,15 @@ class Queue:
         band.remove(item)
         if not band.count:
             del self._bands[item.priority]
-        if len(self._deadlines) > 2 * self.count + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].is_queued]
-            heapq.heapify(self._deadlines)
+        self._deadlines = _without_gone(self._deadlines, self.count)
+        self._preferences = _without_gone(self._preferences, self.count)
 
     def set_preferred_endpoint(self, item: QueuedItem, preferred_endpoint: str) -> None:
         """Change the preferred endpoint of a queued request; it keeps its rank."""
         if item.preferred_endpoint != preferred_endpoint:
+            if not item.has_preferred:
+                item.has_preferred = True
+                heapq.heappush(self._preferences, (item.preference_ends, item.number, item))
             self._bands[item.priority].move(item, (item.endpoints, preferred_endpoint))
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
@@ -293,7 +297,7 @@ class Queue:
         Returns:
             Whether every request was examined.
         """
-        if not self._sort(enough):
+        if not (self._sort(enough) and self._end_preferences(now, enough)):
             return False
         sweep = self._sweep or Sweep()
         self._sweep = None
@@ -325,6 +329,21 @@ class Queue:
                 if endpoints is not item.endpoints:
                     self._bands[item.priority].move(item, (endpoints, item.preferred_endpoint))
             del unsorted[-_BATCH:]
+        return True
+
+    def _end_preferences(self, now: float, enough: Callable[[], bool]) -> bool:
+        """Let requests that waited long enough pass those that wait for a preferred endpoint.
+
+        Returns:
+            Whether all of them may.
+        """
+        preferences = self._preferences
+        while preferences and preferences[0][0] <= now:
+            if enough():
+                return False
+            item = heapq.heappop(preferences)[2]
+            if item.is_queued:
+                self.set_preferred_endpoint(item, "")
         return True
 
     def _try_dispatch(
@@ -360,13 +379,25 @@ class Queue:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline (monotonic seconds); None for an empty queue."""
-        while self._deadlines and not self._deadlines[0][2].is_queued:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return _first_time(self._deadlines)
 
-    def count_ahead(self, priority: int) -> int:
-        """Queued requests that a new request of this priority would not overtake (count)."""
-        return sum(band.count for rank, band in self._bands.items() if rank >= priority)
+    def next_preference_end(self) -> float:
+        """The earliest end of a wait for a preferred endpoint (monotonic seconds); infinity for none."""
+        first = _first_time(self._preferences)
+        return math.inf if first is None else first
+
+    def has_claim_on(self, address: str, priority: int) -> bool:
+        """True if a queued request of this or a higher priority may be sent to this endpoint.
+
+        Args:
+            address: Address of the endpoint; any where it or the endpoint bits are unknown.
+        """
+        bits = 0 if self._unsorted else self.sets.for_addresses([address] if address else [])
+        return any(
+            not bits or band.has_claim_on(bits)
+            for rank, band in self._bands.items()
+            if rank >= priority
+        )
 
     def count_by_flow(self, most: int) -> Mapping[tuple[str, int], tuple[int, int]]:
         """Queued requests, and bytes of their bodies, by tenant and priority.
@@ -448,3 +479,21 @@ class Queue:
             below=sum(band.count for band in lower),
             bytes_below=sum(band.bytes for band in lower),
         )
+
+
+def _first_time(heap: list[tuple[float, int, QueuedItem]]) -> float | None:
+    """The first time of a heap of queued requests; None for an empty one."""
+    while heap and not heap[0][2].is_queued:
+        heapq.heappop(heap)
+    return heap[0][0] if heap else None
+
+
+def _without_gone(
+    heap: list[tuple[float, int, QueuedItem]], count: int
+) -> list[tuple[float, int, QueuedItem]]:
+    """The heap without requests that left, where most of its entries are of such."""
+    if len(heap) <= 2 * count + 64:
+        return heap
+    heap = [entry for entry in heap if entry[2].is_queued]
+    heapq.heapify(heap)
+    return heap

@@ -2,12 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 
 from extproc.decision import NO_ENDPOINTS_YET, Decision, Rejection, all_busy
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
-from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import EnqueueRequest, FlowControlSettings
 from extproc.request import MAX_ID_BYTES, FlowHeaders, InferenceRequest
 from tests.flow_control.timer_fixture import TimerFixture
@@ -81,6 +82,23 @@ def test_new_requests_do_not_overtake_queued_ones():
     assert fixture.controller.check(GOES, priority=0).retry_in_s == 0.0
     assert fixture.controller.check(GOES, priority=-1).retry_in_s == 0.0
     assert fixture.controller.check(GOES, priority=1) is None
+
+
+    """One for an idle endpoint goes at once, past a full queue, and without a timeout."""
+    """Where the queue is full, or it may not wait, a request for an idle endpoint goes all the same."""
+    bits = EndpointBits(
+        for_target={"a": 0b01, "both": 0b11, "none": 0}.__getitem__,
+        for_addresses=lambda addresses: sum({"x": 0b01, "y": 0b10}[name] for name in addresses),
+    )
+    fixture = FlowControllerFixture(callbacks={"endpoint_bits": lambda: bits}, max_requests=2)
+    check = fixture.controller.check
+    fixture.hold("1", "2", target="a")
+    assert check(GOES, priority=0, preferred_endpoint="y") is None
+    assert check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint == "x"
+    assert check(GOES, priority=1, preferred_endpoint="x") is None
+    assert check(GOES, priority=0).preferred_endpoint == ""
+    bits = msgspec.structs.replace(bits, for_target=lambda _: 0b11)
+    assert check(GOES, priority=0, preferred_endpoint="y").preferred_endpoint == "y"
 
 
 def test_the_next_pump_is_at_the_earliest_capacity():
@@ -162,6 +180,34 @@ def test_a_request_may_wait_for_its_preferred_endpoint():
     assert fixture.went == ["b", "d"]
     fixture.controller.dispatch(30.0)
     assert fixture.went == ["b", "d", "a", "c"]
+
+
+def test_a_preference_ends_behind_a_request_that_waits_longer():
+    """Half of the own timeout counts, whatever the timeout of those before is."""
+    fixture = FlowControllerFixture(free=9)
+    fixture.wanted = {"a": "x", "b": "x", "c": "x"}
+    fixture.hold("a", timeout_s=60.0, why=all_busy(math.inf, preferred_endpoint="x"))
+    fixture.hold("b", "c", timeout_s=4.0, why=all_busy(math.inf, preferred_endpoint="x"))
+    assert fixture.controller.next_pump_s(math.inf, 0.0) == 2.0
+    fixture.controller.dispatch(1.9)
+    assert not fixture.went
+    fixture.controller.dispatch(2.0)
+    assert fixture.went == ["b", "c"]
+    fixture.controller.dispatch(30.0)
+    assert fixture.went == ["b", "c", "a"]
+
+
+def test_a_request_whose_preference_ended_waits_for_any_endpoint():
+    """It is examined once per sweep, and sent as soon as there is capacity."""
+    fixture = FlowControllerFixture(timeout_s=60.0)
+    fixture.hold("a", why=all_busy(0.5, preferred_endpoint="x"))
+    fixture.hold("b", why=all_busy(0.5, preferred_endpoint="x"), timeout_s=100.0)
+    fixture.wanted = {"a": "x", "b": "x"}
+    fixture.controller.dispatch(30.0)
+    assert fixture.looks == 1
+    fixture.free = 1
+    fixture.controller.dispatch(31.0)
+    assert fixture.went == ["a"]
 
 
 def test_without_capacity_all_requests_wait_for_any_endpoint():

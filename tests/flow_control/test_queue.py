@@ -223,10 +223,15 @@ def test_slow_engines_have_a_drain_rate():
     assert pace.wait_s(8, 240.0, most_s=90.0) == 90
 
 
-def test_count_ahead_counts_equal_and_higher_priorities():
-    """Requests of one's own priority and above."""
-    requests = queue(waiter("a"), waiter("b", priority=2), waiter("c", priority=-3))
-    assert [requests.count_ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
+def test_claims_are_those_of_equal_and_higher_priorities():
+    """Without endpoint bits, each of them may want any endpoint."""
+    requests = queue(waiter("b", priority=2), waiter("c", priority=-3))
+    assert [requests.has_claim_on("x", priority) for priority in (3, 2, 0, -5)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @given(

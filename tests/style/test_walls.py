@@ -45,7 +45,7 @@ ALLOWED = (
     ),
     (
         "extproc/flow_control/*.py",
-        "endpoints is_queued number place preferred_endpoint",
+        "endpoints has_preferred is_queued number place preferred_endpoint",
         "a queued item is plain data of the package, which the queue and its bands write",
     ),
     (
