@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -92,8 +92,9 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
         pressed: Replicas that had more than enough to do at the last reading; 0 for none.
         available: Replicas that answered then.
         spec: Replicas requested then.
-        raised_at: Time when replicas that still start were requested; None while none does.
-        most_available: Replicas that answered at one time since then, at most.
+        starting: Replicas that still start (count), by the monotonic seconds at which they were
+            requested, the oldest first.
+        most_available: Replicas that answered at one time while some start, at most.
     """
 
     at: float | None = None
@@ -108,7 +109,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     pressed: int = 0
     available: int = 0
     spec: int = 0
-    raised_at: float | None = None
+    starting: tuple[tuple[float, int], ...] = ()
     most_available: int = 0
 
 
@@ -199,7 +200,7 @@ class DemandEstimator:
         self._learned = msgspec.structs.replace(
             learned,
             at=None if learned.at is None else learned.at + shift_s,
-            raised_at=None if learned.raised_at is None else learned.raised_at + shift_s,
+            starting=tuple([(at + shift_s, count) for at, count in learned.starting]),
             counters={
                 name: (at + shift_s, counters) for name, (at, counters) in learned.counters.items()
             },
@@ -230,7 +231,7 @@ class DemandEstimator:
         since = 0.0 if before.at is None else now - before.at
         came = work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
         done, busy_s = self._throughput(total, since, observation, request_work=request_work)
-        cold_start_s, raised_at, most_available = self._cold_start(now, observation)
+        cold_start_s, starting, most_available = self._cold_start(now, observation)
         queued = total.held + observation.waiting
         self._learned = EstimatorState(
             at=now,
@@ -245,7 +246,7 @@ class DemandEstimator:
             pressed=observation.available if queued >= max(1, observation.available) else 0,
             available=observation.available,
             spec=observation.spec,
-            raised_at=raised_at,
+            starting=starting,
             most_available=most_available,
         )
         throughput = (_PRIOR_S + done) / (_PRIOR_S + busy_s)
@@ -329,17 +330,40 @@ class DemandEstimator:
 
     def _cold_start(
         self, now: float, observation: TargetObservation
-    ) -> tuple[float, float | None, int]:
-        """Mean cold start in seconds, and the other two as `raised_at` and `most_available`."""
-        before = self._learned
-        raised_at, most = before.raised_at, before.most_available
+    ) -> tuple[float, tuple[tuple[float, int], ...], int]:
+        """Mean cold start in seconds, and the other two as `starting` and `most_available`."""
+        before, available = self._learned, observation.available
+        starting, most = list(before.starting), before.most_available
         if observation.spec > before.spec and before.at is not None:
+            if not starting:
+                most = before.available
             # The request came at some time since the last reading.
-            raised_at, most = before.at, before.available
+            starting.append((before.at, observation.spec - before.spec))
         mean_s = before.cold_start_s
         # One that was away for a moment and answers again did not start.
-        if raised_at is not None and observation.available > most:
-            mean_s += _NEW * (now - raised_at - mean_s)
-        if observation.spec <= observation.available:
-            return mean_s, None, observation.available
-        return mean_s, raised_at, max(most, observation.available)
+        answered = min(available - most, sum([count for _, count in starting]))
+        if answered > 0:
+            seen_s = sum([(now - at) * count for at, count in _split(starting, answered)[0]])
+            mean_s += _NEW * (seen_s / answered - mean_s)
+            starting = _split(starting, answered)[1]
+        # Of replicas that are no longer wanted, those go that were requested last.
+        starting = _split(starting, observation.spec - available)[0]
+        if not starting and observation.spec <= available:
+            return mean_s, (), available
+        return mean_s, tuple(starting), max(most, available)
+
+
+def _split(
+    starting: Sequence[tuple[float, int]], first: int
+) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """The first so many replicas of `EstimatorState.starting`, and the others."""
+    head: list[tuple[float, int]] = []
+    tail: list[tuple[float, int]] = []
+    for at, count in starting:
+        taken = max(0, min(count, first))
+        first -= taken
+        if taken:
+            head.append((at, taken))
+        if taken < count:
+            tail.append((at, count - taken))
+    return head, tail

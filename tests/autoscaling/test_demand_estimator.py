@@ -134,6 +134,26 @@ def test_a_replica_that_answers_again_is_no_cold_start():
     assert demand.cold_start_s == pytest.approx((60 + 3700) / 2)
 
 
+def test_replicas_requested_one_after_another_have_cold_starts_of_their_own():
+    """One more every 30 s, each of which takes 120 s; the requests are seen 5 s late at most."""
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    starts = [float(at) for at in range(60, 630, 30)]
+    for now in range(0, 1200, 5):
+        spec = 1 + sum(at <= now for at in starts)
+        available = 1 + sum(at + 120 <= now for at in starts)
+        demand = read(estimator, float(now), TargetObservation(spec=spec, available=available))
+    assert demand.cold_start_s == pytest.approx(125, abs=0.1)
+
+
+def test_replicas_that_are_given_up_have_no_cold_start():
+    """Of two that start, the one that was requested last is taken back."""
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    for now, spec, available in ((0, 1, 1), (5, 2, 1), (50, 3, 1), (60, 2, 1), (100, 2, 2)):
+        demand = read(estimator, float(now), TargetObservation(spec=spec, available=available))
+    assert demand.cold_start_s == pytest.approx((60 + 100) / 2)
+    assert estimator.state.starting == ()
+
+
 def test_learned_values_survive_a_restart():
     """Another meter reads the same from JSON, on another clock."""
     first, second = DemandEstimator(SERIAL_SETTINGS), DemandEstimator(SERIAL_SETTINGS)

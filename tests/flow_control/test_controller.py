@@ -84,8 +84,8 @@ def test_new_requests_do_not_overtake_queued_ones():
     assert fixture.controller.check(GOES, priority=1) is None
 
 
+def test_new_requests_pass_requests_for_other_endpoints():
     """One for an idle endpoint goes at once, past a full queue, and without a timeout."""
-    """Where the queue is full, or it may not wait, a request for an idle endpoint goes all the same."""
     bits = EndpointBits(
         for_target={"a": 0b01, "both": 0b11, "none": 0}.__getitem__,
         for_addresses=lambda addresses: sum({"x": 0b01, "y": 0b10}[name] for name in addresses),
