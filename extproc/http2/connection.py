@@ -10,7 +10,13 @@ from extproc.http2 import frames
 from extproc.http2.frame_reader import FrameReader
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard, Http2Limits, ReceiveBudget
-from extproc.http2.messages import GrpcStatus, MessageAssembler, MessageError, MessagePieces
+from extproc.http2.messages import (
+    GrpcMessage,
+    GrpcStatus,
+    MessageAssembler,
+    MessageError,
+    MessagePieces,
+)
 from extproc.http2.request_head import HeaderDecoder
 from extproc.http2.sender import AnswerHolder, ResponseSender, SendBudget
 from extproc.http2.stream import (
@@ -158,13 +164,17 @@ class Http2Connection(FrameReader):
         if open_stream is not None:
             open_stream.is_paused = True
 
+    def hold_message(self, stream_id: int, message: GrpcMessage) -> bool:
+        """Count a message that waits until its call is resumed; False where none may wait."""
+        open_stream = self._streams.open.get(stream_id)
+        return open_stream is None or open_stream.assembler.hold(message)
+
     def resume_call(self, stream_id: int) -> None:
         """Take messages of a call again."""
         open_stream = self._streams.open.get(stream_id)
         if open_stream is not None and open_stream.is_paused:
             open_stream.is_paused = False
-            if open_stream.assembler.is_between_messages:
-                open_stream.assembler.release()
+            open_stream.assembler.release_waiting()
             # Half of its window is left otherwise, as while the stream is not paused.
             if open_stream.received_bytes >= self._limits.stream_window_bytes // 2:
                 self._open_window(open_stream)
@@ -253,8 +263,6 @@ class Http2Connection(FrameReader):
         """Read the messages in a payload, and open the window of their stream; returns their number."""
         try:
             messages = open_stream.assembler.feed(data, start, end)
-            if open_stream.is_paused:
-                open_stream.assembler.hold(end - start)
         except MessageError as error:
             open_stream.is_remote_closed = is_end
             self._reject_messages(open_stream, error)

@@ -58,6 +58,11 @@ class ReceiveBudget(msgspec.Struct, gc=False):
     limit_bytes: int
     held_bytes: int = 0
 
+    def hold(self, size: int) -> bool:
+        """Count bytes; False where they are beyond the limit."""
+        self.held_bytes += size
+        return self.held_bytes <= self.limit_bytes
+
 
 class _Allowance(msgspec.Struct, frozen=True):
     """Frames of one kind that a peer may send.

@@ -19,8 +19,12 @@ from extproc.http2.limits import ReceiveBudget
 #: Bytes in front of a message: whether it is compressed, and its length.
 PREFIX_BYTES: Final = 5
 
-#: What a piece of a message costs beside its bytes; a peer may send pieces of one byte.
+#: What a piece of a message, or one that waits, costs beside its bytes; a peer may send one byte.
 _PIECE_OVERHEAD: Final = 64
+
+#: What a call is ended with beyond the budget, and the name of that limit.
+BUDGET_EXCEEDED: Final = "too many bytes of messages are on their way"
+BUDGET_LIMIT: Final = "receive_budget"
 
 _PREFIX = struct.Struct(">BI")
 _pack_prefix = _PREFIX.pack
@@ -74,7 +78,15 @@ def frame_messages(messages: Sequence[bytes]) -> bytes:
 class MessageAssembler:
     """Joins the payloads of DATA frames of a stream to messages."""
 
-    __slots__ = ("_budget", "_held_bytes", "_max_bytes", "_missing_bytes", "_pieces", "_prefix")
+    __slots__ = (
+        "_budget",
+        "_max_bytes",
+        "_missing_bytes",
+        "_piece_bytes",
+        "_pieces",
+        "_prefix",
+        "_waiting_bytes",
+    )
 
     def __init__(self, max_bytes: int, budget: ReceiveBudget) -> None:
         self._max_bytes = max_bytes
@@ -82,7 +94,8 @@ class MessageAssembler:
         self._prefix = b""
         self._pieces: list[bytes] | None = None  # thousands of streams wait with nothing incomplete
         self._missing_bytes = 0
-        self._held_bytes = 0
+        # Held of the budget: by an incomplete message, and by complete ones that wait.
+        self._piece_bytes = self._waiting_bytes = 0
 
     @property
     def is_between_messages(self) -> bool:
@@ -124,27 +137,31 @@ class MessageAssembler:
             messages.append(data[start:at])
         return messages
 
-    def hold(self, size: int) -> None:
-        """Count bytes of complete messages that wait for their stream; raises beyond the budget."""
-        self._held_bytes += size
-        self._budget.held_bytes += size
-        if self._budget.held_bytes > self._budget.limit_bytes:
-            raise MessageError(
-                GrpcStatus.RESOURCE_EXHAUSTED,
-                "too many bytes of messages are on their way",
-                limit="receive_budget",
-            )
+    def hold(self, message: GrpcMessage) -> bool:
+        """Count a complete message that waits for its stream; False beyond the budget."""
+        size = len(message) + _PIECE_OVERHEAD
+        self._waiting_bytes += size
+        return self._budget.hold(size)
+
+    def release_waiting(self) -> None:
+        """Return what complete messages hold of the budget; idempotent."""
+        self._budget.held_bytes -= self._waiting_bytes
+        self._waiting_bytes = 0
 
     def release(self) -> None:
-        """Drop what is incomplete, and return what it holds of the budget; idempotent."""
+        """Drop what is incomplete, and return all that is held of the budget; idempotent."""
+        self._release_pieces()
+        self.release_waiting()
+
+    def _release_pieces(self) -> None:
         self._pieces = None
-        self._budget.held_bytes -= self._held_bytes
-        self._held_bytes = 0
+        self._budget.held_bytes -= self._piece_bytes
+        self._piece_bytes = 0
 
     def _join(self, last: bytes) -> GrpcMessage:
         """Complete a message."""
         pieces = [*(self._pieces or ()), last]
-        self.release()
+        self._release_pieces()
         is_large = sum(map(len, pieces)) >= LARGE_MESSAGE_BYTES
         return bytearray().join(pieces) if is_large else b"".join(pieces)
 
@@ -155,7 +172,10 @@ class MessageAssembler:
             self._pieces = [piece]
         else:
             self._pieces.append(piece)
-        self.hold(len(piece) + _PIECE_OVERHEAD)
+        size = len(piece) + _PIECE_OVERHEAD
+        self._piece_bytes += size
+        if not self._budget.hold(size):
+            raise MessageError(GrpcStatus.RESOURCE_EXHAUSTED, BUDGET_EXCEEDED, limit=BUDGET_LIMIT)
 
     def _rejection(self, flag: int, size: int) -> MessageError:
         if flag:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 import msgspec
 
@@ -28,6 +29,12 @@ class MessageKind(enum.IntEnum):
     RESPONSE_BODY = 5
     RESPONSE_TRAILERS = 6
     GARBAGE = 7
+
+
+#: Kinds of the messages of a response.
+RESPONSE_KINDS: Final = frozenset(
+    {MessageKind.RESPONSE_HEADERS, MessageKind.RESPONSE_BODY, MessageKind.RESPONSE_TRAILERS}
+)
 
 
 class BodyMode(enum.IntEnum):

@@ -94,6 +94,10 @@ class ServerCall(ABC):
         """Let further messages wait at the client."""
         self._connection.core.pause_call(self._stream_id)
 
+    def hold(self, message: GrpcMessage) -> bool:
+        """Count a message that waits until the call is resumed; False where none may wait."""
+        return self._connection.core.hold_message(self._stream_id, message)
+
     def gather_answers(self) -> None:
         """Let what is sent next leave with answers of other calls; see `Http2Protocol.flush_later`."""
         self._connection.flush_later()

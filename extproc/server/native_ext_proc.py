@@ -6,13 +6,20 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from extproc.decision import Rejection
 from extproc.errors import ProtocolError
-from extproc.http2.messages import GrpcMessage, GrpcStatus, MessagePieces
-from extproc.protocol.messages import ProcessingResponse
+from extproc.http2.messages import (
+    BUDGET_EXCEEDED,
+    BUDGET_LIMIT,
+    GrpcMessage,
+    GrpcStatus,
+    MessagePieces,
+)
+from extproc.protocol.messages import RESPONSE_KINDS, ProcessingResponse
 from extproc.request import HttpRequest
 from extproc.server import grpc_workarounds
 from extproc.server.flow_control_shell import Admission
@@ -33,6 +40,10 @@ PATH = f"/{codec.SERVICE}/{codec.METHOD}"
 #: Refusals between which other streams are served (count).
 _BATCH = 100
 
+#: Messages that came while a call waited, and that are taken in one turn of the event loop (count):
+#: Envoy sends a handful, and another peer may send a hundred thousand.
+_TURN_MESSAGES = 16
+
 ArgumentT = TypeVar("ArgumentT")
 
 
@@ -41,7 +52,7 @@ class ExtProcCall(ServerCall):
 
     Attributes:
         is_waiting: True while its request waits for admission, for the parse of its body, or for
-            the client to take the body.
+            the client to take the body, and while messages that came meanwhile wait.
     """
 
     __slots__ = (
@@ -69,7 +80,7 @@ class ExtProcCall(ServerCall):
         )
         self._is_overload = servicer.num_streams >= shared.settings.max_streams
         # Ten thousand streams may wait: what few of them need is created when they need it.
-        self._backlog: list[GrpcMessage] | None = None
+        self._backlog: deque[GrpcMessage] | None = None
         self._failure: Exception | None = None
         self.is_waiting = self.has_begun = False
         self._is_half_closed = self._is_closed = False
@@ -86,10 +97,9 @@ class ExtProcCall(ServerCall):
 
     def on_message(self, message: GrpcMessage) -> None:
         """Answer a message, after those that wait."""
-        if self.is_waiting:
-            if self._backlog is None:
-                self._backlog = []
-            self._backlog.append(message)
+        stream, is_waiting = self.stream, self.is_waiting
+        if is_waiting and not stream.is_waiting:
+            self._keep(message)
             return
         self.has_begun = True
         try:
@@ -97,8 +107,22 @@ class ExtProcCall(ServerCall):
         except Exception as error:  # noqa: BLE001 - a bug of ours must not end other streams
             self._fail(error)
             return
-        stream = self.stream
-        self._run(stream.reject_overload if self._is_overload else stream.handle, event)
+        if not is_waiting:
+            self._run(stream.reject_overload if self._is_overload else stream.handle, event)
+        elif event.kind in RESPONSE_KINDS:
+            self._servicer.cancel_parse(self)
+            self._resume(stream.abandon_request, event)
+        else:
+            self._keep(message)
+
+    def _keep(self, message: GrpcMessage) -> None:
+        """Keep a message until the call goes on, or end the call where too much waits."""
+        if self._backlog is None:
+            self._backlog = deque()
+        self._backlog.append(message)
+        if not self.hold(message) and self._release("cancelled"):
+            self.count_limit(BUDGET_LIMIT)
+            self.end(GrpcStatus.RESOURCE_EXHAUSTED, BUDGET_EXCEEDED)
 
     def on_half_close(self) -> None:
         """End the stream, unless its request is still to be answered."""
@@ -213,13 +237,13 @@ class ExtProcCall(ServerCall):
 
     def _on_admission(self, answer: asyncio.Future[Admission | Rejection]) -> None:
         """Answer a queued request."""
-        if not self._is_closed:
+        if not self._is_closed and self.stream.queued is not None:
             self.gather_answers()
             self._resume(self.stream.resume, answer.result())
 
     def _on_rendered(self, wait: asyncio.Future[None]) -> None:
         """Answer a request whose wait for tokens is over."""
-        if not self._is_closed:
+        if not self._is_closed and self.stream.unrendered is not None:
             self._resume(self.stream.resume_rendered, wait)
 
     def on_parsed(self, read: HttpRequest | Rejection | Exception) -> None:
@@ -240,17 +264,27 @@ class ExtProcCall(ServerCall):
         self._take_backlog()
 
     def _take_backlog(self) -> None:
-        """Take the messages that came meanwhile."""
-        backlog, self._backlog = self._backlog, None
-        for message in backlog or ():
-            if self._is_closed:
+        """Take the messages that came meanwhile, in turns with other calls."""
+        backlog = self._backlog
+        for _ in range(_TURN_MESSAGES):
+            if not backlog or self.is_waiting or self._is_closed:
                 break
-            self.on_message(message)
+            self.on_message(backlog.popleft())
         if self.is_waiting or self._is_closed:
             return
+        if backlog:
+            self.is_waiting = True
+            asyncio.get_running_loop().call_soon(self._on_turn)
+            return
+        self._backlog = None
         self.resume()
         if self._is_half_closed:
             self.finish()
+
+    def _on_turn(self) -> None:
+        if not self._is_closed:
+            self.is_waiting = False
+            self._take_backlog()
 
     def _release(self, result: StreamResult) -> bool:
         """Release all resources; False if that was done before."""
@@ -305,6 +339,12 @@ class NativeExternalProcessor(ExtProcServicer[ExtProcCall]):
         """Parse a large body in the worker."""
         self._parses[call] = asyncio.ensure_future(self._parse(call, raw))
 
+    def cancel_parse(self, call: ExtProcCall) -> None:
+        """Let the parse of a body go, if there is one."""
+        parse = self._parses.pop(call, None)
+        if parse is not None:
+            parse.cancel()
+
     async def _parse(self, call: ExtProcCall, raw: HttpRequest) -> None:
         large_bodies = self.shared.large_bodies
         if large_bodies is None:
@@ -321,9 +361,7 @@ class NativeExternalProcessor(ExtProcServicer[ExtProcCall]):
     def on_end(self, call: ExtProcCall, result: StreamResult) -> None:
         """Count the end of a stream."""
         del self._calls[call]
-        parse = self._parses.pop(call, None)
-        if parse is not None:
-            parse.cancel()
+        self.cancel_parse(call)
         self.shared.observer.on_stream_ended(result)
         if not self._calls:
             self._calls.clear()  # its empty table stays as large as it was

@@ -78,6 +78,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     _rate_reservation: RateReservation | None = None
     _reservation: Reservation | None = None
     _failed: bool = False
+    _is_abandoned: bool = False
     #: Header for the engine; empty leaves the one that came, and None is before the trace began.
     _traceparent: str | None = None
 
@@ -134,6 +135,17 @@ class StreamHandler(msgspec.Struct, eq=False):
             weights = self._context.settings.request_cost
             cost = usage.cost(usage.read(exchange.tail.joined()), weights)
             return replies if cost is None else attach_request_cost(replies, cost)
+        return replies
+
+    def abandon_request(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
+        """Answer a message of a response that came while the request waits: Envoy made it itself."""
+        context, flow_controller, queued = self._context, self._flow_controller, self.queued
+        replies = self.exchange.receive(event)
+        self._attempt(self._report_abandoned)
+        if flow_controller is not None and queued is not None:
+            flow_controller.cancel(queued, context.clock())
+        self.queued = self.unparsed = self.unrendered = None
+        self._is_abandoned = True
         return replies
 
     def stall(self) -> Iterable[ProcessingResponse]:
@@ -437,7 +449,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _end_unrouted(self, result: StreamResult) -> None:
         """Refund a request that was not routed, and report it unless it was answered."""
         self._attempt(self._refund)
-        if not self.is_over and result in _WITHOUT_ERROR:
+        if not (self.is_over or self._is_abandoned) and result in _WITHOUT_ERROR:
             self._attempt(self._report_abandoned)
         self.queued = self.unrendered = None
 

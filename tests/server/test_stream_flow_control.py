@@ -41,8 +41,9 @@ class WaitingStreamFixture:
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.pool_fixture.director.reconfigure(routing.__class__(routing.profile, {}, settings))
         self.counters = ProcessCounters()
+        self.decisions = DecisionLog(10)
         observer = StreamRecorder(
-            self.counters, DecisionLog(10), lambda: self.pool_fixture.now, LoggedRequestRecorder
+            self.counters, self.decisions, lambda: self.pool_fixture.now, LoggedRequestRecorder
         )
         self.flow_controller = AsyncFlowController(
             self.pool_fixture.director,

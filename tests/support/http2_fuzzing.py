@@ -13,7 +13,7 @@ import hpack
 from extproc.http2.connection import Http2Connection
 from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.messages import GrpcStatus, MessagePieces
+from extproc.http2.messages import BUDGET_EXCEEDED, BUDGET_LIMIT, GrpcStatus, MessagePieces
 from extproc.http2.sender import SendBudget
 from extproc.http2.stream import (
     CallHalfClosed,
@@ -331,7 +331,9 @@ class FuzzedSession:
         self.core = Http2Connection(
             LIMITS, budget, counts, now=0.0, send_budget=self._send_budget, holder=self
         )
+        self._counts = counts
         self._lazy: set[int] = set()
+        self._paused: set[int] = set()
         self._responses = ResponseChecker()
         self._open: set[int] = set()
         self._half_closed: set[int] = set()
@@ -373,7 +375,8 @@ class FuzzedSession:
         assert self._budget.held_bytes <= BUDGET_BYTES + _LARGEST_FRAME + 64
 
     def _follow(self, events: Iterable[Http2Event]) -> None:
-        """Check the order of events."""
+        """Check the order of events, and keep messages of calls that are paused."""
+        refused: set[int] = set()
         for event in events:
             assert not self._is_over, "event after the end"
             if isinstance(event, CallStarted):
@@ -383,6 +386,9 @@ class FuzzedSession:
                 assert event.stream_id in self._open
                 assert event.stream_id not in self._half_closed
                 assert len(event.message) <= LIMITS.max_message_bytes
+                is_kept = event.stream_id in self._paused - refused
+                if is_kept and not self.core.hold_message(event.stream_id, event.message):
+                    refused.add(event.stream_id)
             elif isinstance(event, CallHalfClosed):
                 assert event.stream_id in self._open
                 assert event.stream_id not in self._half_closed
@@ -393,12 +399,20 @@ class FuzzedSession:
             elif isinstance(event, ConnectionTerminated):
                 assert event.code != ErrorCode.NO_ERROR
                 self._is_over = True
+        for stream_id in refused & self._open:
+            self._counts[BUDGET_LIMIT] += 1
+            self.core.end_call(stream_id, GrpcStatus.RESOURCE_EXHAUSTED, BUDGET_EXCEEDED)
+            self._forget(stream_id)
+
+    def _forget(self, stream_id: int) -> None:
+        self._open.discard(stream_id)
+        self._half_closed.discard(stream_id)
+        self._paused.discard(stream_id)
 
     def drop_answer(self, stream_id: int) -> None:
         """End a call, as a server does."""
         self.core.reset_call(stream_id, ErrorCode.CANCEL)
-        self._open.discard(stream_id)
-        self._half_closed.discard(stream_id)
+        self._forget(stream_id)
 
     def _build_messages(self, stream_id: int) -> Iterator[MessagePieces]:
         """Messages that are built as the client takes them."""
@@ -421,16 +435,16 @@ class FuzzedSession:
             )
         elif choice < 0.4:
             core.end_call(stream_id, rng.choice((GrpcStatus.OK, GrpcStatus.INTERNAL)), "a text")
-            self._open.discard(stream_id)
-            self._half_closed.discard(stream_id)
+            self._forget(stream_id)
         elif choice < 0.45:
             core.pause_call(stream_id)
+            self._paused.add(stream_id)
         elif choice < 0.55:
             core.resume_call(stream_id)
+            self._paused.discard(stream_id)
         elif choice < 0.57:
             core.reset_call(stream_id, ErrorCode.CANCEL)
-            self._open.discard(stream_id)
-            self._half_closed.discard(stream_id)
+            self._forget(stream_id)
 
 
 def fuzz(rng: random.Random, num_frames: int, counts: Counter[str]) -> int:

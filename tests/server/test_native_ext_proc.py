@@ -1,0 +1,162 @@
+"""Native ext_proc calls without a network: messages that come while a request waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from extproc.http2.limits import ReceiveBudget
+from extproc.http2.messages import GrpcStatus, MessageAssembler
+from extproc.server.native_ext_proc import NativeExternalProcessor
+from tests.server.test_stream_flow_control import WaitingStreamFixture
+from tests.support import ext_proc_script, peer
+
+A = "10.0.0.1:8000"
+
+
+class ConnectionFake:
+    """A connection of one stream, without HTTP/2.
+
+    Attributes:
+        replies: Kinds of the replies, in order.
+        log: Ends, limits and resumptions, in order.
+    """
+
+    def __init__(self, budget):
+        self.core = self
+        self.replies = []
+        self.log = []
+        self._assembler = MessageAssembler(1 << 20, budget)
+
+    def send(self, _, messages):
+        self.replies += [peer.read(message).part for message in messages]
+
+    def send_lazily(self, stream_id, source):
+        for pieces in source:
+            self.send(stream_id, [b"".join(pieces)])
+        return True
+
+    def end(self, _, status, __):
+        self._assembler.release()
+        self.log.append(status)
+
+    def count_limit(self, limit):
+        self.log.append(limit)
+
+    def pause_call(self, _):
+        self.log.append("paused")
+
+    def hold_message(self, _, message):
+        return self._assembler.hold(message)
+
+    def resume_call(self, _):
+        self._assembler.release_waiting()
+        self.log.append("resumed")
+
+    def flush_soon(self):
+        """Does nothing: replies are written where they are sent."""
+
+    flush_later = flush_soon
+
+
+class NativeScene:
+    """A pool of one endpoint, for one request at a time, and calls on connections of their own."""
+
+    def __init__(self, *, budget_bytes=1 << 20):
+        self.fixture = WaitingStreamFixture(A)
+        self.servicer = NativeExternalProcessor(self.fixture.shared)
+        self.budget = ReceiveBudget(budget_bytes)
+
+    def call(self, name):
+        """A call whose request keeps the endpoint busy."""
+        connection = ConnectionFake(self.budget)
+        call = self.servicer.open(connection, 1)
+        headers = {
+            ":method": "POST",
+            ":path": "/v1/completions",
+            "x-request-id": name,
+        }
+        body = json.dumps({"model": "m", "prompt": f"{name} " + "word " * 4800}).encode()
+        call.on_message(
+            ext_proc_script.request_headers(headers).encode(("DUPLEX", "BUFFERED")),
+        )
+        call.on_message(ext_proc_script.request_body(body, ends=True).encode(None))
+        return call, connection
+
+
+async def turned(happened):
+    """Let the loop turn until something happened."""
+    for _ in range(1000):
+        if happened():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
+
+
+ANSWER_OF_ENVOY = ext_proc_script.response_headers({":status": "504"}, ends=True).encode(None)
+LATE = ext_proc_script.request_body(b"").encode(None)
+
+
+async def test_an_answer_of_envoy_takes_a_request_out_of_the_queue():
+    """Its headers are answered at once, the request is not, and no engine is charged or blamed."""
+    scene = NativeScene()
+    first, _ = scene.call("first")
+    call, connection = scene.call("second")
+    assert scene.fixture.flow_controller.queue.count == 1
+    call.on_message(ANSWER_OF_ENVOY)
+    assert connection.replies == ["response_headers"]
+    assert scene.fixture.flow_controller.outcomes == {"cancelled": 1}
+    first.on_terminated()
+    await turned(lambda: connection.log == ["paused", "resumed"])
+    call.on_half_close()
+    assert connection.replies == ["response_headers"]
+    assert connection.log[-1] is GrpcStatus.OK
+    assert scene.fixture.decisions.find("second").rejection.cause == "answered-by-envoy"
+    assert scene.fixture.decisions.find("second").rejection.status == 504
+    assert not scene.fixture.counters.for_pool("").responses
+    assert scene.fixture.pool_fixture.in_flight == 0
+
+
+async def test_an_admission_on_its_way_is_taken_back_with_the_answer_of_envoy():
+    """The reservation of a request that was just admitted is released."""
+    scene = NativeScene()
+    first, _ = scene.call("first")
+    call, connection = scene.call("second")
+    first.on_terminated()
+    scene.fixture.flow_controller.pump()
+    assert scene.fixture.pool_fixture.in_flight == 1
+    call.on_message(ANSWER_OF_ENVOY)
+    assert scene.fixture.pool_fixture.in_flight == 0
+    await asyncio.sleep(0)
+    assert connection.replies == ["response_headers"]
+
+
+async def test_messages_that_waited_are_taken_in_turns():
+    """Other callbacks run between them, and the call is resumed after the last."""
+    scene = NativeScene()
+    first, _ = scene.call("first")
+    call, connection = scene.call("second")
+    for _ in range(200):
+        call.on_message(LATE)
+    assert scene.budget.held_bytes >= 200 * 64
+    first.on_terminated()
+    await turned(lambda: connection.replies)
+    asyncio.get_running_loop().call_soon(connection.log.append, "other")
+    await turned(lambda: "resumed" in connection.log)
+    assert connection.log == ["paused", "other", "resumed"]
+    assert scene.budget.held_bytes == 0
+    call.on_message(ANSWER_OF_ENVOY)
+    assert connection.replies[-1] == "response_headers"
+    call.on_terminated()
+
+
+async def test_too_many_waiting_messages_end_their_call():
+    """With their cost beside their bytes; the request leaves the queue."""
+    scene = NativeScene(budget_bytes=10_000)
+    scene.call("first")
+    call, connection = scene.call("second")
+    while connection.log == ["paused"]:
+        call.on_message(LATE)
+    assert connection.log == ["paused", "receive_budget", GrpcStatus.RESOURCE_EXHAUSTED]
+    assert scene.budget.held_bytes == 0
+    assert scene.fixture.flow_controller.queue.count == 0
