@@ -210,6 +210,7 @@ class Exchange(msgspec.Struct):
     _model_names: tuple[str, str] = ("", "")
     _response_rewriter: response_handling.ModelNameResponseRewriter | None = None
     _has_selection: bool = False
+    _is_websocket: bool = False
     _history: int = 0
 
     @property
@@ -363,7 +364,10 @@ class Exchange(msgspec.Struct):
     def _late_body(
         self, event: ProcessingRequest, modes: BodyModes
     ) -> Iterable[ProcessingResponse]:
-        mode = modes.request if event.kind is _REQUEST_BODY else modes.response
+        is_request = event.kind is _REQUEST_BODY
+        if is_request and self._is_websocket and self.request_state is _ROUTED:
+            return chunks(_REQUEST_BODY, event.body, end_of_stream=event.end_of_stream)
+        mode = modes.request if is_request else modes.response
         return _NO_REPLIES if BODY_MODE_TRAITS[mode].is_returned else self._continue(event.kind)
 
     def _ignore(self, _: ProcessingRequest, __: BodyModes) -> Iterable[ProcessingResponse]:
@@ -386,7 +390,9 @@ class Exchange(msgspec.Struct):
             self._subset = tokens(headers[SELECTION])
         self._deferred.headers = True
         mode = BODY_MODE_TRAITS[modes.request]
-        if event.end_of_stream or not mode.awaits_body:
+        # The client of a WebSocket sends nothing before the answer to its headers.
+        self._is_websocket = mode.is_returned and headers.get("upgrade", "").lower() == "websocket"
+        if event.end_of_stream or not mode.awaits_body or self._is_websocket:
             self._complete_request()
             return _NO_REPLIES
         self.request_state = _GATHERING

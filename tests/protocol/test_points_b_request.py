@@ -47,6 +47,34 @@ def test_018_no_reply_before_the_body_is_complete():
     )
 
 
+def test_018_a_websocket_is_decided_by_its_headers():
+    """Its client waits for the answer; what it sends then passes piece by piece."""
+    upgrade = {":method": "GET", ":path": "/v1/realtime", "upgrade": "WebSocket"}
+    ext_proc_script.play(
+        [
+            ext_proc_script.request_headers(upgrade),
+            ext_proc_script.route(),
+            ext_proc_script.request_body(b"a"),
+            ext_proc_script.hand_on(b"a"),
+            ext_proc_script.request_body(b"b", ends=True),
+            ext_proc_script.hand_on(b"b", ends=True),
+        ]
+    )
+
+
+def test_018_other_upgrades_wait_for_the_body():
+    """Clients offer HTTP/2 with an ordinary request."""
+    offer = {":method": "POST", ":path": "/v1/completions", "upgrade": "h2c"}
+    ext_proc_script.play(
+        [
+            ext_proc_script.request_headers(offer),
+            ext_proc_script.request_body(b"a", ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"a", ends=True),
+        ]
+    )
+
+
 def test_019_duplex_body_answers_are_streamed_responses():
     """In full duplex both directions answer bodies by streamed_response only."""
     queued = ext_proc_script.Talk()
