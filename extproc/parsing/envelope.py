@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -332,3 +332,76 @@ def _max_tokens(body: Envelope) -> int | None:
         if (type(bound) is int or type(bound) is float) and bound >= 0:
             return int(min(bound, _TOKEN_LIMIT))
     return None
+
+
+#: Strings of the outermost object, and brackets, that `find_model` looks at (count): some 25 ms. A
+#: conversation of 10,000 messages has 20,000.
+MAX_TOKENS: Final = 30_000
+
+#: The next string or bracket. Possessive, so that no input makes it try again.
+_TOKEN = re.compile(rb'[^"{}\[\]]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]])', re.DOTALL)
+#: The next bracket, whatever strings stand before it.
+_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+([{}\[\]])', re.DOTALL)
+OPENED: Final = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+")
+COLON: Final = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
+STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+MODEL_KEY: Final = b'"model"'
+
+
+class ModelMember(NamedTuple):
+    """The last member `model` of the outermost object.
+
+    Attributes:
+        has_model: Whether there is one.
+        span: Start and end of its value, a JSON string; None for another value, and without one.
+    """
+
+    has_model: bool
+    span: tuple[int, int] | None
+
+
+def find_model(body: RequestBody) -> ModelMember | None:
+    """Find the model of a JSON object by depth, also in a cut body, and however its key is escaped.
+
+    Returns:
+        None where the body begins with no object, or has more than `MAX_TOKENS` tokens.
+    """
+    opened = OPENED.match(body)
+    if opened is None:
+        return None
+    member = ModelMember(has_model=False, span=None)
+    depth, at = 1, opened.end()
+    for _ in range(MAX_TOKENS):
+        token = (_TOKEN if depth == 1 else _BRACKET).match(body, at)
+        if token is None:
+            # The end, which only a cut body reaches with a bracket open.
+            return member
+        at = token.end()
+        start = token.start(1)
+        first = body[start]
+        if first == 0x22:
+            if _is_model(body[start:at]) and (colon := COLON.match(body, at)):
+                value = STRING.match(body, colon.end())
+                member = ModelMember(has_model=True, span=value and value.span())
+                at = value.end() if value else colon.end()
+        elif first in b"{[":
+            depth += 1
+        else:
+            depth -= 1
+            if not depth:
+                return member
+    return None
+
+
+def _is_model(string: RequestBody) -> bool:
+    """True if a JSON string decodes to `model`."""
+    if string == MODEL_KEY:
+        return True
+    # The longest way to write five characters takes six bytes each.
+    if b"\\" not in string or len(string) > 32:
+        return False
+    try:
+        return bool(msgspec.json.decode(string) == "model")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

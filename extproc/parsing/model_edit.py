@@ -10,33 +10,17 @@ Driven by `routing`, for the few requests whose model gets another name.
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import msgspec
 
 from extproc.decision import BodyEdit
-from extproc.parsing import surfaces
+from extproc.parsing import envelope, surfaces
 from extproc.parsing.surfaces import ModelPlace
 from extproc.request import HttpRequest, RequestBody
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
 MAX_TRIES: Final = 3
-
-#: Strings of the outermost object, and brackets, that are looked at on that walk (count): some 25 ms.
-#: A conversation of 10,000 messages has 20,000.
-MAX_TOKENS: Final = 30_000
-
-#: The next string or bracket. Possessive, so that no input makes it try again.
-_TOKEN = re.compile(rb'[^"{}\[\]]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]])', re.DOTALL)
-#: The next bracket, whatever strings stand before it.
-_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+([{}\[\]])', re.DOTALL)
-_OPENED = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+")
-_COLON = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-
-_KEY = b'"model"'
-
 
 _ABSENT = msgspec.Raw()
 
@@ -95,11 +79,11 @@ def _locate_by_search(body: RequestBody, model: msgspec.Raw) -> ModelPlace | Non
         return None
     at = len(body)
     for _ in range(MAX_TRIES):
-        at = body.rfind(_KEY, 0, at)
+        at = body.rfind(envelope.MODEL_KEY, 0, at)
         if at < 0:
             break
-        colon = _COLON.match(body, at + len(_KEY))
-        value = colon and _STRING.match(body, colon.end())
+        colon = envelope.COLON.match(body, at + len(envelope.MODEL_KEY))
+        value = colon and envelope.STRING.match(body, colon.end())
         if value:
             changed = _model_of(BodyEdit(*value.span(), written).apply(body))
             if changed is not None and bytes(changed) == written:
@@ -117,58 +101,19 @@ def _model_of(body: RequestBody) -> msgspec.Raw | None:
 
 def _locate_insertion(body: RequestBody) -> ModelPlace | None:
     """Place of a missing model: first in the object; None if no object begins the body."""
-    opened = _OPENED.match(body)
+    opened = envelope.OPENED.match(body)
     if opened is None:
         return None
     start = opened.end()
     after = b"" if body[start : start + 1] == b"}" else b","
-    return ModelPlace(start, start, before=_KEY + b":", after=after)
+    return ModelPlace(start, start, before=envelope.MODEL_KEY + b":", after=after)
 
 
 def _locate_by_walk(body: RequestBody, *, is_complete: bool) -> ModelPlace | None:
     """Locate the value by depth; also for a cut body and an escaped or missing key."""
-    opened = _OPENED.match(body)
-    if opened is None:
+    member = envelope.find_model(body)
+    if member is None:
         return None
-    has_model = False
-    span: tuple[int, int] | None = None
-    depth, at = 1, opened.end()
-    for _ in range(MAX_TOKENS):
-        token = (_TOKEN if depth == 1 else _BRACKET).match(body, at)
-        if token is None:
-            # The end, which only a cut body reaches with a bracket open.
-            break
-        at = token.end()
-        start = token.start(1)
-        first = body[start]
-        if first == 0x22:
-            if _is_model(body[start:at]) and (colon := _COLON.match(body, at)):
-                value = _STRING.match(body, colon.end())
-                has_model, span = True, value and value.span()
-                at = value.end() if value else colon.end()
-        elif first in b"{[":
-            depth += 1
-        else:
-            depth -= 1
-            if not depth:
-                break
-    else:
-        return None
-    if span is not None:
-        return ModelPlace(*span)
-    if has_model or not is_complete:
-        return None
-    return _locate_insertion(body)
-
-
-def _is_model(string: RequestBody) -> bool:
-    """True if a JSON string decodes to `model`."""
-    if string == _KEY:
-        return True
-    # The longest way to write five characters takes six bytes each.
-    if b"\\" not in string or len(string) > 32:
-        return False
-    try:
-        return bool(msgspec.json.decode(string) == "model")
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+    if member.span is not None:
+        return ModelPlace(*member.span)
+    return None if member.has_model or not is_complete else _locate_insertion(body)

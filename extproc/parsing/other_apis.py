@@ -183,7 +183,6 @@ MAX_OPAQUE_BYTES: Final = 1 << 20
 #: make an endpoint look busy.
 MAX_LENGTH: Final = 64 << 20
 
-_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1024}")')
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 
 
@@ -243,8 +242,8 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     The raw bytes are the prompt: equal beginnings of bodies are equal beginnings of prompts, as
     long as a client writes its fields in one order. `content-length` tells the whole size.
     """
-    match = _MODEL.search(raw.body)
-    model = _unquote(match[1]) if match else ""
+    member = envelope.find_model(raw.body)
+    model = "" if member is None or member.span is None else _unquote(raw.body[slice(*member.span)])
     content_length = raw.headers.get("content-length", "")
     length = int(content_length) if content_length.isdecimal() and len(content_length) < 16 else 0
     length = max(min(length, MAX_LENGTH), len(raw.body))
@@ -260,7 +259,7 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     )
 
 
-def _unquote(text: bytes) -> str:
+def _unquote(text: RequestBody) -> str:
     try:
         return str(msgspec.json.decode(text))
     except ValueError:
@@ -277,6 +276,8 @@ _NAME = re.compile(
     rb'^content-disposition:(?:[^\r\n"]|"[^"\r\n]*")*?;\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))',
     re.IGNORECASE | re.MULTILINE,
 )
+#: What may follow a boundary.
+_DELIMITED = re.compile(rb"--|[ \t]*+(?:\r\n|\r?\Z)")
 _WANTED = frozenset({"model", "prompt", "stream", "user"})
 
 
@@ -333,10 +334,20 @@ def _spans(body: RequestBody, boundary: bytes) -> Mapping[str, tuple[int, int]]:
         start += len(delimiter)
         if body[start : start + 2] == b"--":  # the end of the form
             break
-        end = body.find(b"\r\n" + delimiter, start)
+        end = _find_part_end(body, b"\r\n" + delimiter, start)
         _read_part(fields, body, (start, end if end >= 0 else len(body)))
         start = end + 2 if end >= 0 else -1
     return fields
+
+
+def _find_part_end(body: RequestBody, delimiter: bytes, start: int) -> int:
+    """Find the delimiter behind a part; -1 for none. A line may begin as one, and go on."""
+    end = body.find(delimiter, start)
+    for _ in range(MAX_PARTS):
+        if end < 0 or _DELIMITED.match(body, end + len(delimiter)):
+            return end
+        end = body.find(delimiter, end + 1)
+    return -1
 
 
 def _read_part(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.parsing import model_edit
+from extproc.parsing import envelope, model_edit
 from extproc.request import HttpRequest
 from tests.parsing import builders
 
@@ -79,10 +79,10 @@ def test_a_cut_body_is_edited_where_the_name_is_complete():
 
 def test_brackets_beyond_the_limit_end_the_search():
     """The time a made-up body takes is bounded."""
-    for count, is_edited in ((100, True), (model_edit.MAX_TOKENS, False)):
+    for count, is_edited in ((100, True), (envelope.MAX_TOKENS, False)):
         body = b'{"a": [' + b"[]," * count + b'1], "mod\\u0065l": "old"}'
         assert (edited(body) is not None) is is_edited
-    strings = b'{"a": [' + b'"]",' * model_edit.MAX_TOKENS + b'1], "mod\\u0065l": "old"}'
+    strings = b'{"a": [' + b'"]",' * envelope.MAX_TOKENS + b'1], "mod\\u0065l": "old"}'
     assert edited(strings) is not None
 
 

@@ -89,6 +89,14 @@ def test_model_of_a_cut_form():
     assert form(part(b"model", b"w") + FILE[:500]).model == "w"
 
 
+def test_a_line_that_goes_on_after_the_boundary_is_content():
+    """The boundary is XX; white space may follow it, and other text makes a line of the content."""
+    content = b"a\r\n--XXL\r\ncontent-disposition: form-data; name=model\r\n\r\nother"
+    body = part(b"model", b"w") + part(b"prompt", content) + b"--XX \r\n" + b"--XX--\r\n"
+    request = form(body)
+    assert (request.model, request.prompt) == ("w", content)
+
+
 def test_parts_are_bounded():
     """Only so many parts are looked at."""
     many = part(b"x", b"y") * other_apis.MAX_PARTS

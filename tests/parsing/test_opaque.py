@@ -64,6 +64,19 @@ def test_truncated_body():
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b'{"tools": [{"model": "tool"}], "model": "m", "messages": [{"content": "x',
+        b'{"model": "m", "metadata": {"model": "other"}, "prompt": "x',
+        b'{"metadata": "\\"model\\": \\"other\\"", "mod\\u0065l": "m", "prompt": [1, 2',
+    ],
+)
+def test_the_model_of_a_cut_body_is_that_of_the_outermost_object(body):
+    """Members of the same name in other objects, and text that looks so, are not."""
+    assert truncated(CHAT, body).model == "m"
+
+
+@pytest.mark.parametrize(
     "body", [b"{", b'{"model": "cut', b'{"model": "\\x"', b"\xff\xfe", b'{"model":"\xff"']
 )
 @pytest.mark.parametrize("path", [CHAT, "/x", "/vllm.grpc.engine.VllmEngine/Generate"])
