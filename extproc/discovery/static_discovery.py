@@ -164,9 +164,10 @@ YAML_FAILURES = (
 
 
 class FileStamp(msgspec.Struct, frozen=True):
-    """Stat fields that change with the file; all zero for a missing file."""
+    """Stat fields that change with the file or its permissions; all zero for a missing file."""
 
     modified_ns: int = 0
+    changed_ns: int = 0
     size: int = 0
     inode: int = 0
 
@@ -177,7 +178,7 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp:
         status = os.stat(path)  # noqa: PTH116 - a Path would be made for every look
     except (OSError, ValueError):  # a name with a NUL is none
         return FileStamp()
-    return FileStamp(status.st_mtime_ns, status.st_size, status.st_ino)
+    return FileStamp(status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
 
 def open_regular(name: str, flags: int) -> int:

@@ -108,3 +108,13 @@ def test_the_stamp_follows_a_symlink_swap(tmp_path):
     (tmp_path / "next").rename(link)
     assert static_discovery.file_stamp(link / "pool.yaml") != before
     assert static_discovery.file_stamp(tmp_path / "nowhere") == static_discovery.FileStamp()
+
+
+def test_a_change_of_permissions_changes_the_stamp(tmp_path):
+    """A file that could not be read is read again once it can be."""
+    path = tmp_path / "pool.yaml"
+    path.write_text("pool: {}")
+    before = static_discovery.file_stamp(path)
+    while path.stat().st_ctime_ns == before.changed_ns:  # file systems count in ms
+        path.chmod(0o600)
+    assert static_discovery.file_stamp(path) != before
