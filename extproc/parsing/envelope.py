@@ -318,10 +318,13 @@ def _adapter_of_batch(
 
 
 def _max_tokens(body: Envelope) -> int | None:
-    bound = body.max_tokens
-    if type(bound) is int and 0 <= bound <= _TOKEN_LIMIT and body.max_completion_tokens is None:
-        return bound
-    sampling = body.sampling_params if type(body.sampling_params) is dict else {}
+    bound, sampling = body.max_tokens, body.sampling_params
+    if body.max_completion_tokens is None:
+        if bound is None and body.max_output_tokens is None and sampling is None:
+            return None  # as most requests have it
+        if type(bound) is int and 0 <= bound <= _TOKEN_LIMIT:
+            return bound
+    sampling = sampling if type(sampling) is dict else {}
     for bound in (
         body.max_completion_tokens,
         body.max_tokens,
