@@ -23,7 +23,6 @@ _WIPE_COST: Final = 32
 #: Groups of hybrid models that are remembered as left out (count).
 _MAX_GROUPS: Final = 64
 
-
 #: Tiers below the device, from which an engine loads blocks instead of computing them: the memory of the
 #: host, and storage of any other kind.
 LOWER_TIERS: Final = ("CPU", "storage")
@@ -208,6 +207,9 @@ class TokenBlockIndex:
             self.version += 1
         engine.is_complete = is_complete
         engine.has_gap = False
+        # It may have restarted with another layout of its cache, in which these groups are others.
+        engine.left_out = set()
+        engine.group = -1
 
     def set_live(self, engine: EngineBlocks, *, is_live: bool) -> None:
         """Note that events of an engine arrive, or no longer do."""

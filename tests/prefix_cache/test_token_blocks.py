@@ -119,6 +119,22 @@ def test_index_leaves_out_groups_of_sliding_windows():
     assert depth(index, engine, keys(1)) == 0
 
 
+def test_groups_that_are_left_out_are_those_since_the_last_wipe():
+    """An engine that restarts with another layout of its cache uses their numbers for other layers."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    for group in (0, 1):
+        index.apply(engine, stored([1], [1], group=group, is_prefix=bool(group)))
+    index.wipe(engine, is_complete=True)
+    index.apply(engine, stored([1], [1]))
+    index.apply(engine, stored([2], [2], parent=1))
+    index.apply(engine, stored([2], [2], parent=1))
+    assert depth(index, engine, keys(1, 2)) == 2
+    for copies in (1, 0):
+        index.apply(engine, BlockRemoved([2]))
+        assert (depth(index, engine, keys(1, 2)), engine.num_copies) == (1 + copies, 0)
+
+
 def test_index_counts_copies_of_a_block():
     """A block that an engine stored twice is held until both are removed; a report stores none."""
     index = TokenBlockIndex(10)
