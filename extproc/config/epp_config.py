@@ -122,11 +122,6 @@ def _completed(name: str, row: UpstreamType) -> UpstreamType:
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 KIND = "EndpointPickerConfig"
 
-_SATURATION = (
-    "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
-    "would wait longer than flow_control.busy_s on every endpoint, without it requests go to engines at once"
-)
-
 #: Parameters of data sources that name files with certificates.
 _CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
 
@@ -137,7 +132,7 @@ _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("apiVersion", "kind", "metadata", "plugins", "schedulingProfiles"), ""),
     **dict.fromkeys(("featureGates", "dataLayer", "requestHandler", "flowControl"), ""),
     "parser": "parser is deprecated and not needed: every surface is parsed",
-    "saturationDetector": _SATURATION,
+    "saturationDetector": epp_sections.SATURATION,
 }
 
 #: Handlers that choose among profiles: type to the parameters that name the one that routes, its name

@@ -27,8 +27,25 @@ from extproc.scrape import engines
 #: The feature gate without which upstream ignores the section.
 GATE: Final = "flowControl"
 
-#: Seconds that a request waits without `defaultRequestTTL`. Upstream then waits as long as the
-#: client does; Envoy's message_timeout takes no more than an hour.
+#: Warning about a saturation detector, in this section or on its own.
+SATURATION: Final = (
+    "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
+    "would wait longer than flow_control.busy_s on every endpoint; with or without it, priorities below "
+    "0 are refused while every endpoint is saturated by a detector of the profile, else by upstream's "
+    "default thresholds"
+)
+
+#: Words that Go reads as a boolean, in lower case: upstream lowers them first.
+_BOOLEANS: Final = {
+    **dict.fromkeys(("1", "t", "true"), True),
+    **dict.fromkeys(("0", "f", "false"), False),
+}
+
+#: Seconds that a request waits without `defaultRequestTTL`, as upstream.
+_DEFAULT_TTL_S: Final = 60.0
+
+#: Seconds that a request waits with a time to live of 0. Upstream then waits as long as the client
+#: does; Envoy's message_timeout takes no more than an hour.
 _LONGEST_S: Final = 3600.0
 
 #: Upstream policies by type, and the value of ours that does the same.
@@ -56,13 +73,25 @@ class _Band(UpstreamParameters, frozen=True):
     ordering_policy_ref: str | None = None
 
 
+class _PluginRef(UpstreamParameters, frozen=True):
+    plugin_ref: str = ""
+
+
+class _FeatureGates(UpstreamParameters, frozen=True):
+    feature_gates: tuple[str, ...] = ()
+
+
 class _FlowControl(UpstreamParameters, frozen=True):
     max_bytes: object = None
     max_requests: object = None
     default_request_ttl: object = msgspec.field(default=None, name="defaultRequestTTL")
+    no_endpoint_request_ttl: object = msgspec.field(default=None, name="noEndpointRequestTTL")
     default_priority_band: _Band | None = None
+    default_negative_priority_band: _Band | None = None
     priority_bands: tuple[_Band, ...] | None = None
     usage_limit_policy_plugin_ref: str | None = None
+    saturation_detector: _PluginRef | None = None
+    enable_eviction: bool = False
 
 
 #: Place and keys of a band; keys that are absent are None.
@@ -92,19 +121,49 @@ def _quantity(written: object, place: Place) -> int:
     return min(math.ceil(float(number) * factor), 2**63 - 1)
 
 
-def _seconds(written: object, place: Place) -> float:
-    """Return a Go duration in seconds; 0 if it is absent."""
-    if written in (None, 0, "0"):
-        return 0.0
-    duration_s = validation.parse_duration(written) if isinstance(written, str) else None
-    if duration_s is None:
+def _wait_s(written: object, default_s: float, place: Place, warnings: list[str]) -> float:
+    """Return a time to live, a Go duration, as the wait in seconds; `default_s` if it is absent."""
+    if written is None:
+        return default_s
+    ttl_s = validation.parse_duration(written) if isinstance(written, str) else None
+    if written in (0, "0"):
+        ttl_s = 0.0
+    if ttl_s is None:
         raise ConfigError(
             place,
             wanted="a duration of 0 or more",
             got=validation.show(written),
             fix="write 30s, 1m30s or 500ms",
         )
-    return duration_s
+    if ttl_s > _LONGEST_S:
+        warnings.append(
+            f"{validation.format_path(place.path)}: {ttl_s:g} s are longer than Envoy lets a request "
+            f"wait: it waits {_LONGEST_S:g} s at most"
+        )
+    return min(ttl_s or _LONGEST_S, _LONGEST_S)
+
+
+def _is_enabled(written: object, file: Place) -> bool:
+    """True if the feature gates enable flow control; of several entries, the last one counts.
+
+    Raises:
+        ConfigError: They are no list of names, or of `name=bool`.
+    """
+    tree = {} if written is None else {"featureGates": written}
+    gates = validation.to_struct(tree, _FeatureGates, where=file).feature_gates
+    enabled = False
+    for at, gate in enumerate(gates):
+        name, *values = gate.split("=")
+        value = _BOOLEANS.get(values[0].strip().lower()) if values else True
+        if value is None:
+            raise ConfigError(
+                file / "featureGates" / at,
+                wanted=f"the name of a gate, or such as {GATE}=true",
+                got=validation.show(gate),
+                fix="write true or false behind the =, or the name alone",
+            )
+        enabled = value if name == GATE else enabled
+    return enabled
 
 
 def convert_flow_control(
@@ -117,14 +176,14 @@ def convert_flow_control(
         and warnings.
 
     Raises:
-        ConfigError: A value is no quantity or duration, a key or a policy is unknown.
+        ConfigError: A value is no quantity, duration or feature gate, a key or a policy is unknown.
     """
-    gates = tree.get("featureGates")
-    is_enabled = isinstance(gates, list) and GATE in gates
     written = tree.get("flowControl")
     warnings: list[str] = []
-    if not is_enabled:
-        if written:
+    if isinstance(written, Mapping) and written.get("saturationDetector"):
+        warnings.append(SATURATION)
+    if not _is_enabled(tree.get("featureGates"), file):
+        if written and (not isinstance(written, Mapping) or set(written) - {"saturationDetector"}):
             warnings.append(
                 "flowControl has no effect without the feature gate, as upstream: requests go to "
                 "engines at once; write featureGates: [flowControl]"
@@ -135,24 +194,23 @@ def convert_flow_control(
         validation.to_struct(written or {}, _FlowControl, where=place)
     )
     bands: list[_PlacedBand] = [
-        (place / "defaultPriorityBand", section["defaultPriorityBand"] or {}),
-        *(
-            (place / "priorityBands" / at, band)
-            for at, band in enumerate(section["priorityBands"] or ())
-        ),
+        (place / key, section[key] or {})
+        for key in ("defaultPriorityBand", "defaultNegativePriorityBand")
+        if section[key] or key == "defaultPriorityBand"
+    ]
+    bands += [
+        (place / "priorityBands" / at, band)
+        for at, band in enumerate(section["priorityBands"] or ())
     ]
     policy_type = _policy_types(tree)
-    ttl_s = _seconds(section["defaultRequestTTL"], place / "defaultRequestTTL")
-    wait_s = min(ttl_s or _LONGEST_S, _LONGEST_S)
-    if ttl_s > wait_s:
-        warnings.append(
-            f"flowControl.defaultRequestTTL: {ttl_s:g} s are longer than Envoy lets a request wait: "
-            f"flow_control.timeout_s is {wait_s:g}"
-        )
+    waits: list[float] = []
+    for key in ("defaultRequestTTL", "noEndpointRequestTTL"):
+        usual_s = waits[0] if waits else _DEFAULT_TTL_S
+        waits.append(_wait_s(section[key], usual_s, place / key, warnings))
     ours: dict[str, object] = {
         "enabled": True,
-        "timeout_s": wait_s,
-        "empty_timeout_s": wait_s,
+        "timeout_s": waits[0],
+        "empty_timeout_s": waits[1],
         "fairness": _policy("fairnessPolicyRef", _FAIRNESS, bands, policy_type, warnings),
         "order": _policy("orderingPolicyRef", _ORDER, bands, policy_type, warnings),
     }
@@ -230,6 +288,11 @@ def _unmapped(
                     f"{validation.format_path(place.path)}.{key} is not acted on: all priorities share "
                     f"flowControl.{key}, and a full queue displaces the lowest priority first"
                 )
+    if section["enableEviction"]:
+        yield (
+            "flowControl.enableEviction is not acted on: a request that was sent to an engine is never "
+            "ended for another one"
+        )
     limit = section["usageLimitPolicyPluginRef"]
     if limit:
         yield (

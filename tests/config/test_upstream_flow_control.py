@@ -31,13 +31,73 @@ def test_without_the_feature_gate_nothing_is_queued():
     assert read("featureGates: [dataLayer]\n") == (FlowControlSection(), [])
 
 
+@pytest.mark.parametrize(
+    ("gates", "enabled"),
+    [
+        ("[flowControl=true]", True),
+        ("[flowControl= T]", True),
+        ("[flowControl=1]", True),
+        ("[flowControl, flowControl=False]", False),
+        ("[flowControl=f, dataLayer, flowControl]", True),
+        ("[dataLayer=true]", False),
+        ("null", False),
+    ],
+)
+def test_feature_gates_have_values(gates, enabled):
+    """A name alone enables the gate, and the last entry counts."""
+    holding, warnings = read(f"featureGates: {gates}\n")
+    assert (holding.enabled, warnings) == (enabled, [])
+
+
+@pytest.mark.parametrize(
+    ("gates", "place"),
+    [
+        ("[dataLayer, flowControl=on]", "featureGates[1]"),
+        ("[dataLayer=]", "featureGates[0]"),
+        ("[{flowControl: true}]", "featureGates[0]"),
+        ("flowControl", "featureGates"),
+    ],
+)
+def test_feature_gates_that_upstream_refuses_are_refused(gates, place):
+    """A value that is no boolean, and what is no list of texts."""
+    with pytest.raises(ConfigError) as refused:
+        read(f"featureGates: {gates}\n")
+    assert f"{place}:" in str(refused.value)
+
+
+def test_a_saturation_detector_is_a_warning_with_and_without_the_gate():
+    """Upstream uses it without the gate too, so it is no setting that lacks the gate."""
+    section = "flowControl: {saturationDetector: {pluginRef: utilization-detector}}\n"
+    for text in (section, GATE + section):
+        _, warnings = read(text)
+        assert len(warnings) == 1
+        assert warnings[0].startswith("saturationDetector is not acted on")
+    _, warnings = read("flowControl: {maxRequests: 5, saturationDetector: {pluginRef: x}}\n")
+    assert len(warnings) == 2
+
+
 def test_the_feature_gate_alone_enables_upstream_defaults():
-    """One flow per priority by arrival, and as long as Envoy lets a request wait."""
+    """One flow per priority by arrival, and a minute, also without endpoints."""
     holding, warnings = read(GATE)
     assert holding == FlowControlSection(
-        enabled=True, timeout_s=3600.0, empty_timeout_s=3600.0, fairness="none", order="fcfs"
+        enabled=True, timeout_s=60.0, empty_timeout_s=60.0, fairness="none", order="fcfs"
     )
     assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("section", "waits"),
+    [
+        ("{defaultRequestTTL: 0s}", (3600.0, 3600.0)),
+        ("{defaultRequestTTL: 0}", (3600.0, 3600.0)),
+        ("{defaultRequestTTL: 30s, noEndpointRequestTTL: 10m}", (30.0, 600.0)),
+        ("{noEndpointRequestTTL: 0s}", (60.0, 3600.0)),
+    ],
+)
+def test_times_to_live_are_waits(section, waits):
+    """0 is as long as Envoy lets a request wait; the one without endpoints follows the other one."""
+    holding, warnings = read(f"{GATE}flowControl: {section}\n")
+    assert ((holding.timeout_s, holding.empty_timeout_s), warnings) == (waits, [])
 
 
 def test_supported_fields_are_mapped_without_a_warning():
@@ -71,8 +131,11 @@ def test_unsupported_fields_are_warnings():
         + """
 flowControl:
   defaultRequestTTL: 2h
+  noEndpointRequestTTL: 3h
+  enableEviction: true
   usageLimitPolicyPluginRef: static-usage-limit-policy
   defaultPriorityBand: {maxBytes: 1Gi, fairnessPolicyRef: program-aware-fairness}
+  defaultNegativePriorityBand: {maxRequests: 1}
   priorityBands:
   - {priority: 7, maxRequests: 5, orderingPolicyRef: edf-ordering-policy}
 """
@@ -80,11 +143,15 @@ flowControl:
     assert (holding.timeout_s, holding.fairness, holding.order) == (3600.0, "none", "fcfs")
     begins = [
         "flowControl.defaultRequestTTL: 7200 s",
+        "flowControl.noEndpointRequestTTL: 10800 s",
         "flowControl.defaultPriorityBand.fairnessPolicyRef: program-aware-fairness is not built",
+        "flowControl.defaultNegativePriorityBand.fairnessPolicyRef: global-strict-fairness-policy",
         "flowControl.priorityBands[0].fairnessPolicyRef: global-strict-fairness-policy",
         "flowControl.priorityBands[0].orderingPolicyRef: edf-ordering-policy is not acted on",
         "flowControl.defaultPriorityBand.maxBytes is not acted on",
+        "flowControl.defaultNegativePriorityBand.maxRequests is not acted on",
         "flowControl.priorityBands[0].maxRequests is not acted on",
+        "flowControl.enableEviction is not acted on",
         "flowControl.usageLimitPolicyPluginRef: static-usage-limit-policy is not acted on",
     ]
     assert len(warnings) == len(begins)
@@ -110,6 +177,9 @@ def test_the_band_of_priority_zero_sets_the_policies():
         ("{maxBytes: true}", "flowControl.maxBytes"),
         ("{defaultRequestTTL: 60}", "flowControl.defaultRequestTTL"),
         ("{defaultRequestTTL: 1 min}", "flowControl.defaultRequestTTL"),
+        ("{noEndpointRequestTTL: -5s}", "flowControl.noEndpointRequestTTL"),
+        ("{saturationDetector: {plugin: x}}", "flowControl.saturationDetector.plugin"),
+        ("{enableEviction: 5}", "flowControl.enableEviction"),
         ("{priorityBands: 5}", "flowControl.priorityBands"),
         ("{priorityBands: [5]}", "flowControl.priorityBands[0]"),
         ("{priorityBands: [{prio: 5}]}", "flowControl.priorityBands[0].prio"),
