@@ -27,7 +27,7 @@ _READY = b"\x05READY\x0bSocket-Type"
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 #: Bytes of a batch at most, as the picker takes it, and blocks and tokens of an event.
-_BATCH_BYTES, _BLOCKS, _TOKENS = 1 << 20, 4096, 131_072
+_BATCH_BYTES, _BLOCKS, _TOKENS = 1 << 20, 8192, 131_072
 
 #: Seconds between two messages, or parts of one that drips, and until a connection has another kind.
 _PAUSE_S, _DRIP_S, _TURN_S = 0.0005, 0.2, 5.0
@@ -98,7 +98,7 @@ EVENTS: Mapping[str, Publisher] = {
     "many unknown events": _repeat(batch(*[["x"]] * 16_000)),
     "blocks of one token": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _BLOCKS, 1))),
     "long blocks": _repeat(batch(stored([1], _TOKENS, _TOKENS))),
-    "many tokens": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _TOKENS, 32))),
+    "many tokens": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _TOKENS, 16))),
     "orphans": _number(lambda at: batch(stored(_fresh(at, 64), 1024, 16, parent=1 << 63 | at))),
     "loops": _number(lambda at: batch(*[stored([at % 7, 3], 32, 16, parent=at % 5)] * 500)),
     "adapters": _number(

@@ -28,12 +28,12 @@ _MAX_JOINED: Final = 128
 #: Events of a batch at most (count); 256 were seen.
 MAX_EVENTS: Final = 16_384
 
-#: Blocks of an event at most (count): a step of an engine computes some 16,384 tokens, 1,024 blocks.
-MAX_BLOCKS: Final = 4_096
-
-#: Tokens of an event at most (count), and of a block: pairs of them, with images, take 25 ms of the event
-#: loop.
+#: Tokens of an event at most (count), and of a block: they take 30 ms of the event loop, as pairs or in
+#: blocks of 16. A step computes some 16,384, but a prompt whose cache was loaded is stored at once.
 MAX_TOKENS: Final = 131_072
+
+#: Blocks of an event at most (count): of 16 tokens, which is the usual size.
+MAX_BLOCKS: Final = MAX_TOKENS // 16
 
 _WORD: Final = (1 << 64) - 1
 
@@ -112,7 +112,17 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
     """All blocks of an engine are removed."""
 
 
-KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+class BlocksLeftOut(msgspec.Struct, frozen=True, gc=False):
+    """More stored blocks than are read of an event.
+
+    Attributes:
+        num_blocks: How many (count).
+    """
+
+    num_blocks: int
+
+
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | BlocksLeftOut
 
 
 class _StoredArray(msgspec.Struct, array_like=True, tag_field="type", tag="BlockStored", gc=False):
@@ -163,12 +173,15 @@ class _BatchArray(msgspec.Struct, array_like=True, gc=False):
     events: msgspec.Raw
 
 
-class _TagArray(msgspec.Struct, array_like=True, gc=False):
-    tag: str
-
-
-class _TagMap(msgspec.Struct, gc=False):
+class _OutlineArray(msgspec.Struct, array_like=True, gc=False):
     type: str
+    block_hashes: msgspec.Raw = msgspec.Raw()
+    parent_block_hash: msgspec.Raw = msgspec.Raw()
+    token_ids: msgspec.Raw = msgspec.Raw()
+
+
+class _OutlineMap(_OutlineArray, array_like=False, gc=False):
+    pass
 
 
 _decode_batch_map = msgspec.msgpack.Decoder(_BatchMap).decode
@@ -180,8 +193,8 @@ _decode_arrays = msgspec.msgpack.Decoder(list[_StoredArray | _RemovedArray | _Cl
 _decode_events = msgspec.msgpack.Decoder(
     Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
 ).decode
-_decode_tag_map = msgspec.msgpack.Decoder(_TagMap).decode
-_decode_tag_array = msgspec.msgpack.Decoder(_TagArray).decode
+_decode_outline_map = msgspec.msgpack.Decoder(_OutlineMap).decode
+_decode_outline_array = msgspec.msgpack.Decoder(_OutlineArray).decode
 _decode_extra = msgspec.msgpack.Decoder(
     Annotated[list[msgspec.Raw], msgspec.Meta(max_length=64)]
 ).decode
@@ -221,8 +234,7 @@ def _decode_small(events: msgspec.Raw) -> Sequence[msgspec.Raw | KvEvent]:
         Malformed: They are no array.
     """
     encoded = bytes(events)
-    # The head of an array has five bytes, three, or one.
-    first = {0xDD: 5, 0xDC: 3}.get(encoded[0], 1)
+    first = _head_bytes(encoded)
     decode = _decode_maps if _is_map(encoded[first : first + 1]) else _decode_arrays
     try:
         return _join(decode(encoded))
@@ -267,10 +279,14 @@ def _read_event(raw: msgspec.Raw) -> KvEvent | None:
     try:
         event = _decode_map(raw) if is_map else _decode_array(raw)
     except msgspec.ValidationError:
-        tag = _decode_tag_map(raw).type if is_map else _decode_tag_array(raw).tag
-        if tag in _KNOWN:
+        outline = (_decode_outline_map if is_map else _decode_outline_array)(raw)
+        if outline.type not in _KNOWN:
+            return None
+        num_blocks, num_tokens = _length(outline.block_hashes), _length(outline.token_ids)
+        is_long = num_blocks > MAX_BLOCKS or num_tokens > MAX_TOKENS
+        if not is_long or outline.type != "BlockStored":
             raise
-        return None
+        return BlocksLeftOut(num_blocks)
     if isinstance(event, _StoredArray):
         return _stored(event)
     if isinstance(event, _RemovedArray):
@@ -398,6 +414,19 @@ def _word(value: _Hash) -> int:
 
 def _medium(value: str | None) -> str:
     return DEVICE if value is None else value[:16].upper()
+
+
+def _head_bytes(encoded: bytes) -> int:
+    """Bytes of the head of an array in MessagePack."""
+    return {0xDD: 5, 0xDC: 3}.get(encoded[0], 1)
+
+
+def _length(raw: msgspec.Raw) -> int:
+    """Elements of an array in MessagePack; 0 for any other value."""
+    encoded = bytes(memoryview(raw)[:5])
+    if encoded[:1] in (b"\xdc", b"\xdd"):
+        return int.from_bytes(encoded[1 : _head_bytes(encoded)])
+    return encoded[0] & 0x0F if encoded and encoded[0] & 0xF0 == 0x90 else 0
 
 
 def _is_map(encoded: bytes | memoryview) -> bool:

@@ -262,6 +262,10 @@ class TokenBlockIndex:
             case kv_events.BlockRemoved():
                 self._remove(engine, event)
                 return 1 + len(event.hashes)
+            case kv_events.BlocksLeftOut():
+                engine.dropped += event.num_blocks
+                self._note_gap(engine)
+                return 1
             case _:
                 self.wipe(engine, is_complete=True)
                 return _WIPE_COST
@@ -280,16 +284,19 @@ class TokenBlockIndex:
             return
         keys = self._keys_of(engine, event, self._max_blocks - len(engine.keys))
         if not keys:
-            engine.has_gap = True
-            if engine.is_complete:
-                self.version += 1
-                engine.is_complete = False
+            self._note_gap(engine)
             return
         if engine.group < 0:
             engine.group = event.group
         # From the root, they may be a report of blocks that a request reuses, which are no copies.
         is_counted = event.parent is not None and event.group == engine.group
         self._add(engine, event.hashes, keys, is_counted=is_counted)
+
+    def _note_gap(self, engine: EngineBlocks) -> None:
+        engine.has_gap = True
+        if engine.is_complete:
+            self.version += 1
+            engine.is_complete = False
 
     def _keys_of(
         self, engine: EngineBlocks, event: kv_events.BlockStored, room: int

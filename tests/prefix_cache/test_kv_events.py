@@ -237,7 +237,9 @@ def test_blocks_of_sliding_windows_are_no_prefixes():
         pytest.param([1.0, [_MAP | {"token_ids": [[0, 1]] * 31 + [[-1, 0]]}]], id="negative pair"),
         pytest.param([1.0, [_MAP | {"block_size": 0}]], id="blocks of nothing"),
         pytest.param([1.0, [_MAP | {"extra_keys": [None, ["a"], None]}]], id="keys of more blocks"),
-        pytest.param([1.0, [_MAP | {"block_hashes": [1] * 5000}]], id="too many blocks"),
+        pytest.param(
+            [1.0, [{"type": "BlockRemoved", "block_hashes": [1] * 9000}]], id="too many blocks"
+        ),
         pytest.param([1.0, [[]] * 20_000], id="too many events"),
         pytest.param([1.0, [[]]], id="event without a tag"),
         pytest.param([1.0, [3]], id="event of another type"),
@@ -258,6 +260,27 @@ def test_malformed_batches_are_refused(batch):
     """They raise one exception."""
     with pytest.raises(kv_events.Malformed):
         decode(batch)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "size", "is_read"),
+    [
+        (kv_events.MAX_BLOCKS, 16, True),
+        (kv_events.MAX_BLOCKS + 1, 1, False),
+        (kv_events.MAX_BLOCKS, 17, False),
+        (10, kv_events.MAX_TOKENS // 10 + 1, False),
+    ],
+)
+def test_stored_blocks_beyond_the_bounds_are_left_out(num_blocks, size, is_read):
+    """A prompt whose cache was loaded is one event; what an engine holds besides it stays known."""
+    hashes, tokens = [*range(num_blocks)], [7] * (num_blocks * size)
+    event = {"type": "BlockStored", "block_hashes": hashes, "token_ids": tokens, "block_size": size}
+    for form in (event, ["BlockStored", hashes, None, tokens, size]):
+        (stored,) = read([0.0, [form]])
+        if is_read:
+            assert (stored.hashes, len(stored.tokens)) == (hashes, 4 * len(tokens))
+        else:
+            assert stored == kv_events.BlocksLeftOut(num_blocks)
 
 
 _VALUES = st.recursive(
@@ -293,7 +316,7 @@ def test_any_bytes_have_an_answer(payload):
     try:
         for raw in kv_events.decode_batch(payload):
             event = kv_events.decode_event(raw)
-            assert event is None or isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared)
+            assert event is None or isinstance(event, kv_events.KvEvent)
     except kv_events.Malformed:
         pass
 

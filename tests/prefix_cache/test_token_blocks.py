@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.prefix_cache import kv_events
-from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from extproc.prefix_cache.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlocksLeftOut,
+    BlockStored,
+)
 from extproc.prefix_cache.token_blocks import TokenBlockIndex
 
 SIZE = 4
@@ -69,6 +74,19 @@ def test_index_leaves_out_what_it_cannot_place():
     index.apply(engine, stored([4, 5, 6], [1, 2, 3]))
     index.apply(engine, BlockStored([7], None, b"", 0))
     assert (engine.held, engine.dropped, len(engine.lower_keys)) == (1, 7, 0)
+
+
+def test_blocks_that_are_left_out_of_an_event_leave_a_gap():
+    """Other blocks of the engine stay known, but are not all that it holds."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    index.wipe(engine, is_complete=True)
+    index.apply(engine, stored([1], [1]))
+    version = index.version
+    index.apply(engine, BlocksLeftOut(9000))
+    assert (depth(index, engine, keys(1)), engine.dropped) == (1, 9000)
+    assert (engine.is_complete, engine.has_gap) == (False, True)
+    assert index.version > version
 
 
 def test_the_size_of_blocks_is_taken_anew_once_no_block_of_the_old_size_is_known():
