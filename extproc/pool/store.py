@@ -15,6 +15,7 @@ from extproc.pool import (
     outlier_detection,
     plausibility,
 )
+from extproc.pool.adapter_names import AdapterNames
 from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.observed_page import ObservedPage, ScrapeToken
@@ -24,9 +25,6 @@ from extproc.pool.snapshot import EndpointSnapshot, Pool, index_models, is_patch
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
-
-#: Adapter names remembered (count); far more than a pool serves.
-MAX_ADAPTERS = 4096
 
 _NONE: frozenset[str] = frozenset()
 
@@ -62,7 +60,7 @@ class PoolStore:
         self._on_observed = on_observed
         self.pool = Pool(members=(), positions={})
         self._incarnations = 0
-        self._adapters: frozenset[str] = frozenset()
+        self._adapters = AdapterNames()
         self._answers = AnswerTokens(on_change=self._share_answers)
         self._estimators = PoolStepTimeEstimators(self._answers)
         self._synced = False
@@ -110,7 +108,7 @@ class PoolStore:
         for endpoint in endpoints:
             listed.setdefault(endpoint.address, endpoint)
             if endpoint.models is not None:
-                self._learn_adapters(endpoint.models.adapters)
+                self._adapters.learn(endpoint.models.adapters, self.pool.members)
         before, self._listed = self._listed, listed
         self._rank_numbers = {
             address: numbers
@@ -251,16 +249,17 @@ class PoolStore:
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
         learner.update(
             load,
-            ran=account.take_ran() & self._adapters,
+            ran=account.take_ran() & self._adapters.known,
             idle=token.idle,
             shared=shared,
             is_alone=self.foreign_traffic.share < _FEW_OTHERS,
             # An adapter that is loaded, and a slot for it, hold requests up as well.
-            is_held_up=is_held_up and self._adapters.isdisjoint(account.adapters),
+            is_held_up=is_held_up and self._adapters.known.isdisjoint(account.adapters),
         )
         rates = learner.pooled_rates
         account.set_drain_rate(rates, own + foreign)
-        self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
+        named = (load.adapters or _NONE) | (load.waiting_adapters or _NONE)
+        self._adapters.learn(named, self.pool.members)
         self._replace_member(
             msgspec.structs.replace(
                 member,
@@ -341,7 +340,7 @@ class PoolStore:
         members = self.pool.ranks_at(endpoint.host_port)
         if not members or members[0].endpoint.engine != endpoint.engine:
             return
-        self._learn_adapters(models.adapters)
+        self._adapters.learn(models.adapters, self.pool.members)
         for member in members:
             if member.models != models:
                 self._replace_member(msgspec.structs.replace(member, models=models))
@@ -395,11 +394,6 @@ class PoolStore:
             answered=account.answered,
         ):
             account.forget_texts()
-
-    def _learn_adapters(self, named: frozenset[str]) -> None:
-        """Remember which names are adapters; bounded, as engines list what clients made up."""
-        if not named <= self._adapters and len(self._adapters) < MAX_ADAPTERS:
-            self._adapters |= named
 
     def _current(self, token: ScrapeToken) -> EndpointSnapshot | None:
         member = self.pool.find(token.endpoint.address)
@@ -471,7 +465,7 @@ class PoolStore:
             down=pool.down,
             unhealthy_or_doubtful=pool.unhealthy_or_doubtful,
             newest=pool.newest,
-            adapters=self._adapters,
+            adapters=self._adapters.known,
             serving=pool.serving if old.serves is member.serves else index_models(members),
             has_unknown_values=pool.has_unknown_values
             if old.flaws == member.flaws
@@ -492,7 +486,7 @@ class PoolStore:
             down=down,
             unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
             newest=self.outlier_detector.newest,
-            adapters=self._adapters,
+            adapters=self._adapters.known,
             serving=index_models(members),
             has_unknown_values=is_patchy(members),
         )

@@ -144,6 +144,23 @@ def test_discovered_models_count_until_the_engine_lists_its_own():
     assert store.pool.serving.names == {"base", "one", "two"}
 
 
+def test_adapters_that_are_not_in_use_are_forgotten_for_others():
+    """Engines list names of users, other ones on each page; all together more than are remembered."""
+    fleet = fleet_of(FIRST, SECOND)
+    member_of(fleet).account.open("open", 100, cached_tokens=0, now=0.0)
+    old, other, young = (
+        {f"{kind}{at}" for at in range(3000)} for kind in ("old", "other", "young")
+    )
+    for at, names in enumerate([{*old, "open"}, other, young, {"new"}]):
+        mark = fleet.begin_scrape(member_of(fleet).endpoint)
+        fleet.observe(mark, Load(at=at, adapters=frozenset(names)), at)
+    assert fleet.pool.adapters == {"new", "open", *young}
+    for names in (old, other, {"late"}):
+        served = ServedModels(frozenset({"base"}), frozenset(names))
+        fleet.observe_models(member_of(fleet, SECOND).endpoint, served)
+    assert fleet.pool.adapters == {"late", "new", "open", *other}
+
+
 def test_incarnations_are_never_reused():
     """No two lives of any endpoints share an incarnation."""
     store = PoolStore(on_gone=Gone())
