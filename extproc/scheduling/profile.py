@@ -340,12 +340,13 @@ def _describe_error(what: str, plugin: object, error: Exception) -> str:
 def _check_filtered(
     remaining: Sequence[Candidate], candidates: Sequence[Candidate]
 ) -> Sequence[Candidate]:
-    """Check that a filter returned only candidates of its input."""
+    """Check that a filter returned only candidates of its input, and each of them once."""
     if remaining is candidates:
         return candidates
     remaining = list(remaining)
     known = {id(candidate) for candidate in candidates}
-    if not known.issuperset(map(id, remaining)):
+    remaining_ids = {id(candidate) for candidate in remaining}
+    if not remaining_ids <= known or len(remaining_ids) < len(remaining):
         raise InvalidPluginResultError
     return remaining
 

@@ -102,10 +102,16 @@ def test_no_survivors_is_429():
 
 
 @pytest.mark.parametrize(
-    "answer", [ZeroDivisionError("the prompt"), None, builders.candidates({"z": {}})]
+    "answer",
+    [
+        ZeroDivisionError("the prompt"),
+        None,
+        builders.candidates({"z": {}}),
+        [FLEET[0], FLEET[1], FLEET[0]],
+    ],
 )
 def test_a_filter_that_raises_is_skipped(answer):
-    """A filter that raises or brings in a stranger is skipped and named."""
+    """A filter that raises, brings in a stranger or repeats a candidate is skipped and named."""
     decision = run(filters=[Says(answer)])
     assert builders.names(decision.endpoints) == ["b"]
     assert decision.degraded.startswith("filter says raised ")
