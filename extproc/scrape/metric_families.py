@@ -290,6 +290,8 @@ class FamilyIndex:
         """
         self.is_unchanged = False
         if len(text) > _MAX_CUT_BYTES:
+            # What was read of it is not known here, so the next page is not compared with another one.
+            self._layout, self._known, self._read = _NO_LAYOUT, {}, {}
             return None
         sections = text.split(_DECLARED, _MAX_FAMILIES)
         layout, read = self._layout, self._read

@@ -443,6 +443,14 @@ def test_a_page_on_which_only_other_families_change_has_the_load_of_the_last_one
     assert changed == msgspec.structs.replace(first, at=9.5, extra={"cpu_s": 100.5})
 
 
+def test_a_page_that_is_too_long_to_be_cut_ends_the_comparison():
+    """The pages behind it do not read as the long one, though they are as those before it."""
+    reader = metrics_page.MetricsPageReader()
+    long = LORA.replace(b"} 254591.0", b"} 300000.0") + b"# a comment\n" * 30_000
+    for page in (LORA, LORA, long, LORA, LORA):
+        assert reader.read(page, 7.0) == metrics_page.read(page, 7.0)
+
+
 _VALUES = (
     b"0.0",
     b"17",
