@@ -266,6 +266,8 @@ def _plugin(
         plugin = validation.to_struct(params, kind, where=spot)
         if not isinstance(plugin.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - reported as its own errors are
+        if not isinstance(getattr(plugin, "extra_metrics", frozenset()), frozenset):
+            raise TypeError("its extra_metrics are no frozenset")  # noqa: TRY301
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others

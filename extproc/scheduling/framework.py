@@ -123,7 +123,7 @@ class ResponseHeaderProvider(Protocol):
 
 @runtime_checkable
 class SaturationDetector(Protocol):
-    """A filter that knows when an endpoint is full: then requests below priority 0 are dropped."""
+    """A built-in filter that knows when an endpoint is full: requests below priority 0 are dropped then."""
 
     def is_saturated(self, candidate: Candidate) -> bool:
         """True if the endpoint has no room; False where unknown."""

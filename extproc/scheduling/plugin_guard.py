@@ -80,7 +80,7 @@ class GuardFactory(msgspec.Struct, frozen=True):
 
 
 class GuardedPlugin:
-    """One plugin behind its guard; fits every role its plugin fits.
+    """One plugin behind its guard; fits every role its plugin fits, but for `SaturationDetector`.
 
     A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
     a plugin's own exceptions. The plugin is given tuples, so that it cannot reorder what others
@@ -96,6 +96,7 @@ class GuardedPlugin:
         "_on_committed",
         "_on_trial",
         "_recent",
+        "extra_metrics",
         "guards",
         "kind",
         "max_num_of_endpoints",
@@ -107,6 +108,8 @@ class GuardedPlugin:
         self.plugin = plugin
         self.kind: str = plugin.kind
         self.needs: frozenset[Signal] = plugin.needs
+        #: See `framework.ExtraMetricReader`.
+        self.extra_metrics: frozenset[str] = getattr(plugin, "extra_metrics", frozenset())
         self._answer_headers = getattr(plugin, "answer_headers", None)
         self._on_committed = getattr(plugin, "on_committed", None)
         self._keys = getattr(plugin, "keys", None)

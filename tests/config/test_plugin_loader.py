@@ -389,6 +389,25 @@ def test_invalid_needs_are_refused(write, answer):
         profile_builder.build_profile(configured(path, PROFILE % 1), where="x")
 
 
+@pytest.mark.parametrize(
+    ("answer", "actual"),
+    [
+        ("frozenset({'offload'})", "scrape.extra_metrics, got no offload there"),
+        ("['offload']", "TypeError: its extra_metrics are no frozenset"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_extra_metrics_that_are_not_read_are_refused(write, answer, actual):
+    """With a guard, as `serve` builds the profile, and without one, as `check` does."""
+    path = write(
+        SCORER + f"\n    @property\n    def extra_metrics(self):\n        return {answer}\n"
+    )
+    for guards in (None, GuardFactory(lambda: 0.0, PluginCounters())):
+        with pytest.raises(ConfigError) as raised:
+            profile_builder.resolve_all(configured(path, PROFILE % 1), where="x", guards=guards)
+        assert actual in str(raised.value)
+
+
 def test_an_exception_in_a_constructor_is_a_config_error(write):
     """Whatever a plugin raises while it is made is a configuration error."""
     body = SCORER + "\n    def __post_init__(self):\n        raise KeyError('power')\n"
