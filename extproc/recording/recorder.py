@@ -43,6 +43,8 @@ class RotatingFile:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._file: RecordingFile | None = None
+        # Bytes of the last file that later rows can follow; None where they belong in another file.
+        self._sound_bytes: int | None = None
 
     def write(self, lines: bytes) -> bool:
         """Append lines.
@@ -51,30 +53,46 @@ class RotatingFile:
             True if the file is full: what is written next begins another one.
 
         Raises:
-            OSError: It cannot be written; the next write begins another file.
+            OSError: It cannot be written; the next write goes on behind what was written before, in
+                Parquet at the beginning of the same file.
         """
         try:
             if self._file is None:
-                self._rotate()
-                # Readable by this user only: rows name models and say when requests came.
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                self._file = parquet.for_lines(os.fdopen(descriptor, "wb"), self._path)
+                self._file = self._open()
             self._file.write(lines)
             self._file.flush()
-            if self._file.tell() < self._max_bytes:
-                return False
+            is_full = self._file.tell() >= self._max_bytes
+            if is_full:
+                self.close()
+            elif not isinstance(self._file, parquet.ParquetFile):
+                self._sound_bytes = self._file.tell()
         except OSError:
+            # No rotation: while a disk is full, each would cost a file of before.
+            sound_bytes = self._sound_bytes
             with contextlib.suppress(OSError):
                 self.close()
+            self._sound_bytes = sound_bytes
             raise
-        self.close()
-        return True
+        return is_full
 
     def close(self) -> None:
         """Close the file; the next write begins another one."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
+        self._sound_bytes = None
+
+    def _open(self) -> RecordingFile:
+        """Open another file, or the one of a failed write without what that write left of its rows."""
+        if self._sound_bytes is None:
+            self._rotate()
+        # Readable by this user only: rows name models and say when requests came.
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.fdopen(descriptor, "ab")
+        self._sound_bytes = self._sound_bytes or 0
+        if file.tell() > self._sound_bytes:
+            file.truncate(self._sound_bytes)
+        return parquet.for_lines(file, self._path)
 
     def _rotate(self) -> None:
         """Move every file to the next number; the last one is gone."""

@@ -14,6 +14,7 @@ from extproc.errors import ConfigError
 from extproc.recording import parquet, reader
 from extproc.recording.recorder import RotatingFile
 from extproc.simulator import replay, replay_traces
+from tests.recording.test_rotating_file import files_of_at_most
 
 table = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[parquet]'")
 
@@ -80,6 +81,23 @@ def test_full_files_move_on(tmp_path, monkeypatch):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names[:2] == ["f.parquet", "f.parquet.1"]
     assert sum(len(list(reader.read_lines(tmp_path / name))) for name in names) == len(lines)
+
+
+def test_a_full_disk_costs_no_file_from_before(tmp_path, monkeypatch):
+    """A file that cannot be read, as it has no end, takes the place of none that can."""
+    monkeypatch.setattr(parquet, "_GROUP_BYTES", 1000)
+    file = RotatingFile(str(tmp_path / "f.parquet"), max_bytes=20_000, max_files=2)
+    lines = EXAMPLE.read_bytes()
+    assert file.write(lines)
+    with files_of_at_most(8):
+        for _ in range(3):
+            with pytest.raises(OSError, match="File too large"):
+                file.write(lines)
+    file.write(lines)
+    file.close()
+    assert {path.name: events(path) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("f.parquet", "f.parquet.1"), events(EXAMPLE)
+    )
 
 
 def test_a_file_without_its_end_is_refused(written):

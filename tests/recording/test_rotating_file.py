@@ -1,3 +1,6 @@
+import contextlib
+import resource
+
 import pytest
 
 from extproc.recording.recorder import RotatingFile
@@ -6,6 +9,17 @@ from extproc.recording.recorder import RotatingFile
 def contents(folder):
     """Files by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Let writes fail that make a file longer, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_full_files_move_on_and_the_oldest_goes(tmp_path):
@@ -45,3 +59,36 @@ def test_a_failed_write_begins_another_file(tmp_path):
     assert not file.write(b"y")
     file.close()
     assert contents(folder) == {"f": b"y"}
+
+
+def test_a_full_disk_costs_only_the_rows_that_do_not_fit(tmp_path):
+    """Files from before stay, and so do the rows in front of the ones that were cut off."""
+    file = RotatingFile(str(tmp_path / "f"), max_bytes=100, max_files=3)
+    file.write(b"a" * 100)
+    file.write(b"b" * 100)
+    file.write(b"good\n")
+    with files_of_at_most(8):
+        for _ in range(5):
+            with pytest.raises(OSError, match="File too large"):
+                file.write(b"lost\n")
+    assert not file.write(b"next\n")
+    assert file.write(b"c" * 100)
+    file.write(b"d\n")
+    file.close()
+    assert contents(tmp_path) == {
+        "f": b"d\n",
+        "f.1": b"good\nnext\n" + b"c" * 100,
+        "f.2": b"b" * 100,
+    }
+
+
+def test_a_folder_that_comes_back_has_its_files(tmp_path):
+    """A volume that is mounted late may hold a recording from before."""
+    file = RotatingFile(str(tmp_path / "late" / "f"), max_bytes=100, max_files=2)
+    with pytest.raises(OSError, match="No such file"):
+        file.write(b"x")
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "f").write_bytes(b"old")
+    file.write(b"new")
+    file.close()
+    assert contents(tmp_path / "late") == {"f": b"new", "f.1": b"old"}
