@@ -13,7 +13,7 @@ from extproc.cli import flags, main
 from extproc.config import pools
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
-from extproc.recording import parquet
+from extproc.recording import recorder
 from extproc.scrape import kv_event_subscriber
 from extproc.server import admin_access, peer_addresses, redis_peer_channel, transport
 
@@ -89,7 +89,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     ]
     record = settings.decisions.record
     if record is not None:
-        steps.append(lambda: parquet.require(record.file))
+        steps.append(lambda: recorder.require(record.file))
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))
     if settings.server.transport == "native" and settings.server.secure_serving:

@@ -27,6 +27,9 @@ from extproc.recording import parquet, rows
 #: Longest line (bytes): a decision among ten thousand endpoints.
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 
+#: Beginning of a header. Texts in a row have no quotes that are not escaped, so it is found nowhere else.
+_HEADER: Final = b'{"kind":"recording"'
+
 #: Headers whose clocks differ by less are of one process (seconds).
 _SAME_CLOCK_S: Final = 1.0
 
@@ -153,20 +156,21 @@ class RecordingReader:
         """Decisions and ends in the order of the lines.
 
         Args:
-            lines: Lines with their line feeds; a last one without may be cut off.
+            lines: Lines with their line feeds; a last one without may be cut off, and so may one
+                that goes on with the header of the next of several files.
 
         Raises:
             ConfigError: A line is no row, has a number that cannot be, or refers to an endpoint
                 without one.
         """
-        for number, line in enumerate(lines, 1):
+        for number, line in _number_parts(lines):
             if not line.strip():
                 continue
             try:
                 row = self._decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n") and self.header is not None:
-                    return  # the recorder was ended while it wrote
+                    continue  # the recorder was ended while it wrote
                 raise _bad_line(self._where, number, str(error)) from None
             self._check_ranges(row, number)
             event = self._take(row, number)
@@ -275,6 +279,16 @@ class RecordingReader:
         if known is None:
             raise _bad_line(self._where, number, f"endpoint {n} without a row before")
         return known
+
+
+def _number_parts(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; a header within one, as where files are concatenated, by itself."""
+    for number, line in enumerate(lines, 1):
+        at = line.find(_HEADER, 1)
+        if at > 0:
+            yield number, line[:at]
+            line = line[at:]  # noqa: PLW2901 - the rest
+        yield number, line
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

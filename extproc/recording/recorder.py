@@ -21,6 +21,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint, Load, StepTimeModel
+from extproc.errors import ConfigError
 from extproc.parsing import surfaces
 from extproc.prefix_cache import blocks
 from extproc.recording import parquet, rows
@@ -95,16 +96,37 @@ class RotatingFile:
         return parquet.for_lines(file, self._path)
 
     def _rotate(self) -> None:
-        """Move every file to the next number; the last one is gone."""
+        """Move every file to the next number; the last one is gone, and so are any beyond it."""
         if not self._path.exists():
             return
         for number in range(self._max_files - 1, 0, -1):
             older = self._numbered(number - 1)
             if older.exists():
                 older.replace(self._numbered(number))
+        number = self._max_files
+        while (surplus := self._numbered(number)).is_file():
+            surplus.unlink()
+            number += 1
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+
+def require(path: str) -> None:
+    """Check that `RotatingFile` can write a file, or may once its folder is there.
+
+    Raises:
+        ConfigError: It is a folder, a pipe or a device, or needs pyarrow, which is not installed.
+    """
+    parquet.require(path)
+    file = Path(path)
+    if file.exists() and not file.is_file():
+        raise ConfigError(
+            path,
+            wanted="a regular file, or none yet, as a full one gets another name",
+            got="a folder, pipe or device",
+            fix="name a file in that folder or in another one",
+        )
 
 
 #: Entries that may wait for their rows, and the same times the candidates of a decision (count). A

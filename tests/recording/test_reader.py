@@ -188,3 +188,18 @@ def test_lines_have_a_longest_length(tmp_path, monkeypatch):
     path.write_bytes(b"short\n" + b"x" * 100)
     with pytest.raises(ConfigError, match="line 2"):
         list(reader.read_lines(path))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_files_that_are_concatenated_may_have_ends_that_are_cut_off(cut):
+    """A picker that is killed while it writes leaves the last row without its end."""
+    file = recorded(*[a_decision([a_candidate(1)])] * 2)
+    _, events = read(file[:-cut] + file)
+    assert [event.row.n for event in events] == ([1, 2, 1, 2] if cut == 1 else [1, 1, 2])
+
+
+def test_a_row_that_is_broken_in_front_of_other_rows_is_refused():
+    """Only a header begins anew, so nothing else can be behind a cut."""
+    file = recorded(*[a_decision([a_candidate(1)])] * 2)
+    with pytest.raises(ConfigError, match="line 5"):
+        read(file[:-30] + file.splitlines(keepends=True)[1])

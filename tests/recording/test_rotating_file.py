@@ -1,8 +1,11 @@
 import contextlib
+import os
 import resource
 
 import pytest
 
+from extproc.cli import serve
+from extproc.config.settings import DecisionsSection, RecordSection, Settings
 from extproc.recording.recorder import RotatingFile
 
 
@@ -92,3 +95,24 @@ def test_a_folder_that_comes_back_has_its_files(tmp_path):
     file.write(b"new")
     file.close()
     assert contents(tmp_path / "late") == {"f": b"new", "f.1": b"old"}
+
+
+def test_a_smaller_number_of_files_removes_the_others(tmp_path):
+    """The bound on the disk holds after a restart with another one."""
+    for max_files in (5, 2):
+        file = RotatingFile(str(tmp_path / "f"), max_bytes=1, max_files=max_files)
+        for _ in range(6):
+            file.write(b"x")
+    assert set(contents(tmp_path)) == {"f", "f.1"}
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_place_that_is_no_file_is_refused(tmp_path, make):
+    """A picker does not start, rather than move a folder away or wait for the reader of a pipe."""
+    path = str(tmp_path / "f")
+    record = RecordSection(file=path)
+    settings = Settings(decisions=DecisionsSection(record=record))
+    assert not serve.find_problems(settings)
+    make(path)
+    (problem,) = serve.find_problems(settings)
+    assert str(problem).startswith(f"{path}: expected a regular file")
