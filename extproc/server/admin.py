@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, assert_never
 
 import msgspec
@@ -32,6 +33,15 @@ HEADER_PREFIX = "x-explain-header-"
 
 #: Media type of the format that has exemplars.
 _OPENMETRICS: Final = "application/openmetrics-text"
+
+#: An item of `Accept` with it is refused.
+_NO_QUALITY: Final = re.compile(r"q *= *0(\.0*)?")
+
+#: Seconds that requests under way have to end when the server closes, and again once they are cancelled.
+_CLOSE_S: Final = 1.0
+
+#: Seconds in which a client that records must take what was written to it.
+_WRITE_S: Final = 30.0
 
 #: Seconds of rendering after which other work has its turn.
 _RENDER_TURN_S: Final = 0.002
@@ -76,7 +86,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Metrics as Prometheus text, or as OpenMetrics where the scraper accepts it."""
-        is_openmetrics = _OPENMETRICS in request.headers.get("accept", "")
+        is_openmetrics = _accepts_openmetrics(request.headers.getall("accept", ()))
         kind = f"{_OPENMETRICS}; version=1.0.0" if is_openmetrics else "text/plain; version=0.0.4"
         body, started = bytearray(), time.perf_counter()
         for piece in self.exposition.pieces(is_openmetrics=is_openmetrics):
@@ -158,7 +168,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
     async def record(self, request: web.Request) -> web.StreamResponse:
         """Decisions from now on as JSON lines, for `extproc record`; `?seconds=` of them, 60 by default.
 
-        At most 86400, and for four clients at a time.
+        At most 86400, and for four clients at a time; one that takes nothing for 30 s is disconnected.
         """
         seconds = _seconds(request.query.get("seconds", "60"))
         if not seconds:
@@ -171,11 +181,19 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
             )
         response = web.StreamResponse(headers={"content-type": "application/jsonl"})
         await response.prepare(request)
-        with contextlib.suppress(ConnectionError):  # the client left
-            async with contextlib.aclosing(self.decision_recorder.stream(seconds)) as pieces:
+        recorded = self.decision_recorder.stream(seconds, is_gone=lambda: _is_gone(request))
+        try:
+            async with contextlib.aclosing(recorded) as pieces:
                 async for lines in pieces:
-                    await response.write(lines)
-            await response.write_eof()
+                    async with asyncio.timeout(_WRITE_S):
+                        await response.write(lines)
+            async with asyncio.timeout(_WRITE_S):
+                await response.write_eof()
+        except ConnectionError:
+            pass  # the client left
+        except TimeoutError:
+            if request.transport is not None:  # aiohttp would wait for the client without end
+                request.transport.abort()
         return response
 
     async def explain(self, request: web.Request) -> web.Response:
@@ -185,7 +203,14 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
             lower = name.lower()
             if lower.startswith(HEADER_PREFIX):
                 headers[lower.removeprefix(HEADER_PREFIX)] = value
-        body = await request.clone(client_max_size=self.max_body_bytes()).read()
+        try:
+            body = await request.clone(client_max_size=self.max_body_bytes()).read()
+        except web.RequestPayloadError:
+            request.content.feed_eof()  # aiohttp would read what is left, and raise again
+            wanted = "expected a body in the encoding of its headers"
+            response = _refused(Rejection(400, f"{wanted}; send it without content-encoding"))
+            response.force_close()
+            return response
         outcome = await self.dry_run(HttpRequest(headers, body))
         match outcome:
             case Decision():
@@ -224,7 +249,10 @@ class AdminServer:
             ConfigError: The port is taken, or the host is none of this machine.
         """
         runner = self._runner = web.AppRunner(
-            application, access_log=None, keepalive_timeout=admin_access.KEEPALIVE_S
+            application,
+            access_log=None,
+            keepalive_timeout=admin_access.KEEPALIVE_S,
+            shutdown_timeout=_CLOSE_S,
         )
         await runner.setup()
         _hide_software(runner)
@@ -238,7 +266,7 @@ class AdminServer:
         return int(min(runner.addresses, key=len)[1])
 
     async def close(self) -> None:
-        """Close all connections, if it was started."""
+        """Close all connections, if it was started; those with requests after two seconds at most."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -259,6 +287,20 @@ def _hide_software(runner: web.AppRunner) -> None:
     if runner.server is not None:
         make = runner.app._make_request  # noqa: SLF001 - aiohttp has no public hook for all answers
         runner.server.request_factory = functools.partial(make, _cls=_Request)
+
+
+def _accepts_openmetrics(headers: Iterable[str]) -> bool:
+    """True if headers `Accept` name OpenMetrics, and not with a quality of 0."""
+    for item in ",".join(headers).lower().split(","):
+        kind, *parameters = map(str.strip, item.split(";"))
+        if kind == _OPENMETRICS and not any(map(_NO_QUALITY.fullmatch, parameters)):
+            return True
+    return False
+
+
+def _is_gone(request: web.Request) -> bool:
+    """True if the client of a request closed the connection."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | RejectionRecord], bool]:

@@ -404,7 +404,7 @@ class EndpointPickerProcess:
             await supervisor.attempt("drain", self._elector.wait_ended(_STREAM_END_S))
 
     async def stop(self) -> None:
-        """Close everything."""
+        """Close everything; last the pages, which wait for clients that read slowly."""
         self._stall_meter.stop()
         self.decision_recorder.close()
         attempt = self.counters.supervisor.attempt
@@ -412,13 +412,13 @@ class EndpointPickerProcess:
             await attempt("drain", rpc_server.stop(_STREAM_END_S))
         if self._peer_channel is not None:
             await attempt("drain", self._peer_channel.close())
-        await attempt("drain", self.admin_server.close())
-        self._http.close()
-        await attempt("drain", self._large_bodies.close())
         await attempt("drain", self.autoscaler.close())
         if self._traces.tracer is not None:
             await attempt("drain", asyncio.to_thread(self._traces.tracer.close, _SPAN_END_S))
         self.counters.settle()
+        await attempt("drain", self.admin_server.close())
+        self._http.close()
+        await attempt("drain", self._large_bodies.close())
 
     async def start_admin(self) -> int:
         """Listen on the metrics port only; returns it.

@@ -97,28 +97,33 @@ class DecisionRecorder:
                     recording, file, section, was_failing=is_failing
                 )
         finally:
-            self._settle()
-            self.recordings.stop(recording)
             if self._writing is not None:
                 with contextlib.suppress(OSError):
-                    await self._writing
+                    await self._finish_write(recording, self._writing)
+            recording.resume()
+            self._settle()
+            self.recordings.stop(recording)
             self._unwritten += recording.take(MAX_ENTRIES)
             with contextlib.suppress(OSError):
                 if self._unwritten:
                     file.write(bytes(self._unwritten))
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
-    async def stream(self, seconds: float) -> AsyncGenerator[bytes, None]:
+    async def stream(
+        self, seconds: float, *, is_gone: Callable[[], bool]
+    ) -> AsyncGenerator[bytes, None]:
         """Record for a client; yields complete lines.
 
         Args:
             seconds: Length of the recording; closing the iterator ends it earlier.
+            is_gone: True if the client left, which ends it too, also where there is nothing to yield.
         """
         recording = self.recordings.start()
         self._clients += 1
         try:
             ends_at = self._clock() + min(seconds, MAX_CLIENT_S)
-            while self._clock() < ends_at and not self._is_closed:
+            while self._clock() < ends_at and not (self._is_closed or is_gone()):
                 await asyncio.sleep(_BATCH_S)
                 self._settle()
                 async for lines in _take_batch(recording):
@@ -134,11 +139,11 @@ class DecisionRecorder:
         self._settle()
         async for lines in _take_batch(recording):
             self._unwritten += lines
+        # Cancelled, it goes on being held: `run` waits for the write.
         self._unwritten += recording.hold()
-        try:
-            return await self._write(recording, file, section, was_failing=was_failing)
-        finally:
-            recording.resume()
+        is_failing = await self._write(recording, file, section, was_failing=was_failing)
+        recording.resume()
+        return is_failing
 
     async def _write(
         self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
@@ -150,11 +155,9 @@ class DecisionRecorder:
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(None, file.write, batch)
         try:
-            # A thread cannot be cancelled: `run` waits for it before it closes the file.
-            is_full = await asyncio.shield(self._writing)
+            await self._finish_write(recording, self._writing)
         except OSError as error:
             self._counts["failed"] += batch.count(b"\n")
-            recording.restart()
             if not was_failing:
                 _log.error(
                     "decisions are not recorded: %s cannot be written: %s",
@@ -162,11 +165,22 @@ class DecisionRecorder:
                     error.strerror,
                 )
             return True
-        if is_full:
-            recording.restart()
         if was_failing:
             _log.info("decisions are recorded again in %s", section.file)
         return False
+
+    async def _finish_write(self, recording: Recording, writing: asyncio.Future[bool]) -> None:
+        """Wait for a write; what comes behind it begins anew where another file or a gap follows.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        # A thread cannot be cancelled: `run` waits for it before it closes the file.
+        await asyncio.wait([writing])
+        self._writing = None
+        if writing.exception() is not None or writing.result():
+            recording.restart()
+        writing.result()
 
     def _header(self) -> rows.HeaderRow:
         """First row of a recording."""

@@ -50,7 +50,9 @@ def test_pages_do_not_name_the_server_software():
     ("accept", "kind", "ending"),
     [
         ("application/openmetrics-text;version=1.0.0;q=0.6,*/*;q=0.1", "openmetrics", b"# EOF\n"),
+        ("Application/OpenMetrics-Text", "openmetrics", b"# EOF\n"),
         ("text/plain;version=0.0.4;q=0.5", "text/plain; version=0.0.4", b".0\n"),
+        ("application/openmetrics-text; q=0.0, text/plain", "text/plain; version=0.0.4", b".0\n"),
     ],
 )
 def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
@@ -235,3 +237,29 @@ def test_files_of_the_console_are_open_where_there_is_a_token():
     assert refusal("/console/app.js", remote="10.0.0.8", token="s3cret") is None
     assert refusal("/debug/overview", remote="10.0.0.8", token="s3cret") == 401
     assert refusal("/console/", remote="10.0.0.8") == 403
+
+
+def test_a_body_in_a_broken_encoding_is_refused(caplog):
+    """It is a mistake of the client, with nothing for the log."""
+
+    async def test() -> None:
+        port = stack.free_port()
+        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
+        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
+        picker = app.EndpointPickerProcess(settings)
+        await picker.start_admin()
+        try:
+            answer = await http1.ask(
+                port,
+                "/debug/explain",
+                method="POST",
+                headers=[("content-encoding", "gzip")],
+                body=b"no gzip",
+            )
+        finally:
+            await picker.admin_server.close()
+        assert answer.status == 400
+        assert b"expected a body in the encoding of its headers" in answer.body
+
+    asyncio.run(test())
+    assert not caplog.records

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import threading
 from collections import Counter
 from random import Random
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from bench import soak
 from extproc.cli import main
@@ -19,7 +21,7 @@ from extproc.config.pool_sections import PoolSection, SchedulingSection
 from extproc.config.settings import DecisionsSection, RecordSection
 from extproc.demo import stack
 from extproc.recording import reader, recorder, rows
-from extproc.server import decision_recording
+from extproc.server import admin, decision_recording
 from extproc.simulator import replay
 from tests.e2e import http1
 
@@ -265,3 +267,87 @@ async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkey
     with pytest.raises(asyncio.CancelledError):
         await task
     assert path.read_bytes().count(b"\n") == 2
+
+
+async def test_a_stop_while_the_file_gets_full_leaves_files_with_headers(tmp_path, monkeypatch):
+    """Rows that come during the write that fills a file are in the next one, which is a recording."""
+    may_write, is_writing = threading.Event(), threading.Event()
+    write = recorder.RotatingFile.write
+
+    def write_slowly(file, lines):
+        is_writing.set()
+        may_write.wait(300)
+        return write(file, lines)
+
+    monkeypatch.setattr(recorder.RotatingFile, "write", write_slowly)
+    path = tmp_path / "f"
+    subject = decision_recording.DecisionRecorder(
+        settings(path, max_file_bytes=10),
+        Counter(),
+        clock=lambda: 1.0,
+        settle=lambda: subject.recordings.encode(),  # noqa: PLW0108 - it is built later
+        on_change=lambda _: None,
+    )
+    task = asyncio.ensure_future(subject.run())
+    await until(lambda: len(subject.recordings))
+    subject.recordings.add_ends([rows.EndRow(1, "200")])
+    await until(is_writing.is_set)
+    subject.recordings.add_ends([rows.EndRow(2, "200")])
+    task.cancel()
+    await asyncio.sleep(0)
+    subject.recordings.add_ends([rows.EndRow(3, "200")])
+    may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    files = [
+        reader.RecordingReader("f").read(reader.read_lines(tmp_path / n)) for n in ("f.1", "f")
+    ]
+    assert [[event.row.n for event in events] for events in files] == [[1], [2, 3]]
+
+
+async def test_a_client_that_leaves_ends_its_recording():
+    """Its place is for others at once, also where nothing comes that could be written to it."""
+    chosen = settings()
+    core = soak.Core(chosen)
+    await core.picker.sync()
+    await core.picker.start_admin()
+    recordings = core.picker.decision_recorder.recordings
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", chosen.server.metrics_port)
+        writer.write(b"GET /debug/record?seconds=86400 HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        await until(lambda: len(recordings))
+        writer.close()
+        await until(lambda: not len(recordings))
+    finally:
+        core.picker.decision_recorder.close()
+        await core.picker.admin_server.close()
+
+
+async def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
+    """It would keep its place, and hold up the end of the process."""
+    is_over = asyncio.Event()
+
+    class EndlessRecorder:
+        has_room = True
+
+        async def stream(self, _seconds, *, is_gone):
+            try:
+                while not is_gone():
+                    yield b"x" * 1_000_000
+            finally:
+                is_over.set()
+
+    monkeypatch.setattr(admin, "_WRITE_S", 0.01)
+    facts = dict.fromkeys(admin.AdminPages.__struct_fields__)
+    pages = admin.AdminPages(**{**facts, "decision_recorder": EndlessRecorder()})
+    application = web.Application()
+    application.router.add_get("/debug/record", pages.record)
+    server = admin.AdminServer()
+    port = await server.start(application, host="127.0.0.1", port=0)
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /debug/record HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+            async with asyncio.timeout(300):
+                await is_over.wait()
+    finally:
+        await server.close()
