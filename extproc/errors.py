@@ -6,17 +6,24 @@ What is expected to happen (a refusal, an unknown metric, a client that leaves) 
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+#: User and password of a URL, with the slashes in front of them.
+_USER_INFO: Final = re.compile(r"//\S*@")
+
 
 class ExtprocError(Exception):
     """Base of everything this package raises on purpose.
 
     Args:
         wanted: The expected value.
-        got: The actual value.
+        got: The actual value; users and passwords of URLs in it are left out.
         fix: Advice to the reader.
     """
 
     def __init__(self, *, wanted: str, got: str, fix: str) -> None:
+        got = _USER_INFO.sub("//...@", got)
         super().__init__(f"expected {wanted}, got {got}; {fix}")
         self.wanted = wanted
         self.got = got

@@ -137,7 +137,9 @@ def _split(text: str, where: str) -> tuple[str, str | None]:
         return bracketed[1], bracketed[2]
     scheme, slashes, rest = text.partition("://")
     if slashes:
-        raise _wrong(where, _FORMS, text, f"leave out {scheme}:// and write {rest}")
+        raise _wrong(
+            where, _FORMS, text, f"leave out {scheme}:// and write {rest.rpartition('@')[2]}"
+        )
     if text.count(":") > 1:
         if _ip(text) is None:
             raise _wrong(where, _FORMS, text, "put IPv6 in brackets")

@@ -140,11 +140,11 @@ def _parse_address(address: str, *, where: str) -> tuple[str, int]:
     """Split `host:port`; brackets around an IPv6 address are removed.
 
     Raises:
-        ConfigError: There is no host, or no port.
+        ConfigError: There is no host, or no port, or something else, as in a URL.
     """
     host, _, text = address.rpartition(":")
     port = parse_port(text)
-    if not host or not port:
+    if not port or not host or {"/", "@"} & {*host}:
         raise ConfigError(
             where,
             wanted="host:port, the port being that of the other pickers' pages",

@@ -54,6 +54,7 @@ def test_the_forms_of_an_endpoint(item, entry):
         ("[10.0.0.1]:80", "endpoints[1]", "IPv6 address in the brackets"),
         ("10.0.0.256:80", "endpoints[1]", "an IP address or a host name"),
         ("http://a:80", "endpoints[1]", "leave out http:// and write a:80"),
+        ("http://u:p@a:80", "endpoints[1]", "//...@a:80'; leave out http:// and write a:80"),
         ("a b:80", "endpoints[1]", "a host name"),
         ("a:0", "endpoints[1]", "a port from 1 to 65535"),
         ("a:65536", "endpoints[1]", "a port from 1 to 65535"),

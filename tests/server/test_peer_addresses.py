@@ -11,6 +11,7 @@ from extproc.discovery.static_discovery import DnsResolver
 from extproc.errors import ConfigError
 from extproc.server import peer_addresses
 from extproc.server.peer_addresses import PeerAddresses, PeerDirectory
+from tests.support.canary import CANARY
 
 
 def peers_at(*written):
@@ -22,6 +23,14 @@ def test_addresses_need_a_port(written):
     """Anything else is refused at start, with the name of the setting."""
     with pytest.raises(ConfigError, match=r"peer_sync\.peers"):
         peers_at(written)
+
+
+@pytest.mark.parametrize("written", ["http://host:9", f"http://u:{CANARY}@host:9", "u@host:9"])
+def test_addresses_are_no_urls(written):
+    """One with a password would be logged; the error leaves it out."""
+    with pytest.raises(ConfigError, match=r"peer_sync\.peers: expected host:port") as refused:
+        peers_at(written)
+    assert CANARY not in str(refused.value) + refused.value.got
 
 
 async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
