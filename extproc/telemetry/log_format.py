@@ -202,19 +202,18 @@ class LogHandler(logging.StreamHandler[TextIO]):
                     waiting += format_requests([pair])
                 except Exception:  # noqa: BLE001 - as other handlers
                     self.handleError(_NO_LINE)
-        try:
-            self.flush()
-        except Exception:  # noqa: BLE001
-            self.handleError(_NO_LINE)
+        self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait."""
+        """Write the lines that wait; a stream that fails costs them, and raises nothing."""
         self.acquire()
         try:
             waiting, self._waiting = self._waiting, []
             if waiting:
                 self.stream.write("".join(waiting))
             super().flush()
+        except Exception:  # noqa: BLE001 - as other handlers
+            self.handleError(_NO_LINE)
         finally:
             self.release()
 

@@ -208,19 +208,35 @@ def test_requests_are_logged_by_any_handler(caplog):
     assert [record.fields for record in caplog.records] == [fields] * 2
 
 
+class BrokenStream(io.StringIO):
+    """A stream whose reader left."""
+
+    def write(self, text):
+        raise BrokenPipeError(text)
+
+
 def test_a_stream_that_fails_does_not_fail_requests(monkeypatch):
     """Their lines are lost, as those of other handlers."""
-
-    class Broken(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError(text)
-
-    handler = log_format.LogHandler(Broken())
+    handler = log_format.LogHandler(BrokenStream())
     handler.setFormatter(log_format.build_formatter("text"))
     reported = []
     monkeypatch.setattr(handler, "handleError", reported.append)
     handler.add_requests([(1.0, log_format.RequestLine(id="a", total_s=0.1))])
     assert [record.name for record in reported] == [log_format.REQUESTS]
+
+
+def test_a_line_that_waits_for_a_stream_that_fails_fails_no_other_call():
+    """It is lost, and a call that logs something else goes on."""
+    handler, reported = log_format.LogHandler(BrokenStream()), []
+    handler.setFormatter(log_format.build_formatter("text"))
+    handler.handleError = reported.append
+
+    async def scene():
+        for name in (log_format.REQUESTS, "extproc.pool"):
+            handler.handle(log_format.EventRecord(name, logging.INFO, "event", {}))
+
+    asyncio.run(scene())
+    assert [record.name for record in reported] == [log_format.REQUESTS, "extproc.pool"]
 
 
 @pytest.mark.parametrize("name", ["text", "json"])
