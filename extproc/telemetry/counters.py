@@ -174,13 +174,19 @@ class PoolCounters:
 
 
 class _PoolTable(dict[str, PoolCounters]):
-    """Counters by name of the pool; each request reads it."""
+    """Counters by name of the pool; each request reads it.
+
+    Attributes:
+        num_created: Pools that were in it (count); requests of those that left may end later.
+    """
 
     def __init__(self, settle: Callable[[], None]) -> None:
         super().__init__()
+        self.num_created = 0
         self._settle = settle
 
     def __missing__(self, pool: str) -> PoolCounters:
+        self.num_created += 1
         counters = self[pool] = PoolCounters(pool, self._settle)
         return counters
 

@@ -146,8 +146,10 @@ class DecisionLog:
         self._settle = settle
 
     def resize(self, capacity: int) -> None:
-        """Keep another number of decisions, from the next one on."""
+        """Keep another number of decisions and of refused requests; older ones go at once."""
         self._capacity = capacity
+        self._trim()
+        self._trim_rejections()
 
     def add(self, request_id: str, decision: Decision, now: float) -> DecisionRecord:
         """Adds a decision; a later decision of the same id replaces an earlier one."""
@@ -162,11 +164,17 @@ class DecisionLog:
                 record.id = shorten_id(record.id)
         if not self._capacity:
             return
-        ring, weights, added = self._ring, self._weights, _weigh(records)
-        ring += records
-        weights += added
+        added = _weigh(records)
+        self._ring += records
+        self._weights += added
+        self._weight += sum(added)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the oldest decisions beyond the bounds."""
+        ring, weights = self._ring, self._weights
         num_dropped = max(0, len(ring) - self._capacity)
-        weight = self._weight + sum(added) - sum(weights[:num_dropped])
+        weight = self._weight - sum(weights[:num_dropped])
         while weight > self._most and num_dropped < len(ring) - 1:
             weight -= weights[num_dropped]
             num_dropped += 1
@@ -198,8 +206,11 @@ class DecisionLog:
         rejections = self._rejections
         rejections.pop(record.id, None)
         rejections[record.id] = record
-        while len(rejections) > self._capacity:
-            rejections.popitem(last=False)
+        self._trim_rejections()
+
+    def _trim_rejections(self) -> None:
+        while len(self._rejections) > self._capacity:
+            self._rejections.popitem(last=False)
 
     def find(self, request_id: str) -> DecisionRecord | RejectionRecord | None:
         """Returns the latest record of a request; None when it is no longer in a ring.

@@ -153,7 +153,7 @@ class StreamRecorder:
         self, requests: Sequence[RequestRecorder]
     ) -> Iterable[tuple[PoolCounters, Sequence[RequestRecorder]]]:
         """Requests by the counters of their pool."""
-        if requests and len(self.counters.open_pools) == 1:
+        if requests and self.counters.open_pools.num_created == 1:
             return [(requests[0].pool_counters, requests)]
         by_pool: defaultdict[PoolCounters, list[RequestRecorder]] = defaultdict(list)
         for request in requests:

@@ -453,3 +453,29 @@ def test_a_bug_in_the_hashes_of_a_prompt_costs_its_row_alone():
     assert (counters.routed_total, len(subject.decisions)) == (1, 1)
     assert sum(subject.counters.exceptions.values()) == 1
     assert recording.take(10) == b""
+
+
+@pytest.mark.parametrize("first", ["default", "other"])
+def test_requests_of_a_removed_pool_count_under_no_other(first):
+    """They may end together with requests of the only pool that is left."""
+    scene = RecorderFixture()
+    requests = {pool: scene.route(pool) for pool in ("default", "other")}
+    del scene.counters.pools["other"]
+    for pool in sorted(requests, key=lambda pool: pool != first):
+        requests[pool].on_finished(endpoint=f"{pool}:1", status="200", duration_s=1.0)
+    assert scene.counters.for_pool("default").responses == {("default:1", "200"): 1}
+
+
+def test_a_smaller_log_drops_older_decisions_at_once():
+    """A log that is turned off shows none of before."""
+    log = DecisionLog(4)
+    for number in range(4):
+        log.add(f"d{number}", decided(), float(number))
+        log.add_rejection(refused(f"r{number}", float(number)))
+    log.resize(1)
+    assert {record.id for record in log.latest()} == {"d3", "r3"}
+    log.resize(0)
+    assert not list(log.latest())
+    log.resize(4)
+    log.add("new", decided(), 9.0)
+    assert [record.id for record in log.latest()] == ["new"]
