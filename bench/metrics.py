@@ -275,7 +275,7 @@ def exposition(endpoints: int, *, series: int, has_llmd_names: bool) -> Expositi
         lambda: {"pool": view},
         clock=lambda: 2.0,
         gauges={},
-        about={"pool": "pool", "profile": "adaptive"},
+        about=lambda: {"pool": "pool", "profile": "adaptive"},
         has_llmd_names=has_llmd_names,
     )
 

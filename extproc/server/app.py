@@ -74,7 +74,6 @@ class EndpointPickerProcess:
         self._settings = settings
         self._clock = clock
         self.counters = ProcessCounters()
-        self._info_labels = {"pool": settings.pool.name}
         self.decisions = DecisionLog(settings.decisions.decisions)
         self._traces = tracing.build_traces(
             settings.tracing, os.environ, clock=clock, counts=self.counters.trace_spans
@@ -113,7 +112,6 @@ class EndpointPickerProcess:
             on_change=lambda: self.autoscaler.sync_pools(),  # noqa: PLW0108 - it is built later
         )
         self._kubernetes_discovery = self._build_kubernetes_discovery(plan)
-        self._info_labels["profile"] = self.pool_registry.profile
         self.readiness = self._build_readiness()
         memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._stall_meter = StallMeter(self.counters, count_streams=memory_trimmer.count)
@@ -361,7 +359,6 @@ class EndpointPickerProcess:
         self.decisions.resize(settings.decisions.decisions)
         self._recorder.reconfigure(pool_log.recorder_type(settings.log.requests))
         self.decision_recorder.reconfigure(settings)
-        self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
     @property
@@ -432,7 +429,7 @@ class EndpointPickerProcess:
                 self.pool_registry.views,
                 clock=self._clock,
                 gauges=self._gauges(),
-                about=self._info_labels,
+                about=self.pool_registry.labels,
                 scaling=self.autoscaler.metrics,
                 watches=self._watch_metrics,
                 has_llmd_names=pools.serves_llmd_metrics(self._settings),
@@ -458,7 +455,7 @@ class EndpointPickerProcess:
             decisions=self.decisions,
             reloads=self.reloads,
             readiness=self.readiness,
-            about=self._info_labels,
+            about=self.pool_registry.labels,
             clock=self._clock,
         )
         application.add_routes(console_pages.routes())

@@ -85,7 +85,7 @@ class ConsolePages:
     """Handlers of the console.
 
     Args:
-        about: Labels of the process, such as its profile.
+        about: Returns the labels of the process, such as its profile.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ConsolePages:
         decisions: DecisionLog,
         reloads: ReloadHistory,
         readiness: Readiness,
-        about: Mapping[str, str],
+        about: Callable[[], Mapping[str, str]],
         clock: Callable[[], float],
     ) -> None:
         self._counters = counters
@@ -186,7 +186,7 @@ class ConsolePages:
             pools.append(await self._describe_pool(name, view, now))
         return {
             "version": distribution.installed_version(),
-            "profile": self._about.get("profile", ""),
+            "profile": self._about().get("profile", ""),
             "is_ready": self._readiness.ready,
             "streams_open": self._counters.streams_open,
             "problems": problems.sort_problems(listed),

@@ -112,6 +112,10 @@ class PoolRegistry:
         """Names of the scheduling profiles in force, each once."""
         return ",".join(dict.fromkeys(runtime.profile for runtime in self.by_name.values()))
 
+    def labels(self) -> dict[str, str]:
+        """Labels of the process: the name of a single pool, and the profiles."""
+        return {"pool": self._settings.pool.name, "profile": self.profile}
+
     @property
     def max_prompt_bytes(self) -> int:
         """Longest part of a prompt that any pool hashes."""

@@ -46,7 +46,7 @@ class Exposition:
         *,
         clock: Callable[[], float],
         gauges: Mapping[str, Callable[[], float]],
-        about: Mapping[str, str],
+        about: Callable[[], Mapping[str, str]],
         scaling: Callable[[], Mapping[str, control_plane_metrics.ScalingMetrics]] = dict,
         watches: Callable[[], Iterable[control_plane_metrics.WatchMetrics]] = tuple,
         has_llmd_names: bool = False,
@@ -73,7 +73,7 @@ class Exposition:
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yields all metric families."""
-        about = dict(self._about)
+        about = self._about()
         yield MetricFamily(
             "info",
             "extproc",
@@ -100,7 +100,7 @@ class Exposition:
                 self._counters.pools,
                 views,
                 routing_s=self._counters.routing_duration_s,
-                profile=self._about.get("profile", ""),
+                profile=about.get("profile", ""),
                 version=distribution.installed_version() or "",
             )
         for name, read in self._gauges.items():

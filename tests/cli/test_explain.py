@@ -212,7 +212,7 @@ def server(decisions):
             },
             clock=lambda: 1.0,
             gauges={},
-            about={},
+            about=dict,
         ),
         readiness=health.Readiness(lambda: True),
         pools=lambda: {"": parts.store.pool},

@@ -67,7 +67,7 @@ def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
         },
         clock=lambda: 1.0,
         gauges={name: lambda: 0.0 for name in exposition.PROCESS_GAUGES},
-        about={"pool": "", "profile": ""},
+        about=lambda: {"pool": "", "profile": ""},
         has_llmd_names=has_llmd_names,
     )
     return sorted(page.collect(), key=lambda family: family.name)

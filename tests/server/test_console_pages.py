@@ -145,7 +145,7 @@ def test_tabs_that_ask_at_once_share_an_overview():
                 decisions=subject.decisions,
                 reloads=subject.reloads,
                 readiness=subject.readiness,
-                about={},
+                about=dict,
                 clock=lambda: 1.0,
             )
             request = types.SimpleNamespace(query={})

@@ -93,7 +93,7 @@ async def test_a_blocked_loop_shows_on_the_page():
                 counters.event_loop_lag_s.counts[counters.event_loop_lag_s.bounds.index(0.05) + 1 :]
             )
     subject.stop()
-    page = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
+    page = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about=dict).render().decode()
     assert 'extproc_event_loop_lag_seconds_bucket{le="0.05"}' in page
     assert "extproc_event_loop_lag_cpu_seconds_sum" in page
 

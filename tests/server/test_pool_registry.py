@@ -224,7 +224,9 @@ async def test_discovered_pools_come_and_go():
     """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
     subject = sites(ANY_CLAIM + "scheduling: {strategy: random}")
     first = {"n/p": discovered(A, annotations={"extproc/hosts": "A"}), "n/q": discovered(B)}
+    assert subject.labels() == {"pool": "", "profile": ""}
     subject.on_pools_changed(first, ())
+    assert subject.labels() == {"pool": "", "profile": "random"}
     assert ask(subject, host="a").pool == "n/p"
     assert ask(subject, host="b").pool == "n/q"
     subject.by_name["n/q"].parts.store.set_endpoints([], 2.0)

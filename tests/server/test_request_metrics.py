@@ -28,7 +28,7 @@ def page_of(core: soak.Core) -> list[str]:
         core.picker.pool_registry.views,
         clock=lambda: core.now,
         gauges={},
-        about={},
+        about=dict,
     )
     return exposition.render(is_openmetrics=True).decode().splitlines()
 

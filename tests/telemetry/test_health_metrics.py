@@ -25,7 +25,7 @@ def build_exposition(house: PoolFixture) -> Exposition:
         count_ejections=store.outlier_detector.count_ejections,
     )
     return Exposition(
-        ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
+        ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about=dict
     )
 
 
@@ -77,7 +77,7 @@ def test_dropped_addresses_are_exported():
         lambda: {"p": watched},
         clock=lambda: pool_fixture.now,
         gauges={},
-        about={},
+        about=dict,
     )
     assert b'extproc_discovery_dropped_addresses{pool="p"} 3616.0' in exposition.render()
 

@@ -30,7 +30,7 @@ def test_learned_values_are_on_the_page():
         },
         clock=lambda: 1.0,
         gauges={},
-        about={},
+        about=dict,
     ).render()
     spot = b'{endpoint="10.0.0.1:8000",pool=""}'
     for line in (

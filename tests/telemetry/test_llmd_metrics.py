@@ -68,7 +68,7 @@ def exported(**more):
         lambda: {"pool": view},
         clock=lambda: 1.0,
         gauges={},
-        about={"pool": "pool", "profile": "adaptive"},
+        about=lambda: {"pool": "pool", "profile": "adaptive"},
         **more,
     )
     page = exposition.render(is_openmetrics=True).decode()
@@ -261,7 +261,7 @@ def test_a_pool_without_endpoints_is_saturated():
         },
         clock=lambda: 1.0,
         gauges={},
-        about={},
+        about=dict,
         has_llmd_names=True,
     )
     line = 'llm_d_epp_flow_control_pool_saturation{inference_pool="pool",stage="effective"} 1.0'

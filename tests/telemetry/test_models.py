@@ -127,7 +127,7 @@ def test_metrics_of_models():
         lambda: {"": PoolView(TWO.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},
         clock=lambda: 1.0,
         gauges={},
-        about={},
+        about=dict,
     )
     shown = page.render().decode()
     for line in (

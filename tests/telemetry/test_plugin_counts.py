@@ -28,7 +28,7 @@ def test_external_plugins_are_counted_by_role_and_kind():
         lambda: {"": PoolView(pool_fixture.store.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},
-        about={},
+        about=dict,
     )
     text = page.render().decode()
     for name in ("overruns", "bypasses", "exceptions"):

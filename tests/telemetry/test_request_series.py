@@ -63,7 +63,7 @@ class TrafficFixture:
 
     def page(self, name):
         """The samples of a metric, by their labels besides the pool."""
-        exposition = Exposition(self.counters, dict, clock=lambda: 0.0, gauges={}, about={})
+        exposition = Exposition(self.counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
         samples = {}
         for line in exposition.render().decode().splitlines():
             sample, _, value = line.rpartition(" ")
@@ -206,7 +206,7 @@ def test_requests_that_are_counted_together_make_the_same_page(seed):
             _serve_anything(traffic, rng)
             if is_alone:
                 traffic.recorder.settle()
-        exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about={})
+        exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
         lines = exposition.render().decode().splitlines()
         pages.append(sorted(line for line in lines if not line.startswith("process_")))
     assert pages[0] == pages[1]
@@ -246,7 +246,7 @@ def test_durations_and_first_tokens_of_sampled_traces_are_exemplars():
     traffic = TrafficFixture()
     traffic.serve()
     traffic.serve(trace_id="0a" * 16)
-    exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about={})
+    exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
     families = text_string_to_metric_families(exposition.render(is_openmetrics=True).decode())
     exemplars = {
         (sample.name, sample.labels["le"]): (sample.exemplar.labels, sample.exemplar.value)
@@ -295,7 +295,7 @@ def test_memory_and_series_are_bounded_whatever_clients_name():
         return RequestLabels(f"m{number}", f"m{number}", f"t{number}", number)
 
     def render():
-        page = Exposition(traffic.counters, dict, clock=float, gauges={}, about={})
+        page = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
         return page.render().count(b"\n")
 
     def flood(numbers):
