@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-import msgspec
-
 #: Largest usage object that is read. vLLM's, with both detail objects, has under 300 bytes.
 _MAX_USAGE_BYTES = 2048
 
-#: Usage objects looked at from the end: Anthropic splits its usage over two events.
-_MAX_OBJECTS = 4
+#: Members `usage` looked at from the end: Anthropic splits its usage over two events.
+_MAX_MEMBERS = 4
 
 #: Most tokens of one kind that one answer can have used; a report of more counts as none.
 MAX_TOKENS: Final = 2**31 - 1
 
+#: Member `usage` with an object or null. Text of an answer has none: its quotes have a backslash.
 _MARK = b'"usage"'
+_MEMBER: Final = re.compile(rb'"usage"\s{0,32}:\s{0,32}(?:null|(\{))')
+
+#: What separates the lines of events. An answer in JSON cannot contain it.
+_EVENT = b"\ndata:"
+
+_decode = json.JSONDecoder().raw_decode
 
 #: Member `id` of an object; a quote inside of a text has a backslash before it. Longer ids are none.
 _ID_KEY = b'"id"'
@@ -28,23 +34,11 @@ _ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 _ID_HEAD_BYTES = 1024
 _ID_BYTES = 300
 
+#: Kinds whose tokens are part of the prompt.
+_PARTS: Final = frozenset(("cached", "media"))
+
 #: What `read` tells apart.
 UsageKind = Literal["prompt", "completion", "cached"]
-
-
-class _Usage(msgspec.Struct):
-    """Typed `Any`, so that one field of an unexpected type does not hide the others."""
-
-    prompt_tokens: Any = None
-    completion_tokens: Any = None
-    input_tokens: Any = None
-    output_tokens: Any = None
-    cache_read_input_tokens: Any = None
-    prompt_tokens_details: Any = None
-    input_tokens_details: Any = None
-
-
-_decoder = msgspec.json.Decoder(_Usage)
 
 
 def read(tail: bytes) -> Mapping[str, int]:
@@ -61,13 +55,29 @@ def read(tail: bytes) -> Mapping[str, int]:
     """
     counts: dict[str, int] = {}
     end = len(tail)
-    for _ in range(_MAX_OBJECTS):
+    for _ in range(_MAX_MEMBERS):
         at = tail.rfind(_MARK, 0, end)
         if at < 0:
             break
         end = at
-        for kind, tokens in _parse_usage(tail, at + len(_MARK)).items():
+        member = _MEMBER.match(tail, at)
+        if member is None:
+            continue
+        # The search for an event is a slow scan of a body of one line; that for a byte is not.
+        line = tail.rfind(_EVENT, 0, at) if tail.find(b"\n", 0, at) >= 0 else -1
+        for kind, tokens in _count(_find_usage(tail, member, line)).items():
             counts.setdefault(kind, tokens)
+        # Others of that name in the line are in parts of the answer that a client can choose, as
+        # the input of a tool. A report of prompt and completion is whole.
+        if line < 0 or ("prompt" in counts and "completion" in counts):
+            break
+        end = line
+    prompt = counts.get("prompt")
+    for part in _PARTS & counts.keys():
+        if prompt is None:
+            del counts[part]
+        else:
+            counts[part] = min(counts[part], prompt)
     return counts
 
 
@@ -93,24 +103,46 @@ def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float
     return max(0.0, sum(weight * counts.get(kind, 0) for kind, weight in weights.items()))
 
 
-def _parse_usage(tail: bytes, at: int) -> Mapping[str, int]:
-    """The usage object that starts after `at`; empty for null and for anything else."""
-    opened = tail.find(b"{", at, at + 4)
-    if opened < 0 or tail[at:opened].strip(b" :"):
-        return {}
-    end = _find_end(tail, opened)
+def _find_usage(tail: bytes, member: re.Match[bytes], line: int) -> Mapping[str, Any]:
+    """The object of a member `usage`, or of the outermost that contains it; empty for null."""
+    at = end = member.start()
+    usage = _parse_object(tail, member.start(1))[0]
+    start = max(line, at - _MAX_USAGE_BYTES, 0)
+    for _ in range(_MAX_MEMBERS):
+        end = tail.rfind(_MARK, start, end)
+        if end < 0:
+            break
+        outer = _MEMBER.match(tail, end)
+        if outer is not None:
+            candidate, closed = _parse_object(tail, outer.start(1))
+            if closed > at:
+                usage = candidate
+    return usage
+
+
+def _parse_object(tail: bytes, opened: int) -> tuple[Mapping[str, Any], int]:
+    """The object that begins at `opened`, and its end; empty and -1 where none can be read."""
+    if opened < 0:
+        return {}, -1
+    # Bytes are characters, so that the end in one is that in the other: only numbers are read.
+    text = tail[opened : opened + _MAX_USAGE_BYTES].decode("latin-1")
     try:
-        usage = _decoder.decode(tail[opened:end])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    details = usage.prompt_tokens_details or usage.input_tokens_details
+        content, length = _decode(text)
+    except (ValueError, RecursionError):
+        return {}, -1
+    return content, opened + length
+
+
+def _count(usage: Mapping[str, Any]) -> Mapping[str, int]:
+    """Tokens by kind, without those that are no number in range."""
+    get = usage.get
+    details = get("prompt_tokens_details") or get("input_tokens_details")
     cached = details.get("cached_tokens") if type(details) is dict else None
+    prompt, completion = get("prompt_tokens"), get("completion_tokens")
     kinds = {
-        "prompt": usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
-        "completion": (
-            usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        ),
-        "cached": cached if details else usage.cache_read_input_tokens,
+        "prompt": get("input_tokens") if prompt is None else prompt,
+        "completion": get("output_tokens") if completion is None else completion,
+        "cached": cached if details else get("cache_read_input_tokens"),
         "media": _sum_media(details),
     }
     return {
@@ -126,15 +158,3 @@ def _sum_media(details: Any) -> int | None:
     if type(by_kind) is not dict or not all(type(tokens) is int for tokens in by_kind.values()):
         return None
     return sum(by_kind.values())
-
-
-def _find_end(tail: bytes, opened: int) -> int:
-    """Behind the brace that closes an object, as far as one is read; from brace to brace."""
-    limit = min(len(tail), opened + _MAX_USAGE_BYTES)
-    depth, at = 0, opened
-    while (closing := tail.find(b"}", at, limit)) >= 0:
-        depth += tail.count(b"{", at, closing) - 1
-        at = closing + 1
-        if not depth:
-            return at
-    return limit

@@ -55,10 +55,47 @@ OPENAI = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17'
         (b'{"usage":{"prompt_tokens":true,"completion_tokens":8}}', {"completion": 8}),
         (b'{"usage":{"prompt_tokens":7.5,"completion_tokens":1e300}}', {}),
         (b'{"usage":{"prompt_tokens":7,"prompt_tokens_details":[1]}}', {"prompt": 7}),
+        (b'{"usage"  :\n    {"prompt_tokens":7}}', {"prompt": 7}),
+        (b'{"usage":{"note":"a}b{{","prompt_tokens":7}}', {"prompt": 7}),
+        (b'{"usage":{"note":"\xe4\xff","prompt_tokens":7}}', {"prompt": 7}),
+        (OPENAI + b'},"metadata":{"usage":"x"}}', {"prompt": 7, "completion": 10}),
     ],
 )
 def test_usage_is_read_from_the_end(tail, expected):
     """Whole and streamed answers of three APIs; null, text and broken objects report nothing."""
+    assert usage.read(tail) == expected
+
+
+_INPUT = (
+    b'{"content":[{"type":"tool_use","input":{"usage":{"note":"{{{",'
+    b'"output_tokens":1,"cache_read_input_tokens":2000000000}}}],"usage":'
+)
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (_INPUT + b'{"input_tokens":9,"output_tokens":2}}', {"prompt": 9, "completion": 2}),
+        (_INPUT + b'{"input_tokens":9}}', {"prompt": 9}),
+        (_INPUT + b"null}", {}),
+        (b"data: {}\n\ndata: " + _INPUT + b'{"input_tokens":9}}\n\n', {"prompt": 9}),
+        (
+            OPENAI + b',"a":{"usage":{"prompt_tokens":1}},"b":[{"usage":{"prompt_tokens":2}}]}}',
+            {"prompt": 7, "completion": 10},
+        ),
+        (
+            b'{"usage":{"input_tokens":9,"output_tokens":2,"cache_read_input_tokens":10}}',
+            {"prompt": 9, "completion": 2, "cached": 9},
+        ),
+        (
+            b'{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"multimodal_tokens":{"a":4}}}}',
+            {"prompt": 3, "media": 3},
+        ),
+        (b'{"usage":{"output_tokens":2,"cache_read_input_tokens":10}}', {"completion": 2}),
+    ],
+)
+def test_parts_of_an_answer_do_not_change_its_usage(tail, expected):
+    """Objects of that name elsewhere in the answer count for nothing, nor do parts beyond the prompt."""
     assert usage.read(tail) == expected
 
 
