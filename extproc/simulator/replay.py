@@ -103,6 +103,20 @@ class TtftComparison(msgspec.Struct, frozen=True):
         return not (self.high < 1.0 or self.low > 1.0)
 
 
+class Fidelity(msgspec.Struct, frozen=True):
+    """Mean time to first token of the requests for which one was recorded; NaN without any.
+
+    Attributes:
+        measured_s: As recorded.
+        estimated_s: Simulated with the recorded decisions.
+        new_s: Simulated with new decisions of the recorded strategy, mean over seeds.
+    """
+
+    measured_s: float
+    estimated_s: float
+    new_s: float
+
+
 def load(
     path: Path,
     *,
@@ -432,6 +446,27 @@ def compare(
         ratios[round(0.025 * (_RESAMPLES - 1))],
         ratios[round(0.975 * (_RESAMPLES - 1))],
     )
+
+
+def measure_fidelity(replay: Replay, as_recorded: ReplayRun, new: Iterable[ReplayRun]) -> Fidelity:
+    """Compare estimates with what was measured, over the requests that have all of them.
+
+    Args:
+        as_recorded: See `simulate_as_recorded`.
+        new: Runs of the recorded strategy.
+    """
+    rows = [
+        (request.ttft_s, estimated_s, new_s)
+        for request, estimated_s, new_s in zip(
+            replay.traffic.requests, as_recorded.ttft_s, _means(new), strict=True
+        )
+        if request.ttft_s is not None
+        and request.at >= replay.since_s
+        and not math.isnan(estimated_s + new_s)
+    ]
+    if not rows:
+        return Fidelity(math.nan, math.nan, math.nan)
+    return Fidelity(*(statistics.fmean(column) for column in zip(*rows, strict=True)))
 
 
 def _means(runs: Iterable[ReplayRun]) -> list[float]:

@@ -202,11 +202,14 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         progress.close()
-    as_recorded = replay.simulate_as_recorded(loaded, definition) if loaded.agreements else None
     baseline = loaded.columns[0].name
+    fidelity = None
+    if loaded.agreements:
+        as_recorded = replay.simulate_as_recorded(loaded, definition)
+        fidelity = replay.measure_fidelity(loaded, as_recorded, results[baseline].values())
     result = replay.to_report(definition, results, baseline)
     comparisons = [replay.compare(results, column.name, baseline) for column in loaded.columns[1:]]
-    lines = list(describe(loaded, definition, result, comparisons, as_recorded))
+    lines = list(describe(loaded, result, comparisons, fidelity))
     print("\n".join(lines), file=text_output(args.json))
     if args.json:
         write_json(args.json, report.encoded(result))
@@ -220,15 +223,14 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(
     loaded: replay.Replay,
-    definition: scenario.Scenario,
     result: report.Report,
     comparisons: Sequence[replay.TtftComparison],
-    as_recorded: replay.ReplayRun | None,
+    fidelity: replay.Fidelity | None,
 ) -> Iterator[str]:
     """Lines of the result, for a terminal.
 
     Args:
-        as_recorded: See `replay.simulate_as_recorded`; None for a trace.
+        fidelity: None for a trace.
     """
     yield source_line(loaded)
     yield from _notes(loaded)
@@ -243,8 +245,8 @@ def describe(
         yield "Estimates: simulated"
     yield tables.text(result)
     yield ""
-    if as_recorded is not None:
-        yield fidelity_line(loaded, as_recorded, result, definition.measure_from_s)
+    if fidelity is not None:
+        yield fidelity_line(fidelity)
     for comparison in comparisons:
         yield verdict_line(comparison)
 
@@ -325,22 +327,19 @@ def _agreement_line(agreement: AgreementSummary) -> str:
     return line
 
 
-def fidelity_line(
-    loaded: replay.Replay, as_recorded: replay.ReplayRun, result: report.Report, since_s: float
-) -> str:
+def fidelity_line(fidelity: replay.Fidelity) -> str:
     """Estimates of the recorded decisions, and of the recorded strategy, beside what was measured."""
-    measured_s = replay_traffic.measured_ttft_s(loaded.traffic, since_s=since_s)
+    measured_s = fidelity.measured_s
     if not measured_s > 0.0:
         return (
             "Fidelity: unknown, no time to a first token was recorded (responses.stream_sample_ratio shows "
             "streams to extproc)"
         )
-    estimated_s = as_recorded.summary.ttft_s.mean
-    own_s = result.columns[0].figures["ttft_mean_s"].mean
+    estimated_s, new_s = fidelity.estimated_s, fidelity.new_s
     return (
         f"Fidelity: mean TTFT {1e3 * measured_s:.1f} ms measured, {1e3 * estimated_s:.1f} ms estimated "
-        f"with the recorded decisions ({estimated_s / measured_s:.3f}), {1e3 * own_s:.1f} ms with new "
-        f"ones ({own_s / measured_s:.3f})"
+        f"with the recorded decisions ({estimated_s / measured_s:.3f}), {1e3 * new_s:.1f} ms with new "
+        f"ones ({new_s / measured_s:.3f})"
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -488,9 +487,3 @@ def _with_answer(spec: RequestSpec) -> RequestSpec:
     salt = spec.keys[-1] if begin else spec.prompt_tokens
     keys = [*spec.keys, *(own_key(salt, n) for n in range(begin, end))]
     return msgspec.structs.replace(spec, keys=keys)
-
-
-def measured_ttft_s(traffic: Traffic, *, since_s: float) -> float:
-    """Mean of the measured times to the first token; NaN where nothing was measured."""
-    values = [r.ttft_s for r in traffic.requests if r.ttft_s is not None and r.at >= since_s]
-    return statistics.fmean(values) if values else math.nan

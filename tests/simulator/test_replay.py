@@ -5,7 +5,7 @@ import pytest
 
 from extproc.cli import main
 from extproc.errors import ConfigError
-from extproc.simulator import profiles, replay, replay_traffic
+from extproc.simulator import profiles, replay, replay_command, replay_traffic
 from extproc.simulator.fleet import client, scenario, sim_request, workloads
 from tests.simulator.fleet import builders
 from tests.support import recordings
@@ -83,6 +83,42 @@ def test_errors_of_estimates_are_those_of_the_learned_numbers(tmp_path, strategy
     loaded = replay.load(path, strategies=(), configs=(), limits=limits)
     as_recorded = replay.simulate_as_recorded(loaded, replay.scenario_of(loaded, [1]))
     assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.02)
+
+
+def test_fidelity_compares_means_of_the_same_requests(tmp_path):
+    """Estimates of long prompts do not count if only answers to short ones were shown."""
+    path, _ = write(tmp_path, "adaptive", talks(), client=client.Client(users=12))
+    loaded = replay.load(path, strategies=(), configs=())
+    requests = [
+        msgspec.structs.replace(r, ttft_s=r.ttft_s if r.spec.prompt_tokens < 900 else None)
+        for r in loaded.traffic.requests
+    ]
+    traffic = msgspec.structs.replace(loaded.traffic, requests=requests)
+    loaded = msgspec.structs.replace(loaded, traffic=traffic, since_s=0.1 * traffic.duration_s)
+    as_recorded = replay.simulate_as_recorded(loaded, replay.scenario_of(loaded, [1]))
+    pairs = [
+        (request.ttft_s, estimated_s)
+        for request, estimated_s in zip(requests, as_recorded.ttft_s, strict=True)
+        if request.ttft_s is not None and request.at >= loaded.since_s
+    ]
+    assert 10 < len(pairs) < len(requests) / 2
+    fidelity = replay.measure_fidelity(loaded, as_recorded, [as_recorded])
+    means = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
+    assert [fidelity.measured_s, fidelity.estimated_s] == pytest.approx(means)
+    assert fidelity.estimated_s == pytest.approx(fidelity.measured_s, rel=0.2)
+    assert as_recorded.summary.ttft_s.mean > 1.1 * fidelity.estimated_s
+
+
+def test_fidelity_is_unknown_without_a_measured_time(tmp_path):
+    """Nothing is compared then."""
+    path, _ = write(tmp_path, "adaptive", talks(5), client=client.Client(users=2))
+    loaded = replay.load(path, strategies=(), configs=())
+    as_recorded = replay.simulate_as_recorded(loaded, replay.scenario_of(loaded, [1]))
+    requests = [msgspec.structs.replace(r, ttft_s=None) for r in loaded.traffic.requests]
+    traffic = msgspec.structs.replace(loaded.traffic, requests=requests)
+    loaded = msgspec.structs.replace(loaded, traffic=traffic)
+    fidelity = replay.measure_fidelity(loaded, as_recorded, [as_recorded])
+    assert "unknown" in replay_command.fidelity_line(fidelity)
 
 
 @pytest.mark.parametrize("strategy", ["random", "round-robin"])
@@ -280,4 +316,4 @@ def test_recorded_requests_have_a_bound(tmp_path):
     path, _ = write(tmp_path, "least-load", talks(), client=client.Client(users=12))
     loaded = replay.load(path, strategies=(), configs=(), max_requests=50)
     assert len(loaded.traffic.requests) == 50
-    assert replay_traffic.measured_ttft_s(loaded.traffic, since_s=0.0) > 0.0
+    assert any(request.ttft_s for request in loaded.traffic.requests)
