@@ -73,15 +73,16 @@ def once(
     until_s = until_s or definition.until_s
     definition = msgspec.structs.replace(definition, until_s=until_s)
     run = simulation.Simulation(definition, settings, seed=seed).run()
-    done = [request for request in run.requests if not request.failure]
+    over = [request for request in run.requests if request.failure != run_metrics.UNFINISHED]
+    done = [request for request in over if not request.failure]
     counted = [request for request in done if request.sent_at + request.took_s >= SINCE_S]
     span_s = until_s - SINCE_S
     figures: dict[str, Any] = {
         "output_tokens_per_s": sum(request.work.output_tokens for request in counted) / span_s,
         "requests_per_s": len(counted) / span_s,
     }
-    for tenant in sorted({request.work.tenant for request in run.requests}):
-        ended = [request for request in run.requests if request.work.tenant == tenant]
+    for tenant in sorted({request.work.tenant for request in over}):
+        ended = [request for request in over if request.work.tenant == tenant]
         first = run_metrics.spread([request.first_s for request in ended if not request.failure])
         figures[tenant] = {
             "ended": len(ended),

@@ -95,7 +95,6 @@ class FleetPlanner:
     Args:
         definition: Requests, engines and seeds.
         objectives: Limits to meet.
-        num_requests: Requests that are to be answered.
         until_s: Seconds from the first request after which what is open counts as unanswered.
         jobs: Processes.
         on_run: Called with the engines of each size that is over.
@@ -107,7 +106,6 @@ class FleetPlanner:
         column: SimulationColumn,
         objectives: Sequence[Objective],
         *,
-        num_requests: int,
         until_s: float,
         jobs: int,
         on_run: Callable[[int], None],
@@ -115,7 +113,6 @@ class FleetPlanner:
         self._definition = msgspec.structs.replace(definition, until_s=until_s)
         self._column = column
         self._objectives = objectives
-        self._num_requests = num_requests
         self._jobs = jobs
         self._on_run = on_run
         self._sizes: dict[int, FleetSize] = {}
@@ -165,7 +162,7 @@ class FleetPlanner:
         if len(calls) > 1 and not self._is_hopeless(runs[0]):
             runs += self._run(calls[1:])
         figures = self._figures(runs)
-        unanswered = statistics.fmean(self._unanswered(run) for run in runs)
+        unanswered = statistics.fmean(run.unanswered for run in runs)
         is_enough = not unanswered and all(
             not math.isnan(figures[o.figure]) and figures[o.figure] <= o.limit_s
             for o in self._objectives
@@ -186,14 +183,7 @@ class FleetPlanner:
     def _is_hopeless(self, run: ReplayRun) -> bool:
         """True if a run leaves requests unanswered, or misses an objective by far."""
         figures = self._figures([run])
-        return bool(self._unanswered(run)) or any(
+        return run.unanswered > 0.0 or any(
             figures[objective.figure] > _HOPELESS_RATIO * objective.limit_s
             for objective in self._objectives
         )
-
-    def _unanswered(self, run: ReplayRun) -> float:
-        """Share of the requests that failed, or were not over at the end of the simulation."""
-        answered, failed = run.summary.requests, sum(run.summary.failed.values())
-        if run.is_complete:
-            return failed / max(1, answered + failed)
-        return max(1.0 / self._num_requests, 1.0 - answered / self._num_requests)

@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         definition,
         column,
         objectives,
-        num_requests=len(loaded.traffic.requests),
         until_s=_UNTIL_RATIO * loaded.traffic.duration_s + _UNTIL_S,
         jobs=args.jobs,
         on_run=lambda engines: print(f"simulated {count_of(engines, 'engine')}", file=sys.stderr),

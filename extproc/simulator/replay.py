@@ -73,12 +73,13 @@ class ReplayRun(msgspec.Struct, frozen=True):
     Attributes:
         ttft_s: Seconds to the first token by request, by time of arrival; NaN where it failed or
             warmed up.
-        is_complete: Whether every request ended within the simulated time.
+        unanswered: Share of all requests that failed or were not answered in the simulated time,
+            0..1; those that warm up count as well.
     """
 
     summary: run_metrics.RunSummary
     ttft_s: Sequence[float]
-    is_complete: bool = True
+    unanswered: float = 0.0
 
 
 class TtftComparison(msgspec.Struct, frozen=True):
@@ -89,6 +90,9 @@ class TtftComparison(msgspec.Struct, frozen=True):
         ratio: Its mean over that of the baseline.
         low: Lower end of the 95 % interval of the ratio.
         high: Upper end.
+        num_compared: Requests that both answered with every seed (count).
+        unanswered: Share of all requests without an answer, mean over seeds, 0..1.
+        baseline_unanswered: The same of the baseline.
     """
 
     strategy: str
@@ -96,11 +100,19 @@ class TtftComparison(msgspec.Struct, frozen=True):
     ratio: float
     low: float
     high: float
+    num_compared: int
+    unanswered: float
+    baseline_unanswered: float
 
     @property
     def is_noise(self) -> bool:
         """True if the interval has 1 in it."""
         return not (self.high < 1.0 or self.low > 1.0)
+
+    @property
+    def is_better(self) -> bool:
+        """True if it is faster beyond noise, and answers as many requests."""
+        return self.high < 1.0 and self.unanswered <= self.baseline_unanswered
 
 
 class Fidelity(msgspec.Struct, frozen=True):
@@ -322,7 +334,8 @@ def simulate(definition: scenario.Scenario, column: SimulationColumn, *, seed: i
     for sim_request in metrics.requests:
         if not sim_request.failure:
             ttft_s[numbers[id(sim_request.work)]] = sim_request.first_s
-    return ReplayRun(metrics.summary(), ttft_s, run.is_complete)
+    unanswered = 1.0 - metrics.num_answered / max(1, len(numbers))
+    return ReplayRun(metrics.summary(), ttft_s, unanswered)
 
 
 def simulate_as_recorded(replay: Replay, definition: scenario.Scenario) -> ReplayRun:
@@ -431,8 +444,12 @@ def compare(
         (sum(ours for ours, _ in block), sum(theirs for _, theirs in block))
         for block in _blocks(pairs)
     ]
+    unanswered = [
+        statistics.fmean(run.unanswered for run in results[name].values())
+        for name in (strategy, baseline)
+    ]
     if not sums or not sum(theirs for _, theirs in sums):
-        return TtftComparison(strategy, baseline, math.nan, math.nan, math.nan)
+        return TtftComparison(strategy, baseline, math.nan, math.nan, math.nan, 0, *unanswered)
     rng = random.Random(1)
     ratios = []
     for _ in range(_RESAMPLES):
@@ -445,6 +462,8 @@ def compare(
         sum(ours for ours, _ in sums) / sum(theirs for _, theirs in sums),
         ratios[round(0.025 * (_RESAMPLES - 1))],
         ratios[round(0.975 * (_RESAMPLES - 1))],
+        len(pairs),
+        *unanswered,
     )
 
 

@@ -349,10 +349,17 @@ def verdict_line(comparison: replay.TtftComparison) -> str:
     if math.isnan(percent):
         return f"Verdict: {name} answered nothing that can be compared"
     interval = (
-        f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %"
+        f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %, "
+        f"of the {count_of(comparison.num_compared, 'request')} that both answered"
     )
+    if comparison.unanswered > comparison.baseline_unanswered:
+        return (
+            f"Verdict: {name} would leave {comparison.unanswered:.1%} of the requests unanswered, "
+            f"{comparison.baseline} {comparison.baseline_unanswered:.1%}: it is no better whatever its "
+            f"times; mean TTFT {percent:+.1f} %, {interval}"
+        )
     if comparison.is_noise:
-        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, {interval}, which is noise"
+        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, which is noise: {interval}"
     word = "better" if percent < 0 else "worse"
     return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
 

@@ -84,7 +84,7 @@ def describe(result: TuningResult, name: str) -> Iterator[str]:
         yield f"  {number}: {before:g} -> {after:g}"
     yield f"mean TTFT where it was searched: {100 * result.training_ratio - 100:+.1f} %"
     yield f"{replay_command.verdict_line(comparison)} (requests that the search did not use)"
-    if comparison.is_noise or comparison.ratio > 1.0:
+    if not comparison.is_better:
         yield "Keep the strategy as it is."
         return
     tree = {"scheduling": {"profile": msgspec.to_builtins(result.entry)}}

@@ -5,8 +5,16 @@ import pytest
 from extproc.cli import main
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
-from extproc.simulator import fleet_plan, plan_command, replay, replay_tuning, tune_command
-from extproc.simulator.fleet import client, scenario
+from extproc.simulator import (
+    fleet_plan,
+    plan_command,
+    replay,
+    replay_traffic,
+    replay_tuning,
+    simulation_runs,
+    tune_command,
+)
+from extproc.simulator.fleet import client, scenario, sim_request
 from tests.simulator.fleet import builders
 from tests.simulator.test_replay import talks, write
 
@@ -125,7 +133,6 @@ def test_a_fleet_far_from_enough_is_simulated_once(recording):
             definition,
             loaded.columns[0],
             [fleet_plan.Objective("ttft_mean", "ttft_mean_s", limit_s)],
-            num_requests=len(loaded.traffic.requests),
             until_s=1e6,
             jobs=1,
             on_run=lambda _: None,
@@ -137,6 +144,47 @@ def test_a_fleet_far_from_enough_is_simulated_once(recording):
         runs.clear()
 
 
+def a_burst(num_first, *, until_s, **limits):
+    """Plan for a burst while caches warm up, and 80 requests after it: the plan and its sizes."""
+    arrivals = [0.0] * num_first + [20.0 + n for n in range(80)]
+    requests = [
+        replay_traffic.TrafficRequest(
+            at, sim_request.RequestSpec(500, 5 if at else 200, [], opening=f"r{n}")
+        )
+        for n, at in enumerate(arrivals)
+    ]
+    sessions = [sim_request.SimSession([r.spec], at=r.at) for r in requests]
+    traffic = replay_traffic.Traffic(requests, sessions, range(len(requests)))
+    fleet = scenario.EngineGroup(
+        count=1, profile="h100-8b-bf16", set={"max_num_seqs": 64, **limits}
+    )
+    column = simulation_runs.SimulationColumn("adaptive", builders.settings())
+    loaded = replay.Replay("burst", traffic, [fleet], column.settings, (), [column], since_s=9.9)
+    planner = fleet_plan.FleetPlanner(
+        replay.scenario_of(loaded, [1]),
+        column,
+        [fleet_plan.parse_objective("ttft_p95=1s")],
+        until_s=until_s,
+        jobs=1,
+        on_run=lambda _: None,
+    )
+    return planner.plan(4), planner.sizes
+
+
+def test_requests_that_fail_while_caches_warm_up_are_unanswered():
+    """A fleet that refuses requests at the beginning of a recording is too small."""
+    best, sizes = a_burst(100, until_s=750.0, max_queued=50)
+    assert sizes[0].unanswered == pytest.approx(50 / 180)
+    assert not sizes[0].is_enough
+    assert best.engines > 1
+
+
+def test_requests_that_were_answered_while_caches_warm_up_are_answered():
+    """Of a simulation that is cut off, only what is open or did not begin is unanswered."""
+    _, sizes = a_burst(100, until_s=90.0)
+    assert sizes[0].unanswered == pytest.approx(9 / 180, abs=0.01)
+
+
 def test_what_is_open_at_the_end_is_unanswered(recording):
     """An overloaded fleet is not simulated for ever, and has no time to show."""
     loaded = replay.load(recording, strategies=(), configs=())
@@ -145,7 +193,6 @@ def test_what_is_open_at_the_end_is_unanswered(recording):
         replay.scenario_of(loaded, [1]),
         loaded.columns[0],
         objectives,
-        num_requests=len(loaded.traffic.requests),
         until_s=0.001,
         jobs=1,
         on_run=lambda _: None,

@@ -1,4 +1,5 @@
 import json
+import math
 
 import msgspec
 import pytest
@@ -6,10 +7,11 @@ import pytest
 from extproc.cli import main
 from extproc.errors import ConfigError
 from extproc.simulator import profiles, replay, replay_command, replay_traffic
-from extproc.simulator.fleet import client, scenario, sim_request, workloads
+from extproc.simulator.fleet import client, run_metrics, scenario, sim_request, workloads
 from tests.simulator.fleet import builders
 from tests.support import recordings
 
+A_SUMMARY = run_metrics.RunMetrics().summary()
 FLEET = [scenario.EngineGroup(count=3, profile="l4-8b-fp8")]
 
 
@@ -229,6 +231,23 @@ def test_equal_strategies_differ_by_noise(tmp_path):
         definition, loaded.columns, places=loaded.traffic.places, jobs=1, on_run=lambda _: None
     )
     assert replay.compare(results, "least-load", loaded.columns[0].name).is_noise
+
+
+def test_a_strategy_that_answers_fewer_requests_is_not_better():
+    """Requests that it left unanswered are in no mean, and may be the slow ones."""
+    runs = {
+        "all": replay.ReplayRun(A_SUMMARY, [0.1] * 100 + [1.0] * 100),
+        "half": replay.ReplayRun(A_SUMMARY, [0.09] * 100 + [math.nan] * 100, unanswered=0.5),
+    }
+    results = {name: {1: run} for name, run in runs.items()}
+    comparison = replay.compare(results, "half", "all")
+    assert comparison.ratio == pytest.approx(0.9)
+    assert not comparison.is_better
+    line = replay_command.verdict_line(comparison)
+    assert "would leave 50.0% of the requests unanswered, all 0.0%" in line
+    assert "of the 100 requests that both answered" in line
+    assert "better:" not in line
+    assert "would be worse" in replay_command.verdict_line(replay.compare(results, "all", "half"))
 
 
 def test_numbers_of_the_engines_can_be_set(tmp_path):

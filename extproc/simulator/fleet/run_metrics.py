@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -14,6 +15,9 @@ from extproc.simulator.fleet.sim_request import SimRequest
 
 #: Gaps between tokens are counted in bins this much apart (ratio); percentiles are as exact.
 _BIN = math.log(1.01)
+
+#: Failure of a request that is open when a simulation ends.
+UNFINISHED: Final = "unfinished"
 
 
 class DistributionSummary(msgspec.Struct, frozen=True):
@@ -72,7 +76,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     Attributes:
         duration_s: From the first sending to the last answer.
         requests: Answered requests.
-        failed: Failed requests by reason.
+        failed: Failed requests by reason, `unfinished` ones too.
         requests_per_s: Answered requests.
         output_tokens_per_s: Tokens of answers.
         total_tokens_per_s: Tokens of prompts and answers.
@@ -120,10 +124,14 @@ class RunMetrics:
 
     Args:
         since_s: Requests sent before are left out.
+
+    Attributes:
+        num_answered: Requests with an answer, also those sent before (count).
     """
 
     def __init__(self, since_s: float = 0.0) -> None:
         self._since_s = since_s
+        self.num_answered = 0
         self.requests: list[SimRequest] = []
         self._bins: Counter[int] = Counter()
         self._gap_sum = 0.0
@@ -133,6 +141,7 @@ class RunMetrics:
 
     def add(self, sim_request: SimRequest) -> None:
         """Add an ended request."""
+        self.num_answered += not sim_request.failure
         if sim_request.sent_at >= self._since_s:
             self.requests.append(sim_request)
 

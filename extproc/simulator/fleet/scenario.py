@@ -217,8 +217,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         strategies: Named strategies, `clairvoyant`, or variants.
         seeds: Seeds; every strategy runs with each. Five, so that an interval can be given.
         measure_from_s: Requests sent before are left out of the results.
-        until_s: The simulation ends at this virtual time at the latest. 86400: a day is a
-            scenario that does not end.
+        until_s: The simulation ends at this virtual time at the latest; requests that are open then
+            count as failed. 86400: a day is a scenario that does not end.
     """
 
     title: str = ""

@@ -19,7 +19,7 @@ from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.oracle_picker import OraclePicker
 from extproc.simulator.fleet.picker import MODEL, ExtprocPicker, SimPicker
-from extproc.simulator.fleet.run_metrics import RunMetrics, RunSummary
+from extproc.simulator.fleet.run_metrics import UNFINISHED, RunMetrics, RunSummary
 from extproc.simulator.fleet.scenario import Outage, Scenario, ScenarioAutoscaling
 from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
 
@@ -54,6 +54,7 @@ class Simulation:
         self._scenario = scenario
         self._chance = random.Random(seed)
         self.num_served = 0
+        self._open: dict[str, SimRequest] = {}
         self.nodes: list[EngineNode] = []
         self._listed: list[bool] = []
         self._picker_of: dict[str, SimPicker] = {}
@@ -94,7 +95,7 @@ class Simulation:
         return self._sender.is_done
 
     def run(self) -> RunMetrics:
-        """Run to the end.
+        """Run to the end; requests that are open then failed.
 
         Returns:
             What came of it.
@@ -117,6 +118,9 @@ class Simulation:
         over_at = timeline.now
         while replicas and not replicas.settled and timeline.now < until and timeline.step():
             pass
+        for sim_request in self._open.values():
+            sim_request.failure = UNFINISHED
+            self.metrics.add(sim_request)
         self.metrics.close(self.nodes, replicas.close(over_at) if replicas else None)
         return self.metrics
 
@@ -221,6 +225,7 @@ class Simulation:
     def _send(self, work: RequestSpec) -> SimRequest:
         self.num_served += 1
         sim_request = SimRequest(f"r{self.num_served}", work, self.timeline.now)
+        self._open[sim_request.id] = sim_request
         replicas = self._replicas
         if replicas is None:
             self._go(sim_request)
@@ -277,6 +282,7 @@ class Simulation:
             self._over(sim_request)
 
     def _over(self, sim_request: SimRequest) -> None:
+        del self._open[sim_request.id]
         self.metrics.add(sim_request)
         self._sender.finished(sim_request)
 

@@ -80,6 +80,16 @@ def test_outages_lose_nothing(noticed_s, back_s):
     assert set(failures) <= {"engine died", "connection refused"}
 
 
+def test_requests_that_are_open_at_the_end_failed():
+    """An engine that hangs unnoticed answers none, and clients without a timeout wait on."""
+    outage = scenario.Outage(engine=0, at_s=2.0, how="hangs", noticed_s=None)
+    run = a_simulation(lively(outages=[outage], until_s=100.0), "round-robin")
+    figures = run.run().summary()
+    assert not run.is_complete
+    assert figures.failed["unfinished"] >= 10
+    assert figures.requests + figures.failed["unfinished"] == run.num_served
+
+
 def test_an_engine_that_came_back_serves_again():
     """After it is back it gets requests, with an empty cache at first."""
     outage = scenario.Outage(engine=0, at_s=1.0, back_s=3.0)
