@@ -75,7 +75,8 @@ class Column(msgspec.Struct, frozen=True):
     Attributes:
         figures: By name; see `FIGURES`.
         ratios: The same figures over the baseline's, seed by seed; empty without a baseline.
-        ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent; mean over seeds.
+        ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent; mean over seeds
+            that answered any request.
     """
 
     strategy: str
@@ -205,7 +206,7 @@ def _column(name: str, mine: Mapping[int, RunSummary], base: Mapping[int, RunSum
         endpoints=_endpoints(summaries),
         ttft_quantiles_s=[
             interval(values).mean
-            for values in zip(*(summary.ttft_quantiles_s for summary in summaries), strict=True)
+            for values in zip(*filter(None, (s.ttft_quantiles_s for s in summaries)), strict=True)
         ],
     )
 

@@ -99,6 +99,21 @@ def test_ratios_are_taken_seed_by_seed():
     assert result.columns[1].figures["requests_per_s"].half > 50
 
 
+def test_a_seed_that_answers_nothing_has_no_quantiles():
+    """Quantiles are means over the others; there are none if no seed has any."""
+    definition = a_scenario(strategies=["a", "b"])
+    silent = a_summary(ttft_quantiles_s=[], ttft_s=NONE, requests=0)
+    summaries = {
+        ("a", 1): a_summary(ttft=0.2),
+        ("a", 2): silent,
+        ("b", 1): silent,
+        ("b", 2): silent,
+    }
+    result = report.report(definition, [report.Run(*key, s) for key, s in summaries.items()])
+    assert [column.ttft_quantiles_s for column in result.columns] == [[0.2] * 101, []]
+    assert result.columns[0].figures["ttft_mean_s"].mean == pytest.approx(0.2)
+
+
 def test_an_unknown_baseline_is_refused():
     """It is named with those there are."""
     with pytest.raises(ConfigError, match="expected one of a, b, got c"):
