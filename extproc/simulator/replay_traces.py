@@ -22,7 +22,7 @@ from extproc.recording.reader import read_lines
 from extproc.request import BYTES_PER_TOKEN
 from extproc.simulator.fleet import traces
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
-from extproc.simulator.replay_traffic import Traffic, TrafficRequest
+from extproc.simulator.replay_traffic import Traffic, TrafficRequest, require_short_gaps
 
 Format = Literal["recording", "mooncake", "azure", "sharegpt", "vllm-bench"]
 
@@ -157,6 +157,7 @@ def _from_timed(timed: Iterable[tuple[float, RequestSpec]], *, where: str) -> Tr
     requests = [TrafficRequest(at, spec) for at, spec in timed]
     requests.sort(key=lambda request: request.at)
     _require(requests, where)
+    require_short_gaps([request.at for request in requests], where)
     begin = requests[0].at
     for n, request in enumerate(requests):
         requests[n] = TrafficRequest(request.at - begin, request.spec)

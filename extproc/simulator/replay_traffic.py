@@ -284,7 +284,7 @@ class TrafficReader:
                 fix="name the pool to replay" if names else "remove the flag",
             )
         observed = sorted(self._observed.values(), key=lambda o: o.unix_s - o.row.queued_s)
-        self._check_gaps([o.unix_s - o.row.queued_s for o in observed])
+        require_short_gaps([o.unix_s - o.row.queued_s for o in observed], self._where)
         answered = [o for o in observed if not _is_failed(o)]
         if not answered:
             raise ConfigError(
@@ -306,16 +306,24 @@ class TrafficReader:
             answered, schedule, adapters, nodes, num_failed=len(observed) - len(answered)
         )
 
-    def _check_gaps(self, times_s: Sequence[float]) -> None:
-        """Refuse a gap in which a simulation would scrape idle engines for minutes."""
-        for before_s, after_s in itertools.pairwise(times_s):
-            if after_s - before_s > _MAX_GAP_S:
-                raise ConfigError(
-                    self._where,
-                    wanted=f"requests at most {_MAX_GAP_S / 3600:.0f} hours apart",
-                    got=f"a gap of {(after_s - before_s) / 3600:.0f} hours",
-                    fix="replay the parts by themselves; --requests N takes the first N requests",
-                )
+
+def require_short_gaps(times_s: Sequence[float], where: str) -> None:
+    """Refuse a gap in which a simulation would scrape idle engines for minutes.
+
+    Args:
+        times_s: Times of arrival, ascending.
+
+    Raises:
+        ConfigError: Two requests are too far apart.
+    """
+    for before_s, after_s in itertools.pairwise(times_s):
+        if after_s - before_s > _MAX_GAP_S:
+            raise ConfigError(
+                where,
+                wanted=f"requests at most {_MAX_GAP_S / 3600:.0f} hours apart",
+                got=f"a gap of {(after_s - before_s) / 3600:.0f} hours",
+                fix="replay the parts by themselves; --requests N takes the first N requests",
+            )
 
 
 def _is_failed(observed: _Observed) -> bool:

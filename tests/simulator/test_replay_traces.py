@@ -117,6 +117,20 @@ def test_times_of_azure_may_have_a_zone(tmp_path):
     assert traffic.duration_s == pytest.approx(0.99007)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("mooncake", '"timestamp": 3000', '"timestamp": 1e9'),
+        ("azure", "2023-11-16 18:15:47", "2023-11-28 18:15:47"),
+    ],
+)
+def test_a_gap_of_days_is_refused(tmp_path, name, old, new):
+    """A simulation would scrape idle engines all the while."""
+    path = write(tmp_path, FILES[name].replace(old, new))
+    with pytest.raises(ConfigError, match="requests at most 24 hours apart, got a gap of 2"):
+        replay_traces.read(path, name, rate_per_s=None, max_requests=10)
+
+
 def test_turns_of_sharegpt_repeat_what_was_said(tmp_path):
     """The second prompt begins with the first and its answer, in one session."""
     path = write(tmp_path, FILES["sharegpt"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -17,6 +17,9 @@ Format = Literal["mooncake", "azure"]
 _MOONCAKE_TOKENS = 512
 _PER_BLOCK = _MOONCAKE_TOKENS // KEY_TOKENS
 
+#: Largest id of a block; the keys of its tokens have 63 bits then.
+_MAX_ID: Final = 2**63 // _PER_BLOCK - 2
+
 _AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -24,7 +27,7 @@ class _Row(msgspec.Struct, frozen=True):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_ID)]]
 
 
 def read(

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from extproc.errors import ConfigError
@@ -15,6 +17,13 @@ AZURE = [
     "2023-11-16 18:15:46.6805900,374,44",
     "2023-11-16 18:15:50.9951690,396,109",
 ]
+
+
+def a_row(hash_id):
+    """A row of one block."""
+    return json.dumps(
+        {"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [hash_id]}
+    )
 
 
 def read(kind, rows, **more):
@@ -60,6 +69,8 @@ def test_rows_of_one_moment_can_be_spread():
         ("mooncake", "not json"),
         ("mooncake", '{"timestamp": 1, "input_length": 5}'),
         ("mooncake", '{"timestamp": 1, "input_length": "x", "output_length": 1, "hash_ids": []}'),
+        ("mooncake", a_row(-1)),
+        ("mooncake", a_row(2**58)),
         ("azure", "2023-11-16 18:15:46.68,374"),
         ("azure", "yesterday,374,44"),
         ("azure", "2023-11-16 18:15:46.6805900,many,44"),
@@ -70,6 +81,12 @@ def test_a_bad_line_is_named(kind, row):
     rows = [MOONCAKE[0] if kind == "mooncake" else AZURE[1], row]
     with pytest.raises(ConfigError, match="trace: line 2: expected"):
         read(kind, rows)
+
+
+def test_keys_of_the_largest_id_fit_into_63_bits():
+    """Hashes of prefix blocks are made of them as signed integers."""
+    ((_, work),) = read("mooncake", [a_row(2**58 - 2)])
+    assert 2**62 < work.keys[-1] < 2**63
 
 
 def test_a_trace_is_replayed_at_its_own_times():
