@@ -43,6 +43,8 @@ _NUMBER_SHARE: Final = 0.24
 _RULES: Final[Mapping[str, Any]] = {
     # Glyphs as shapes: the same picture wherever it is shown.
     "svg.fonttype": "path",
+    # Names of files and strategies are no formulas.
+    "text.parse_math": False,
     "font.size": 8,
     "text.color": INK,
     "axes.edgecolor": GREY,

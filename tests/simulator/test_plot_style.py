@@ -35,6 +35,14 @@ def test_the_default_strategy_comes_first_and_the_reference_last():
     assert plot_style.ordered(["lmetric"]) == ["lmetric"]
 
 
+def test_a_dollar_in_a_name_begins_no_formula():
+    """Names are drawn as they are."""
+    pytest.importorskip("matplotlib")
+    with plot_style.new_figure(2.0, 1.0) as figure:
+        figure.suptitle("a$^$b.jsonl")
+        assert plot_style.encode(figure, "svg").startswith(b"<?xml")
+
+
 def test_only_the_default_strategy_has_the_color():
     """The default strategy is in color, the reference dashed, and others differ in grey."""
     names = ["random", "adaptive", "lmetric", "clairvoyant"]
