@@ -165,6 +165,9 @@ def find(name: str) -> EngineProfile:
 #: Numbers of which an engine needs one at least; the others may be 0.
 _AT_LEAST_ONE: Final = frozenset({"block_tokens", "max_num_seqs", "max_model_len"})
 
+#: Seconds of a step at least; less is lost where it is added to the time of a long simulation.
+_LEAST_STEP_S: Final = 1e-6
+
 #: No number of an engine is greater; sums of such times and tokens are still exact enough.
 _AT_MOST: Final = 10**9
 
@@ -192,10 +195,10 @@ def check(profile: EngineProfile) -> None:
             got=str(profile.token_budget),
             fix="raise the budget: every running sequence decodes one token per step",
         )
-    if profile.base_s <= 0:
+    if profile.base_s < _LEAST_STEP_S:
         raise errors.ConfigError(
             f"profile {profile.name}",
-            wanted="base_s above 0",
+            wanted=f"base_s of at least {_LEAST_STEP_S:g}",
             got=str(profile.base_s),
             fix="give every step some time: the simulation would not advance",
         )

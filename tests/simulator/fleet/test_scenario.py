@@ -67,6 +67,10 @@ def test_what_is_wrong_is_named_with_its_place(text, message):
             r"s: fleet\[0\]: expected at least two KV blocks",
         ),
         (
+            {"fleet": [scenario.EngineGroup(set={"base_s": 1e-17})]},
+            r"s: fleet\[0\]: expected base_s of at least 1e-06, got 1e-17",
+        ),
+        (
             {"fleet": [scenario.EngineGroup(set={"block_tokens": 32})]},
             r"s: fleet\[0\]: expected block_tokens of 16",
         ),
