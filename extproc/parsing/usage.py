@@ -23,6 +23,13 @@ _MEMBER: Final = re.compile(rb'"usage"\s{0,32}:\s{0,32}(?:null|(\{))')
 #: What separates the lines of events. An answer in JSON cannot contain it.
 _EVENT = b"\ndata:"
 
+#: The object in which SGLang's `/generate` reports, where nothing but the end follows: with several
+#: prompts or samples, each reports its own tokens, and an `index` or the end of a list follows.
+_META_MARK = b'"meta_info"'
+_META: Final = re.compile(rb'"meta_info"\s{0,32}:\s{0,32}(\{)')
+_META_END: Final = re.compile(rb"\s{0,32}\}\s{0,32}(?:data: ?\[DONE\]\s{0,32})?$")
+_META_BYTES = _MAX_USAGE_BYTES + 128
+
 _decode = json.JSONDecoder().raw_decode
 
 #: Member `id` of an object; a quote inside of a text has a backslash before it. Longer ids are none.
@@ -45,9 +52,9 @@ def read(tail: bytes) -> Mapping[str, int]:
     """Tokens the engine reported, by kind: `prompt`, `completion`, `cached`, `media`.
 
     `media` are those of images, videos and audio in the prompt, which vLLM reports
-    (`prompt_tokens_details.multimodal_tokens`). Reads OpenAI chat, completions and responses and
-    Anthropic messages, whole or as SSE. Chunk borders do not matter, since the bytes are joined
-    before.
+    (`prompt_tokens_details.multimodal_tokens`). Reads OpenAI chat, completions and responses,
+    Anthropic messages and SGLang's `/generate`, whole or as SSE. Chunk borders do not matter, since
+    the bytes are joined before.
 
     Returns:
         The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports
@@ -72,6 +79,7 @@ def read(tail: bytes) -> Mapping[str, int]:
         if line < 0 or ("prompt" in counts and "completion" in counts):
             break
         end = line
+    counts = counts or _read_meta_info(tail)
     prompt = counts.get("prompt")
     for part in _PARTS & counts.keys():
         if prompt is None:
@@ -120,6 +128,17 @@ def _find_usage(tail: bytes, member: re.Match[bytes], line: int) -> Mapping[str,
     return usage
 
 
+def _read_meta_info(tail: bytes) -> dict[str, int]:
+    """Tokens that SGLang reports of the only answer of a body."""
+    meta = _META.match(tail, max(0, tail.rfind(_META_MARK, max(0, len(tail) - _META_BYTES))))
+    if meta is None:
+        return {}
+    content, end = _parse_object(tail, meta.start(1))
+    if end < 0 or _META_END.match(tail, end) is None:
+        return {}
+    return _count({**content, "prompt_tokens_details": content})
+
+
 def _parse_object(tail: bytes, opened: int) -> tuple[Mapping[str, Any], int]:
     """The object that begins at `opened`, and its end; empty and -1 where none can be read."""
     if opened < 0:
@@ -133,7 +152,7 @@ def _parse_object(tail: bytes, opened: int) -> tuple[Mapping[str, Any], int]:
     return content, opened + length
 
 
-def _count(usage: Mapping[str, Any]) -> Mapping[str, int]:
+def _count(usage: Mapping[str, Any]) -> dict[str, int]:
     """Tokens by kind, without those that are no number in range."""
     get = usage.get
     details = get("prompt_tokens_details") or get("input_tokens_details")

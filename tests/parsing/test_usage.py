@@ -66,6 +66,35 @@ def test_usage_is_read_from_the_end(tail, expected):
     assert usage.read(tail) == expected
 
 
+_SGLANG = (
+    b'{"text":"\\"meta_info\\":{","output_ids":[1],"meta_info":{"id":"a","finish_reason":'
+    b'{"type":"length","length":7},"prompt_tokens":11,"weight_version":"default",'
+    b'"completion_tokens":7,"cached_tokens":4,"e2e_latency":0.1}'
+)
+_SGLANG_COUNTS = {"prompt": 11, "completion": 7, "cached": 4}
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (_SGLANG + b"}", _SGLANG_COUNTS),
+        (_SGLANG + b" }\n", _SGLANG_COUNTS),
+        (b"data: " + _SGLANG + b"}\n\ndata: [DONE]\n\n", _SGLANG_COUNTS),
+        ((b"data: " + _SGLANG + b"}\n\n") * 2 + b"data: [DONE]\n\n", _SGLANG_COUNTS),
+        (b"data: " + _SGLANG + b"}\n\n", _SGLANG_COUNTS),
+        (b"[" + _SGLANG + b"}," + _SGLANG + b"}]", {}),
+        (b"data: " + _SGLANG + b',"index":1}\n\ndata: [DONE]\n\n', {}),
+        (_SGLANG + b',"more":1}', {}),
+        (_SGLANG.replace(b"0.1", b"0." + b"1" * 4000) + b"}", {}),
+        (_SGLANG + b"," + OPENAI[1:] + b"}}", {"prompt": 7, "completion": 10}),
+        (b'{"embedding":[0.5],"meta_info":{"id":"a","prompt_tokens":5}}', {"prompt": 5}),
+    ],
+)
+def test_usage_of_sglang_is_read_where_there_is_one_answer(tail, expected):
+    """With several, whole or streamed, the last one says nothing of the others."""
+    assert usage.read(tail) == expected
+
+
 _INPUT = (
     b'{"content":[{"type":"tool_use","input":{"usage":{"note":"{{{",'
     b'"output_tokens":1,"cache_read_input_tokens":2000000000}}}],"usage":'
