@@ -201,8 +201,20 @@ class Tuner:
             )
 
     def tune(self, trials: int) -> TuningResult:
-        """Search with so many trials."""
+        """Search with so many trials.
+
+        Raises:
+            ConfigError: Requests fail with the given strategy.
+        """
         (base_value,) = self._measure([self._base])
+        if math.isinf(base_value):
+            raise ConfigError(
+                "tune",
+                wanted="a strategy with which these engines answer every request",
+                got="requests without an answer, so that it cannot be judged by its times",
+                fix="tune on requests that the fleet can serve; extproc plan finds how many engines "
+                "that takes",
+            )
         best, best_value, num_trials = self._base, base_value, 0
         while num_trials < trials:
             drawn = [self._vary(best) for _ in range(min(self._jobs, trials - num_trials))]

@@ -89,6 +89,15 @@ def test_a_bad_setting_is_found_and_mended(tmp_path):
     assert any(line.startswith("Verdict:") for line in lines)
 
 
+def test_a_strategy_with_failing_requests_is_not_tuned(recording, capsys):
+    """Means of the times of those that were answered would favor what fails more."""
+    argv = ["tune", str(recording), "--strategy", "adaptive", "--trials", "1", "--seeds", "1"]
+    limits = ["--engine", "max_num_seqs=1", "--engine", "max_queued=1"]
+    assert main.main([*argv, *limits, "--jobs", "1"]) == 2
+    words = "expected a strategy with which these engines answer every request"
+    assert words in capsys.readouterr().err
+
+
 def test_tune_says_when_a_gain_is_noise(recording, capsys):
     """Few trials of a good strategy find nothing to believe in, or nothing at all."""
     argv = ["tune", str(recording), "--strategy", "adaptive", "--trials", "3"]
