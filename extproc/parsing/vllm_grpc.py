@@ -35,8 +35,8 @@ from extproc.request import HttpRequest, InferenceRequest, RequestBody
 
 HEADER_BYTES = 5
 
-#: (field number, value): a varint or fixed number as int, anything with a length as a view of it, since
-#: a copy at each level would make a body of some bytes several times as large.
+#: (field number, value): a varint as int, anything with a length as a view of it, since a copy at each
+#: level would make a body of some bytes several times as large.
 Field = tuple[int, int | memoryview]
 
 _FIXED = {1: 8, 5: 4}
@@ -69,11 +69,16 @@ def message_of(body: RequestBody) -> memoryview | None:
 
 
 def fields_of(message: memoryview) -> list[Field] | None:
-    """Fields in wire order; None for a malformed message, groups, or more than `MAX_FIELDS`."""
+    """Fields in wire order without fixed numbers, as no field of the table is one.
+
+    Returns:
+        None for a malformed message, groups, or more than `MAX_FIELDS`.
+    """
     fields: list[Field] = []
-    at, end = 0, len(message)
+    at, end, num_fields = 0, len(message), 0
     while at < end:
-        if len(fields) == MAX_FIELDS:
+        num_fields += 1
+        if num_fields > MAX_FIELDS:
             return None
         key, at = _varint(message, at)
         if at < 0 or key >> 3 == 0:
@@ -93,7 +98,7 @@ def fields_of(message: memoryview) -> list[Field] | None:
             value = message[at : at + size]
             at += size
             if kind != 2:
-                value = int.from_bytes(value, "little")
+                continue
         fields.append((key >> 3, value))
     return fields
 
@@ -230,6 +235,8 @@ _TEXT: Final = 3
 _SAMPLING: Final = 4
 _STREAM: Final = 5
 _MULTIMODAL: Final = 7
+#: The two inputs of a Generate call share a oneof.
+_OTHER_INPUT: Final = {_TOKENIZED: _TEXT, _TEXT: _TOKENIZED}
 _INPUT_IDS: Final = 2
 _MAX_TOKENS: Final = 8
 _PLACEHOLDERS: Final = 5
@@ -246,31 +253,27 @@ def parse_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     fields = _fields(raw)
     if fields is None:
         return _INVALID
-    # A later occurrence of a field replaces an earlier one, and of a oneof the last one counts;
-    # only the two inputs share a oneof, and a sender that sets both is not worth telling apart.
-    known = dict(fields)
-    multimodal = known.get(_MULTIMODAL)
-    placeholders = _placeholders(multimodal) if isinstance(multimodal, memoryview) else ()
-    prompt = _tokenized(known.get(_TOKENIZED), placeholders)
+    parts = _parts_of(fields)
+    flags = {number: value for number, value in fields if isinstance(value, int)}
+    prompt = _tokenized(parts.get(_TOKENIZED, ()), _placeholders(parts.get(_MULTIMODAL, ())))
     if prompt is None:
-        text = known.get(_TEXT)
-        if not isinstance(text, memoryview):
+        if _TEXT not in parts:
             return _INVALID
-        prompt = canonical_prompt.text_prompt(bytes(text))
+        prompt = canonical_prompt.text_prompt(bytes(parts[_TEXT][-1]))
     return msgspec.structs.replace(
         envelope.unparsed_request(raw, api),
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
         prompt_bytes=prompt.text_bytes,
-        stream=bool(known.get(_STREAM)),
-        max_tokens=_max_tokens(known.get(_SAMPLING)),
+        stream=bool(flags.get(_STREAM)),
+        max_tokens=_max_tokens(parts.get(_SAMPLING, ())),
     )
 
 
 def parse_embed(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read an Embed call; 400 for a bad frame or a message without token ids."""
     fields = _fields(raw)
-    prompt = None if fields is None else _tokenized(dict(fields).get(_TOKENIZED))
+    prompt = None if fields is None else _tokenized(_parts_of(fields).get(_TOKENIZED, ()))
     if prompt is None:
         return _INVALID
     return msgspec.structs.replace(
@@ -285,11 +288,31 @@ def _fields(raw: HttpRequest) -> list[Field] | None:
     return None if message is None else fields_of(message)
 
 
+def _parts_of(fields: Sequence[Field]) -> dict[int, list[memoryview]]:
+    """Values with a length by field number; of the two inputs, which share a oneof, the last one."""
+    parts: dict[int, list[memoryview]] = {}
+    for number, value in fields:
+        if isinstance(value, memoryview):
+            parts.pop(_OTHER_INPUT.get(number, 0), None)
+            parts.setdefault(number, []).append(value)
+    return parts
+
+
+def _merge_fields(parts: Sequence[memoryview]) -> list[Field]:
+    """Fields of an embedded message, whose occurrences add up; empty where `fields_of` gives None."""
+    merged: list[Field] = []
+    for part in parts:
+        fields = fields_of(part)
+        if fields is None or len(merged) + len(fields) > MAX_FIELDS:
+            return []
+        merged += fields
+    return merged
+
+
 def _tokenized(
-    message: object, placeholders: Sequence[tuple[int, int, str]] = ()
+    parts: Sequence[memoryview], placeholders: Sequence[tuple[int, int, str]] = ()
 ) -> canonical_prompt.Prompt | None:
-    fields = fields_of(message) if isinstance(message, memoryview) else None
-    values = [value for number, value in fields or () if number == _INPUT_IDS]
+    values = [value for number, value in _merge_fields(parts) if number == _INPUT_IDS]
     rows = io.BytesIO()
     counts = (1 if isinstance(value, int) else count_varints(value) for value in values)
     reserve(rows, sum(counts))
@@ -305,17 +328,16 @@ def _tokenized(
     )
 
 
-def _max_tokens(message: object) -> int | None:
-    fields = fields_of(message) if isinstance(message, memoryview) else None
-    value = dict(fields or ()).get(_MAX_TOKENS)
+def _max_tokens(parts: Sequence[memoryview]) -> int | None:
+    value = dict(_merge_fields(parts)).get(_MAX_TOKENS)
     return value & 0xFFFFFFFF if isinstance(value, int) else None
 
 
-def _placeholders(message: memoryview) -> list[tuple[int, int, str]]:
+def _placeholders(parts: Sequence[memoryview]) -> list[tuple[int, int, str]]:
     """(offset, length, hash) of each multimodal item; empty when the message is malformed."""
     spans: list[tuple[int, int]] = []
     hashes: list[str] = []
-    for number, value in fields_of(message) or ():
+    for number, value in _merge_fields(parts):
         if number == _PLACEHOLDERS and isinstance(value, memoryview):
             span = dict(fields_of(value[:_LONGEST_SPAN]) or ())
             offset, length = span.get(_OFFSET, 0), span.get(_LENGTH, 0)

@@ -1,7 +1,9 @@
+import functools
 import io
 import struct
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,6 +134,68 @@ def test_unknown_fields_are_skipped():
     """Fixed-width and unknown fields are stepped over."""
     extra = varint(9 << 3 | 1) + b"8 bytes!" + varint(10 << 3 | 5) + b"four" + field(99, 2**63)
     assert builders.parsed(GENERATE, frame(extra + MESSAGE)).prompt == packed(*IDS)
+
+
+@functools.cache
+def a_message_class():
+    """Class of protobuf for the part of GenerateRequest that is read."""
+    kinds = {"uint32": 13, "string": 9, "bool": 8}
+    file = descriptor_pb2.FileDescriptorProto(name="v.proto", package="v", syntax="proto3")
+    for name, fields in {
+        "Tokenized": [("input_ids", 2, "uint32", 3)],
+        "Sampling": [("max_tokens", 8, "uint32", 1)],
+        "Generate": [
+            ("tokenized", 2, "Tokenized", 1),
+            ("text", 3, "string", 1),
+            ("sampling", 4, "Sampling", 1),
+            ("stream", 5, "bool", 1),
+        ],
+    }.items():
+        message = file.message_type.add(name=name)
+        for field_name, number, kind, label in fields:
+            entry = message.field.add(name=field_name, number=number, label=label)
+            if kind in kinds:
+                entry.type = kinds[kind]
+            else:
+                entry.type, entry.type_name = 11, f".v.{kind}"
+            if name == "Generate" and number in (2, 3):
+                entry.oneof_index = 0
+    file.message_type[-1].oneof_decl.add(name="input")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("v.Generate"))
+
+
+_FIXED_IDS = varint(2 << 3 | 5) + bytes(4)
+_FIELDS_OF_GENERATE = (
+    field(2, field(2, b"\1\2\3")),
+    field(2, field(2, 7) + _FIXED_IDS),
+    field(2, b""),
+    field(2, 9),
+    field(3, b"hello"),
+    field(4, field(8, 64)),
+    field(4, field(11, b"stop")),
+    field(4, varint(8 << 3 | 1) + bytes(8)),
+    field(5, 1),
+    field(5, 0),
+    field(5, b"\1"),
+    varint(5 << 3 | 5) + b"\0\0\0\0",
+)
+
+
+@given(st.lists(st.sampled_from(_FIELDS_OF_GENERATE), max_size=8))
+def test_fields_are_read_as_protobuf_reads_them(fields):
+    """Embedded messages are merged, the last input counts, and other wire types are unknown."""
+    message = b"".join(fields)
+    expected = a_message_class().FromString(message)
+    ids = list(expected.tokenized.input_ids)
+    if not ids and expected.WhichOneof("input") != "text":
+        assert builders.refused(GENERATE, frame(message)) == INVALID
+        return
+    request = builders.parsed(GENERATE, frame(message))
+    assert request.prompt == (packed(*ids) if ids else b"hello")
+    assert request.stream == expected.stream
+    assert (request.max_tokens or 0) == expected.sampling.max_tokens
 
 
 def test_only_the_first_message_is_read():
