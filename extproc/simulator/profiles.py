@@ -166,7 +166,7 @@ def find(name: str) -> EngineProfile:
 _AT_LEAST_ONE: Final = frozenset({"block_tokens", "max_num_seqs", "max_model_len"})
 
 #: Seconds of a step at least; less is lost where it is added to the time of a long simulation.
-_LEAST_STEP_S: Final = 1e-6
+_LEAST_STEP_S: Final = 1e-9
 
 #: No number of an engine is greater; sums of such times and tokens are still exact enough.
 _AT_MOST: Final = 10**9

@@ -68,7 +68,7 @@ def test_what_is_wrong_is_named_with_its_place(text, message):
         ),
         (
             {"fleet": [scenario.EngineGroup(set={"base_s": 1e-17})]},
-            r"s: fleet\[0\]: expected base_s of at least 1e-06, got 1e-17",
+            r"s: fleet\[0\]: expected base_s of at least 1e-09, got 1e-17",
         ),
         (
             {"fleet": [scenario.EngineGroup(set={"block_tokens": 32})]},
