@@ -444,7 +444,7 @@ class Reservation(msgspec.Struct, eq=False):
         context: Its share of the cache; None while no plugin needs it.
         last_turn: Marked when it ends; None where no plugin needs it.
         estimated_tokens: Prompt tokens that the estimate alone predicted as cached; None where they
-            are `cached_tokens`.
+            are all but the uncached ones.
     """
 
     _account: InflightLoad | None
@@ -471,7 +471,9 @@ class Reservation(msgspec.Struct, eq=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were predicted as cached."""
+        """Prompt tokens that the estimate predicted as cached."""
+        if self.estimated_tokens is not None:
+            return self.estimated_tokens
         return max(0, self.prompt_tokens - self.uncached_tokens)
 
     def allow_fallbacks(self) -> None:

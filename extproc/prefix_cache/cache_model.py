@@ -94,7 +94,10 @@ class Calibration:
             self._pending.popleft()
 
     def record_cancelled(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Take back a sent request that was never looked up: its engine refused it, or is gone."""
+        """Take back a sent request that is not to be looked up: refused, or its client or engine left.
+
+        One that was looked up all the same makes the requests of others look like more than they are.
+        """
         with contextlib.suppress(ValueError):
             self._pending.remove(prompt_tokens << _TOKEN_BITS | cached_tokens)
 
@@ -300,6 +303,12 @@ class CacheModel:
             self._index.retract(
                 index_key(endpoint), blocks, bisect.bisect_right(self._tokens, reference_tokens) - 1
             )
+
+    def record_abandoned(self, endpoint: Endpoint, prompt_tokens: int, cached_tokens: int) -> None:
+        """Expect no look-up of a request whose client left; what ran of it may be cached."""
+        known = self._states.get(index_key(endpoint))
+        if known is not None:
+            known.calibration.record_cancelled(prompt_tokens, cached_tokens)
 
     def observe_load(
         self,

@@ -318,7 +318,7 @@ class Director:
             reservation.note_media()
         if chain and self._exact is not None:
             self._exact.record_sent(chain, reservation, now)
-        if cached_tokens.estimated != cached_tokens.tokens:
+        if cached_tokens.estimated != prompt_tokens - reservation.uncached_tokens:
             reservation.set_estimated_tokens(cached_tokens.estimated)
         if last_turn is not None:
             try:
@@ -416,9 +416,7 @@ class Director:
             reservation.endpoint,
             reservation.blocks,
             prompt_tokens=reservation.prompt_tokens,
-            cached_tokens=reservation.cached_tokens
-            if reservation.estimated_tokens is None
-            else reservation.estimated_tokens,
+            cached_tokens=reservation.cached_tokens,
             bytes_per_token=ratio,
         )
 
@@ -478,6 +476,10 @@ class Director:
                 self._store.record_outcome(
                     reservation.endpoint, _NO_RESPONSE, sent_at=reservation.at, now=now
                 )
+                if ran:
+                    self._cache_model.record_abandoned(
+                        reservation.endpoint, reservation.prompt_tokens, reservation.cached_tokens
+                    )
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)

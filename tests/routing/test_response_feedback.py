@@ -79,6 +79,36 @@ def test_a_served_prompt_is_predicted_as_cached(status: str):
     assert pool_fixture.index.blocks_total == before
 
 
+def completion(prompt: str) -> HttpRequest:
+    headers = {":path": "/v1/completions", ":method": "POST"}
+    return HttpRequest(headers, json.dumps({"model": "m", "prompt": prompt}).encode())
+
+
+@pytest.mark.parametrize("status", ["", "429"])
+@pytest.mark.parametrize("size", [4096, 10_000])
+def test_no_look_up_is_expected_of_a_request_that_did_not_run(status: str, size: int):
+    """The predictions of such requests are not compared with the hits of others; 4096 is all cached."""
+    pool_fixture = PoolFixture({FIRST: None}, profile="balanced")
+    calibration = pool_fixture.cache_model.state_of(
+        member(pool_fixture, FIRST).endpoint
+    ).calibration
+
+    def look_up(sent: Sent) -> float:
+        sent.respond("200")
+        sent.complete()
+        calibration.observe_counters(sent.decision.request.prompt_tokens, 0.0)
+        return calibration.predicted
+
+    look_up(Sent(pool_fixture, completion("x" * size)))
+    for _ in range(3):
+        sent = Sent(pool_fixture, completion("x" * size))
+        assert sent.decision.matched_tokens > 0
+        if status:
+            sent.respond(status)
+        sent.complete(answered=bool(status))
+    assert look_up(Sent(pool_fixture, completion("y" * size))) == 0
+
+
 def test_earlier_predictions_stay():
     """Only what is behind the believed prefix is taken back."""
     pool_fixture = PoolFixture({FIRST: None})
