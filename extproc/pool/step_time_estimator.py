@@ -233,6 +233,8 @@ class StepTimeEstimator:
             self._counter_reader = CounterReader()
             self._span_reader = SpanReader()
             self._batch_limit = BatchLimitEstimator()
+            self._reload_time = ReloadTimeEstimator()
+            self.rates = msgspec.structs.replace(self.rates, reload_s=None, copied_ratio=0.0)
             last = None
         self._learn_output(load.counters)
         self._learn_adapters(last, load)
@@ -297,6 +299,8 @@ class StepTimeEstimator:
             at: Its end.
             began: Begin of its work, without the idle time before it.
         """
+        if seconds < sum([low * count for (low, _), count in zip(_BOUNDS, row, strict=True)]):
+            return  # counters of another process, as behind an address of several
         foretold = zip(step_time_values.unknowns_of(self.rates), row, strict=True)
         past_share = self._share_kept(began)
         self._weigh(

@@ -175,6 +175,27 @@ def test_a_restart_starts_a_new_window():
     assert not engine_counters.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0))
 
 
+def test_counters_of_another_process_are_not_work():
+    """Steps that no engine takes in the time of a scrape, as behind an address of two engines."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    for tick in range(10):
+        estimator.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=9.0))
+    before = estimator.rates
+    estimator.update(row(10.0, 200_000.0, 0.0, 200_000.0, started_at=5.0))
+    assert estimator.rates == before
+
+
+def test_a_restart_without_host_memory_forgets_the_time_of_reloads():
+    """The next engine at the address may have no memory to load from."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    for tick in range(4):
+        counters = EngineCounters(reload_s=0.1 * tick, reloaded_tokens=10_000.0 * tick)
+        estimator.update(Load(at=float(tick), started_at=5.0, counters=counters))
+    assert estimator.rates.reload_s is not None
+    estimator.update(Load(at=4.0, started_at=900.0))
+    assert (estimator.rates.reload_s, estimator.rates.copied_ratio) == (None, 0.0)
+
+
 def test_a_new_endpoint_starts_from_the_pool_estimate():
     """Endpoints that showed nothing do not count."""
     shown = [
