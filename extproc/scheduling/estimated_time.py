@@ -119,8 +119,8 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
       time until they free what is missing. k is what the scrape says plus what was sent since, at
       least the prompts of the open requests, as those that wait hold nothing yet and cached prefixes
       are not in use until they run, and at most what the requests can hold, as a late scrape does not
-      show which have ended: each its prompt and half an answer. Where each that ran at the scrape
-      held more, that counts by z s / (z s + a), a the age of the scrape: most of those that run have
+      show which have ended: half an answer each, and the prompts of ours. Where those that ran at the
+      scrape held more, that counts by z s / (z s + a), a the age of the scrape: most of those that run have
       long answers. Where the conversation lives m counts with u, as prefixes are not in use until then.
     - batch = z s max(0, n + 1 - b) / b, b the requests that run there at a time (`max_num_seqs`) and s
       the iteration with b: a request beyond them waits until as many answers have ended. Nothing while
@@ -481,12 +481,14 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             return 0.0, 0.0
         rates = c.rates
         answer_s = usual * rates.iteration_s(c.estimated_requests)
-        if c.in_flight:
-            mean = c.prompt_tokens / c.in_flight + 0.5 * usual
-            if running := c.load.running:
+        running = c.load.running
+        if running is not None or c.in_flight:
+            known = c.prompt_tokens + 0.5 * usual * c.estimated_requests
+            if running:
+                shown = c.estimated_requests * usage * capacity / running
                 still = answer_s / max(answer_s + c.age_s, _SHORTEST_S)
-                mean += still * max(0.0, usage * capacity / running - mean)
-            held = min(held, c.estimated_requests * mean)
+                known += still * max(0.0, shown - known)
+            held = min(held, known)
         excess = (held + wanted) / capacity - 1.0
         if excess <= 0.0:
             return 0.0, 0.0

@@ -58,7 +58,14 @@ def test_a_goal_weighs_what_comes_after_the_first_token():
     assert terms["first-token"] == terms["throughput"] == terms["balanced"]
 
 
-LOADS = ("estimated_requests", "queued_tokens", "unscraped_tokens", "waiting", "kv_usage")
+LOADS = (
+    "estimated_requests",
+    "queued_tokens",
+    "unscraped_tokens",
+    "waiting",
+    "kv_usage",
+    "own request",
+)
 
 
 @given(
@@ -84,6 +91,17 @@ def test_load_draws_no_requests(kinds, facts, signal, more, data):
         before = msgspec.structs.replace(loaded.load, **{signal: value or 0.0})
         candidates[at] = msgspec.structs.replace(loaded, load=before)
         loaded = msgspec.structs.replace(loaded, load=load)
+    elif signal == "own request":
+        tokens = int(100.0 * more)
+        loaded = msgspec.structs.replace(
+            loaded,
+            in_flight=loaded.in_flight + 1,
+            estimated_requests=loaded.estimated_requests + 1.0,
+            prompt_tokens=loaded.prompt_tokens + tokens,
+            queued_tokens=loaded.queued_tokens + tokens,
+            unscraped_tokens=loaded.unscraped_tokens + tokens,
+            active_context_tokens=loaded.active_context_tokens + tokens,
+        )
     else:
         more *= 1.0 if signal == "estimated_requests" else 100.0
         loaded = msgspec.structs.replace(loaded, **{signal: getattr(loaded, signal) + more})
