@@ -50,6 +50,7 @@ def wrong(documents: Sequence[Document]) -> Iterator[str]:
     for pod, container in parts.pickers(documents):
         yield from _picker(documents, pod, container)
     yield from _selectors(documents)
+    yield from _monitors(documents)
     yield from _references(documents)
 
 
@@ -167,6 +168,20 @@ def _selectors(documents: Sequence[Document]) -> Iterator[str]:
         for port in service["spec"]["ports"]:
             if port["targetPort"] not in named:
                 yield f"Service {service['metadata']['name']}: no port {port['targetPort']}"
+
+
+def _monitors(documents: Sequence[Document]) -> Iterator[str]:
+    """Each ServiceMonitor finds one Service: replicas behind two would be scraped twice."""
+    for monitor in parts.of_kind(documents, "ServiceMonitor"):
+        wanted = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+        chosen = [
+            service["metadata"]["name"]
+            for service in parts.of_kind(documents, "Service")
+            if parts.selects(monitor["spec"]["selector"], service["metadata"].get("labels", {}))
+            and wanted & {port["name"] for port in service["spec"]["ports"]}
+        ]
+        if len(chosen) != 1:
+            yield f"ServiceMonitor {monitor['metadata']['name']} finds the Services {chosen}"
 
 
 def _references(documents: Sequence[Document]) -> Iterator[str]:
