@@ -138,9 +138,21 @@ def _compare(args: argparse.Namespace, wanted: Settings) -> reloading.Comparison
 
 
 def _read_envoy(name: str, settings: Settings) -> EnvoyReport:
-    """Read an Envoy configuration and report its effects on requests and responses."""
+    """Read an Envoy configuration and report its effects on requests and responses.
+
+    Raises:
+        ConfigError: It is no Envoy configuration.
+    """
     tree = loader.parse_tree(loader.read_text(Path(name)), where=name)
-    findings = tuple(envoy_lint.read(tree, settings, where=name))
+    try:
+        findings = tuple(envoy_lint.read(tree, settings, where=name))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            name,
+            wanted="an Envoy configuration",
+            got=f"a value of another form ({type(error).__name__})",
+            fix=f"`envoy --mode validate -c {name}` names the value",
+        ) from None
     return EnvoyReport(name, envoy_lint.longest_wait_s(settings), findings)
 
 

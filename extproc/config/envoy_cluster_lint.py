@@ -11,6 +11,7 @@ from extproc.config import finding
 from extproc.config.envoy_tree import (
     REQUESTS,
     YamlTree,
+    count,
     effective_processors,
     find_managers,
     is_a,
@@ -56,10 +57,13 @@ def missing(names: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def picker(cluster: YamlTree, settings: Settings) -> Iterator[Finding]:
+def picker(cluster: YamlTree, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Check a cluster by which ext_proc filters reach extproc."""
     place = f"cluster {cluster['name']}"
-    yield from _breakers(cluster, settings, place=place)
+    yield from _breakers(cluster, settings, place=place, where=where)
+    yield from _stream_duration(
+        cluster, "the stream to extproc ends then", place=place, where=where
+    )
     options = next(
         (part["http2_protocol_options"] for part in walk(cluster) if _is_http2(part)), None
     )
@@ -98,11 +102,13 @@ def _is_http2(message: YamlTree) -> bool:
     return isinstance(message.get("http2_protocol_options"), Mapping)
 
 
-def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+def _breakers(
+    cluster: YamlTree, settings: Settings, *, place: str, where: str
+) -> Iterator[Finding]:
     """Check circuit breakers: every open request has a stream to extproc, queued ones too."""
     held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
     required = max(held, REQUESTS + 1)
-    num_allowed = open_requests(cluster)
+    num_allowed = open_requests(cluster, where=where)
     if num_allowed < required:
         yield Finding(
             "cut" if num_allowed <= held else "warning",
@@ -131,23 +137,17 @@ def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
                 fix="write type: ORIGINAL_DST, lb_policy: CLUSTER_PROVIDED, original_dst_lb_config: "
                 f"{{use_http_header: true, http_header_name: {headers.DESTINATION}}}",
             )
-        if open_requests(cluster) <= REQUESTS:
+        num_allowed = open_requests(cluster, where=where)
+        if num_allowed <= REQUESTS:
             yield finding.warning(
                 "engine_breakers",
                 place,
-                f"circuit_breakers let {open_requests(cluster)} requests be open at once",
+                f"circuit_breakers let {num_allowed} requests be open at once",
                 wanted=f"more than {REQUESTS}",
                 fix=f"write circuit_breakers: {BREAKERS}",
             )
-        options: YamlTree = next(
-            (
-                message["common_http_protocol_options"]
-                for message in walk(cluster)
-                if isinstance(message.get("common_http_protocol_options"), Mapping)
-            ),
-            {},
-        )
-        idle_s = seconds(options, "idle_timeout", 3600.0, where=where)
+        yield from _stream_duration(cluster, "longer responses are cut", place=place, where=where)
+        idle_s = seconds(_common_options(cluster), "idle_timeout", 3600.0, where=where)
         if idle_s >= _ENGINE_KEEPS_S or not idle_s:
             limit = f"{idle_s:g} s" if idle_s else "off"
             yield finding.warning(
@@ -160,17 +160,51 @@ def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
             )
 
 
+def _common_options(cluster: YamlTree) -> YamlTree:
+    """Return the options of a cluster for HTTP of every version."""
+    options = (message.get("common_http_protocol_options") for message in walk(cluster))
+    return next((part for part in options if isinstance(part, Mapping)), {})
+
+
+def _stream_duration(
+    cluster: YamlTree, effect: str, *, place: str, where: str
+) -> Iterator[Finding]:
+    duration_s = seconds(_common_options(cluster), "max_stream_duration", 0.0, where=where)
+    if duration_s:
+        yield finding.cut(
+            "upstream_stream_duration",
+            place,
+            f"max_stream_duration is {duration_s:g} s: {effect}",
+            wanted="none",
+            fix="remove max_stream_duration from common_http_protocol_options",
+        )
+
+
 def _follows_destination(cluster: YamlTree) -> bool:
     """Return True if a cluster sends a request to the endpoint that extproc names."""
     if cluster.get("type") == "ORIGINAL_DST":
         original = cluster.get("original_dst_lb_config") or {}
-        by_header = original.get("http_header_name", "") == headers.DESTINATION
-        return (bool(original.get("use_http_header")) and by_header) or "metadata_key" in original
+        by_header = original.get("use_http_header") and _is_header(original.get("http_header_name"))
+        return bool(by_header) or _is_metadata(original.get("metadata_key"))
     return any(
-        source.get("header", "") == headers.DESTINATION or "metadata" in source
+        _is_header(source.get("header")) or _is_metadata(source.get("metadata"))
         for policy in walk(cluster)
         if is_a(policy, _OVERRIDE_HOST)
         for source in policy.get("override_host_sources") or []
+    )
+
+
+def _is_header(name: object) -> bool:
+    """Return True if a header is that of the destination."""
+    return str(name).lower() == headers.DESTINATION
+
+
+def _is_metadata(key: object) -> bool:
+    """Return True if a key of dynamic metadata is that of the destination."""
+    return (
+        isinstance(key, Mapping)
+        and key.get("key") == "envoy.lb"
+        and key.get("path") == [{"key": headers.DESTINATION}]
     )
 
 
@@ -179,27 +213,27 @@ def is_override_host(cluster: YamlTree) -> bool:
     return any(is_a(part, _OVERRIDE_HOST) for part in walk(cluster))
 
 
-def buffers(tree: object, settings: Settings) -> Iterator[Finding]:
+def buffers(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Check what bounds request bodies."""
     for listener in (part for part in walk(tree) if "filter_chains" in part):
         managers = find_managers(listener)
         place = f"listener {listener.get('name', '')}".rstrip()
-        yield from _buffer_filters(managers, settings, place=place)
+        yield from _buffer_filters(managers, settings, place=place, where=where)
         modes = {
             mode(processor, "request_body_mode")
             for manager in managers
             for processor in effective_processors(manager)
         }
         if modes & _BUFFERED:
-            yield from _buffer_limit(listener, settings, place=place)
+            yield from _buffer_limit(listener, settings, place=place, where=where)
 
 
 def _buffer_filters(
-    managers: Sequence[YamlTree], settings: Settings, *, place: str
+    managers: Sequence[YamlTree], settings: Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
     wanted = settings.limits.max_body_bytes
     for message in (part for part in walk(list(managers)) if is_a(part, "buffer.v3.Buffer")):
-        size = int(message.get("max_request_bytes", wanted))
+        size = count(message, "max_request_bytes", wanted, where=where)
         if size < wanted:
             yield finding.warning(
                 "max_request_bytes",
@@ -211,9 +245,11 @@ def _buffer_filters(
             )
 
 
-def _buffer_limit(listener: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+def _buffer_limit(
+    listener: YamlTree, settings: Settings, *, place: str, where: str
+) -> Iterator[Finding]:
     wanted, longest = settings.limits.max_body_bytes, settings.limits.max_message_bytes
-    size = int(listener.get("per_connection_buffer_limit_bytes", _BUFFER_BYTES))
+    size = count(listener, "per_connection_buffer_limit_bytes", _BUFFER_BYTES, where=where)
     if size < wanted:
         yield finding.warning(
             "buffer_limit",

@@ -7,7 +7,6 @@ ext_proc filter, its routes, and the clusters they name (`envoy_cluster_lint`). 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -20,7 +19,10 @@ from extproc.config.envoy_tree import (
     find_managers,
     has_cluster_discovery,
     is_a,
+    is_idle,
+    is_regex_match,
     mode,
+    name_as_proto,
     picker_clusters,
     removed_headers,
     route_clusters,
@@ -28,7 +30,7 @@ from extproc.config.envoy_tree import (
     seconds,
     walk,
 )
-from extproc.config.finding import Finding
+from extproc.config.finding import Finding, Severity
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.protocol import headers
@@ -64,9 +66,6 @@ _TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
 
 _DUPLEX: Final = "FULL_DUPLEX_STREAMED"
 
-#: Longest regular expression of `mutation_rules` that is tried.
-_MAX_REGEX_CHARS = 200
-
 
 def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Lint an Envoy configuration.
@@ -74,6 +73,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     Raises:
         ConfigError: It has no connection manager with an ext_proc filter, or an invalid duration.
     """
+    tree = name_as_proto(tree)
     clusters = {name: message for message in walk(tree) if (name := cluster_name(message))}
     managers = find_managers(tree)
     if not managers:
@@ -85,8 +85,13 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
             fix="name the file of an Envoy that calls extproc",
         )
     hold_s = longest_wait_s(settings)
+    idle = [manager for manager in managers if is_idle(manager)]
     for at, manager in enumerate(managers):
         place = f"connection manager {manager.get('stat_prefix', at)}"
+        if manager in idle:
+            is_elsewhere = len(idle) < len(managers)
+            yield _idle_filter("note" if is_elsewhere else "error", place=place)
+            continue
         for processor in effective_processors(manager):
             yield from _waits(manager, processor, hold_s, place=place, where=where)
             yield from _processor(processor, settings, place=place, where=where)
@@ -98,13 +103,13 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         yield from _clients(manager, place=place)
         yield from _routes(manager, hold_s, place=place, where=where)
         yield from _local_replies(manager, place=place)
-    yield from envoy_cluster_lint.buffers(tree, settings)
+    yield from envoy_cluster_lint.buffers(tree, settings, where=where)
     named = {name for manager in managers for name in route_clusters(manager)}
     called = set(picker_clusters(managers))
     if not has_cluster_discovery(tree):
         yield from envoy_cluster_lint.missing(sorted({*named, *called} - set(clusters)))
     for name in sorted(called & set(clusters)):
-        yield from envoy_cluster_lint.picker(clusters[name], settings)
+        yield from envoy_cluster_lint.picker(clusters[name], settings, where=where)
     engines = [
         result
         for manager in managers
@@ -114,6 +119,18 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         )
     ]
     yield from dict.fromkeys(engines)  # managers share clusters
+
+
+def _idle_filter(severity: Severity, *, place: str) -> Finding:
+    return Finding(
+        severity,
+        "ext_proc_disabled",
+        place,
+        "no route passes requests to the ext_proc filter: Envoy never calls extproc",
+        wanted="a route with the filter enabled",
+        fix="remove disabled of the filter and of typed_per_filter_config, and write "
+        "request_header_mode: SEND",
+    )
 
 
 def longest_wait_s(settings: Settings) -> float:
@@ -207,7 +224,7 @@ def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
 
 def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check that headers of clients cannot choose the endpoint or the priority."""
-    removed = removed_headers(manager)
+    removed = removed_headers(manager, _STEERING | _TURNS)
     steering = sorted(_STEERING - removed)
     if steering:
         yield finding.warning(
@@ -266,6 +283,32 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
                 wanted="none",
                 fix="remove max_stream_duration of the route",
             )
+        yield from _tries(route, spot=spot, where=where)
+
+
+def _tries(route: YamlTree, *, spot: str, where: str) -> Iterator[Finding]:
+    """Check the limits that a retry policy has for each try."""
+    policy = route["retry_policy"] or {}
+    try_s = seconds(policy, "per_try_timeout", 0.0, where=where)
+    if try_s:
+        yield finding.cut(
+            "per_try_timeout",
+            spot,
+            f"per_try_timeout of retry_policy is {try_s:g} s: responses whose headers come later, as "
+            "those of long answers without streaming, are cut",
+            wanted="none",
+            fix="remove per_try_timeout",
+        )
+    silent_s = seconds(policy, "per_try_idle_timeout", 0.0, where=where)
+    if silent_s and silent_s <= _STREAM_IDLE_S:
+        yield finding.cut(
+            "per_try_idle_timeout",
+            spot,
+            f"per_try_idle_timeout of retry_policy is {silent_s:g} s: it ends requests that wait that "
+            "long in an engine, and answers that say nothing for that long",
+            wanted=f"more than {_STREAM_IDLE_S:g} s",
+            fix="remove per_try_idle_timeout",
+        )
 
 
 def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
@@ -399,11 +442,11 @@ def _retries(manager: YamlTree, processor: YamlTree, *, place: str) -> Iterator[
             wanted="off, or request_body_mode BUFFERED",
             fix="write failure_mode_allow: false, or request_body_mode: BUFFERED",
         )
-    if any("retry_policy" in route for route in routes(manager)):
+    if any(route["retry_policy"] for route in routes(manager)):
         yield finding.warning(
             "duplex_retries",
             place,
-            f"a route has a retry_policy with request_body_mode {_DUPLEX}: Envoy may send a body "
+            f"a route or its virtual host has a retry_policy with request_body_mode {_DUPLEX}: Envoy may send a body "
             "that ends with trailers twice",
             wanted="no retries, or request_body_mode BUFFERED",
             fix="remove retry_policy, or write request_body_mode: BUFFERED",
@@ -432,9 +475,11 @@ def _mutations(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check that the filter may set the header of the destination."""
     rules = processor.get("mutation_rules") or {}
     rule = ""
-    if _matches(rules.get("disallow_expression")):
+    if is_regex_match(rules.get("disallow_expression"), headers.DESTINATION):
         rule = "disallow_expression"
-    elif rules.get("disallow_all") and not _matches(rules.get("allow_expression")):
+    elif rules.get("disallow_all") and not is_regex_match(
+        rules.get("allow_expression"), headers.DESTINATION
+    ):
         rule = "disallow_all"
     if rule:
         yield finding.error(
@@ -445,14 +490,3 @@ def _mutations(processor: YamlTree, *, place: str) -> Iterator[Finding]:
             wanted=f"{headers.DESTINATION} allowed",
             fix=f"remove {rule} from mutation_rules",
         )
-
-
-def _matches(matcher: object) -> bool:
-    """Return True if a regular expression of Envoy matches the header of the destination."""
-    regex = matcher.get("regex") if isinstance(matcher, Mapping) else None
-    if not isinstance(regex, str) or len(regex) > _MAX_REGEX_CHARS:
-        return False
-    try:
-        return re.fullmatch(regex, headers.DESTINATION) is not None
-    except re.error:
-        return False

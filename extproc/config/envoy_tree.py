@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from extproc.errors import ConfigError
@@ -19,13 +20,19 @@ REQUESTS = 1024
 MANAGER = "http_connection_manager.v3.HttpConnectionManager"
 PROCESSOR = "ext_proc.v3.ExternalProcessor"
 
-#: The same of what a route says about such a filter.
-_PER_ROUTE: Final = "ext_proc.v3.ExtProcPerRoute"
+#: The same of the message by which a route enables or disables any filter.
+_FILTER_CONFIG: Final = "route.v3.FilterConfig"
 
 #: Parts of a config dump that are not in force.
 _PENDING: Final = frozenset(
     {"warming_state", "draining_state", "error_state", "dynamic_warming_clusters"}
 )
+
+#: Longest regular expression that is tried.
+_MAX_REGEX_CHARS: Final = 200
+
+#: Letter in front of which snake_case has an underscore.
+_HUMP = re.compile("(?<=[a-z0-9])[A-Z]")
 
 _SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?s")
 
@@ -41,63 +48,122 @@ _CLUSTERS = frozenset(
 )
 
 
-def open_requests(cluster: YamlTree) -> int:
-    """Requests that a cluster's circuit breakers allow at once (count)."""
+def open_requests(cluster: YamlTree, *, where: str) -> int:
+    """Requests that a cluster's circuit breakers allow at once (count).
+
+    Raises:
+        ConfigError: A limit is no number.
+    """
     thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
     usual = (limit for limit in thresholds if limit.get("priority", "DEFAULT") == "DEFAULT")
     first: YamlTree = next(usual, {})
-    return min(int(first.get(key, REQUESTS)) for key in ("max_requests", "max_pending_requests"))
+    limits = ["max_requests", "max_pending_requests"]
+    if not any("http2_protocol_options" in part for part in walk(cluster)):
+        limits.append("max_connections")  # each carries one request at a time
+    return min(count(first, name, REQUESTS, where=where) for name in limits)
 
 
 def routes(manager: YamlTree) -> Iterator[YamlTree]:
     """Yield the route actions of a connection manager whose requests an ext_proc filter sees."""
-    entries = [
-        entry
-        for entry in manager.get("http_filters") or []
-        if is_a(entry.get("typed_config") or {}, PROCESSOR)
-    ]
-    # A manager without hosts of its own, such as a part of a file, still has routes.
-    hosts = [part for part in walk(manager) if "domains" in part] or [manager]
-    for host in hosts:
-        for message in walk(host):
-            route = message.get("route")
-            if isinstance(route, Mapping) and "match" in message:
-                overrides = {**_filter_overrides(host), **_filter_overrides(message)}
-                if not entries or any(_is_enabled(entry, overrides) for entry in entries):
-                    yield route
+    return (route for route, _ in _passing_routes(manager))
+
+
+def is_idle(manager: YamlTree) -> bool:
+    """Return True if a connection manager has routes, and an ext_proc filter sees none of them."""
+    has_routes = next(_walk_routes(manager), None) is not None
+    return has_routes and next(routes(manager), None) is None
+
+
+def _passing_routes(manager: YamlTree) -> Iterator[tuple[YamlTree, YamlTree]]:
+    """Yield the route actions of `routes` with their overrides of filters."""
+    entries = _picker_filters(manager)
+    for route, overrides in _walk_routes(manager):
+        if any(_is_in_use(entry, overrides) for entry in entries):
+            yield route, overrides
+
+
+def _walk_routes(
+    tree: object, inherited: YamlTree = MappingProxyType({}), retry_policy: object = None
+) -> Iterator[tuple[YamlTree, YamlTree]]:
+    """Yield route actions with what they inherit: overrides of filters, and the retry policy."""
+    if isinstance(tree, list):
+        for value in tree:
+            yield from _walk_routes(value, inherited, retry_policy)
+    elif isinstance(tree, Mapping):
+        own = _filter_overrides(tree)
+        overrides = {**inherited, **own} if own else inherited
+        if "domains" in tree:
+            retry_policy = tree.get("retry_policy")
+        route = tree.get("route")
+        if isinstance(route, Mapping) and "match" in tree:
+            yield {**route, "retry_policy": route.get("retry_policy") or retry_policy}, overrides
+        for value in tree.values():
+            yield from _walk_routes(value, overrides, retry_policy)
 
 
 def _filter_overrides(message: YamlTree) -> YamlTree:
+    """Return the overrides of filters that a message has of its own, by the name of the filter."""
     overrides = message.get("typed_per_filter_config")
     return overrides if isinstance(overrides, Mapping) else {}
 
 
-def _is_enabled(entry: YamlTree, overrides: YamlTree) -> bool:
-    """Return True if a route with these overrides passes requests to an ext_proc filter."""
+def _override(entry: YamlTree, overrides: YamlTree) -> YamlTree | None:
+    """Return the override of a filter without its wrapper; None if there is none."""
     override = overrides.get(entry.get("name", ""))
-    if not isinstance(override, Mapping):
-        return not entry.get("disabled") and not _is_placeholder(entry["typed_config"])
-    return not override.get("disabled")
+    if isinstance(override, Mapping) and is_a(override, _FILTER_CONFIG):
+        return override if override.get("disabled") else override.get("config") or {}
+    return override if isinstance(override, Mapping) else None
 
 
-def _is_placeholder(processor: YamlTree) -> bool:
+def _is_enabled(entry: YamlTree, overrides: YamlTree) -> bool:
+    """Return True if a route with these overrides passes requests to a filter."""
+    override = _override(entry, overrides)
+    return not (entry if override is None else override).get("disabled")
+
+
+def _is_in_use(entry: YamlTree, overrides: YamlTree) -> bool:
+    """Return True if an ext_proc filter shows extproc the requests of such a route."""
+    is_overridden = _override(entry, overrides) is not None
+    return _is_enabled(entry, overrides) and (is_overridden or not _is_placeholder(entry))
+
+
+def _is_placeholder(entry: YamlTree) -> bool:
     """Return True if an ext_proc filter shows nothing, so that only routes make use of it."""
+    processor = entry["typed_config"]
     return (
         mode(processor, "request_header_mode") == "SKIP"
         and mode(processor, "request_body_mode") == "NONE"
     )
 
 
+def _picker_filters(tree: object) -> list[YamlTree]:
+    """Return the ext_proc filters that call extproc: of several, those that bear its name."""
+    entries = [part for part in walk(tree) if is_a(part.get("typed_config") or {}, PROCESSOR)]
+    named = [
+        entry
+        for entry in entries
+        if "extproc" in str(entry.get("name", "")) or "extproc" in _service(entry["typed_config"])
+    ]
+    return named or entries
+
+
+def _service(processor: YamlTree) -> str:
+    """Return the name of the cluster to which an ext_proc filter connects; empty without one."""
+    service = processor.get("grpc_service") or {}
+    return str((service.get("envoy_grpc") or {}).get("cluster_name") or "")
+
+
 def effective_processors(manager: YamlTree) -> Iterator[YamlTree]:
     """Yield the ext_proc filters of a connection manager, and what routes make of them."""
-    filters = list(find_processors(manager))
-    overridden: list[YamlTree] = []
-    for message in walk(manager):
-        overrides = message.get("overrides") if is_a(message, _PER_ROUTE) else None
-        if isinstance(overrides, Mapping) and overrides not in overridden:
-            overridden.append(overrides)
-    for processor in filters:
-        if not (overridden and _is_placeholder(processor)):
+    for entry in _picker_filters(manager):
+        processor = entry["typed_config"]
+        overridden: list[YamlTree] = []
+        for message in walk(manager):
+            override = _override(entry, _filter_overrides(message)) or {}
+            overrides = override.get("overrides")
+            if isinstance(overrides, Mapping) and overrides not in overridden:
+                overridden.append(overrides)
+        if not (overridden and (_is_placeholder(entry) or entry.get("disabled"))):
             yield processor
         yield from ({**processor, **overrides} for overrides in overridden)
 
@@ -114,9 +180,7 @@ def route_clusters(manager: YamlTree) -> Iterator[str]:
 def find_managers(tree: object) -> list[YamlTree]:
     """Return the connection managers of a tree that have an ext_proc filter."""
     return [
-        message
-        for message in walk(tree)
-        if is_a(message, MANAGER) and next(find_processors(message), None) is not None
+        message for message in walk(tree) if is_a(message, MANAGER) and _picker_filters(message)
     ]
 
 
@@ -124,10 +188,8 @@ def picker_clusters(managers: Iterable[YamlTree]) -> Iterator[str]:
     """Yield the names of the clusters to which ext_proc filters connect."""
     for manager in managers:
         for processor in effective_processors(manager):
-            service = processor.get("grpc_service") or {}
-            name = (service.get("envoy_grpc") or {}).get("cluster_name")
-            if name:
-                yield str(name)
+            if name := _service(processor):
+                yield name
 
 
 def mode(processor: YamlTree, name: str) -> str:
@@ -136,34 +198,61 @@ def mode(processor: YamlTree, name: str) -> str:
     return str((processor.get("processing_mode") or {}).get(name, usual))
 
 
-def removed_headers(manager: YamlTree) -> frozenset[str]:
-    """Lowercase request headers that a connection manager removes before its ext_proc filter."""
+def removed_headers(manager: YamlTree, names: Collection[str]) -> frozenset[str]:
+    """Return those of some lowercase request headers that never reach the ext_proc filter."""
     early = manager.get("early_header_mutation_extensions") or []
+    pickers = _picker_filters(manager)
     ahead = itertools.takewhile(
-        lambda extension: not is_a(extension.get("typed_config") or {}, PROCESSOR),
-        manager.get("http_filters") or [],
+        lambda extension: extension not in pickers, manager.get("http_filters") or []
     )
+    passing = [overrides for _, overrides in _passing_routes(manager)] or [{}]
     removed: set[str] = set()
     for extension in (*early, *ahead):
         config = extension.get("typed_config") or {}
         if not is_a(config, "header_mutation.v3.HeaderMutation"):
             continue
+        if not all(_is_enabled(extension, overrides) for overrides in passing):
+            continue
         # The early extension has its list in `mutations`, the filter one level below.
         mutations = config.get("mutations") or []
         if isinstance(mutations, Mapping):
             mutations = mutations.get("request_mutations") or []
-        removed |= {str(change["remove"]).lower() for change in mutations if "remove" in change}
-    return frozenset(removed)
+        for change in mutations:
+            matcher = (change.get("remove_on_match") or {}).get("key_matcher") or {}
+            removed |= {name for name in names if is_match(matcher, name)}
+            removed.add(str(change.get("remove", "")).lower())
+    return frozenset(names) & removed
+
+
+def is_match(matcher: YamlTree, text: str) -> bool:
+    """Return True if a string matcher of Envoy matches a lowercase text."""
+    ignores_case = bool(matcher.get("ignore_case"))
+    tests: Mapping[str, Callable[[str], bool]] = {
+        "exact": text.__eq__,
+        "prefix": text.startswith,
+        "suffix": text.endswith,
+        "contains": text.__contains__,
+    }
+    for kind, test in tests.items():
+        if isinstance(wanted := matcher.get(kind), str):
+            return test(wanted.lower() if ignores_case else wanted)
+    return is_regex_match(matcher.get("safe_regex"), text)
+
+
+def is_regex_match(matcher: object, text: str) -> bool:
+    """Return True if a regular expression of Envoy matches a text."""
+    regex = matcher.get("regex") if isinstance(matcher, Mapping) else None
+    if not isinstance(regex, str) or len(regex) > _MAX_REGEX_CHARS:
+        return False
+    try:
+        return re.fullmatch(regex, text) is not None
+    except re.error:
+        return False
 
 
 def is_a(message: YamlTree, kind: str) -> bool:
     """Return True if the `@type` of a mapping ends with `kind`."""
     return str(message.get("@type", "")).endswith(kind)
-
-
-def find_processors(tree: object) -> Iterator[YamlTree]:
-    """Yield the ext_proc filters in a tree."""
-    return (message for message in walk(tree) if is_a(message, PROCESSOR))
 
 
 def cluster_name(message: YamlTree) -> str:
@@ -204,6 +293,47 @@ def seconds(tree: YamlTree, name: str, usual: float, *, where: str) -> float:
             where, wanted=f"{name} in seconds, such as 60s", got=str(text), fix="correct it"
         )
     return float(text[:-1])
+
+
+def count(tree: YamlTree, name: str, usual: int, *, where: str) -> int:
+    """Read a whole number as Envoy's JSON writes it: 40000, 4e4 or either as text.
+
+    Raises:
+        ConfigError: The value is no number.
+    """
+    value = tree.get(name)
+    if value is None:
+        return usual
+    try:
+        return int(float(value))
+    except (OverflowError, TypeError, ValueError):
+        raise ConfigError(
+            where,
+            wanted=f"{name} as a whole number, such as 40000",
+            got=str(value),
+            fix="correct it",
+        ) from None
+
+
+def name_as_proto(tree: object) -> object:
+    """Copy a tree with the names of fields in snake_case, as Envoy also reads lowerCamelCase.
+
+    Keys of `typed_per_filter_config` are names of filters, and stay as they are.
+    """
+    if isinstance(tree, list):
+        return [name_as_proto(item) for item in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    copy: dict[str, object] = {}
+    for key, value in tree.items():
+        name = str(key)
+        if "." not in name and not name.startswith("@"):
+            name = _HUMP.sub(lambda match: f"_{match[0].lower()}", name)
+        if name == "typed_per_filter_config" and isinstance(value, Mapping):
+            copy[name] = {inner: name_as_proto(message) for inner, message in value.items()}
+        else:
+            copy[name] = name_as_proto(value)
+    return copy
 
 
 def find_running_configuration(dump: YamlTree) -> YamlTree:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from extproc.cli import main
-from extproc.config import envoy_lint, envoy_tree, settings
+from extproc.config import envoy_lint, settings
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 from tests.manifests import tools
@@ -31,14 +31,23 @@ def processor(tree):
     return next(entry for entry in filters if entry["name"].endswith("ext_proc"))["typed_config"]
 
 
+def host(tree):
+    return manager(tree)["route_config"]["virtual_hosts"][0]
+
+
 def route(tree):
-    return manager(tree)["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
+    return host(tree)["routes"][0]["route"]
 
 
 def cluster(tree, name):
     return next(
         cluster for cluster in tree["static_resources"]["clusters"] if cluster["name"] == name
     )
+
+
+def http_options(tree, name):
+    (options,) = cluster(tree, name)["typed_extension_protocol_options"].values()
+    return options
 
 
 def mutations(tree):
@@ -95,6 +104,29 @@ CUTS = {
     ),
     "route timeout": (lambda tree: without(route(tree), "timeout"), "timeout is 15 s"),
     "route idle": (lambda tree: route(tree).update(idle_timeout="60s"), "idle_timeout is 60 s"),
+    "tries": (
+        lambda tree: route(tree)["retry_policy"].update(per_try_timeout="5s"),
+        "per_try_timeout of retry_policy is 5 s",
+    ),
+    "silent tries": (
+        lambda tree: (
+            without(route(tree), "retry_policy"),
+            host(tree).update(retry_policy={"per_try_idle_timeout": "5s"}),
+        ),
+        "per_try_idle_timeout of retry_policy is 5 s",
+    ),
+    "engines' stream duration": (
+        lambda tree: http_options(tree, "engines").update(
+            common_http_protocol_options={"idle_timeout": "2s", "max_stream_duration": "60s"}
+        ),
+        "max_stream_duration is 60 s: longer responses",
+    ),
+    "picker's stream duration": (
+        lambda tree: http_options(tree, "extproc").update(
+            common_http_protocol_options={"max_stream_duration": "60s"}
+        ),
+        "max_stream_duration is 60 s: the stream to extproc",
+    ),
     "grpc timeout": (
         lambda tree: processor(tree)["grpc_service"].update(timeout="10s"),
         "grpc_service.timeout is 10 s",
@@ -161,6 +193,12 @@ ERRORS = {
     "destination in another header": (
         lambda tree: cluster(tree, "engines")["original_dst_lb_config"].update(
             http_header_name="x-other"
+        ),
+        "destination",
+    ),
+    "destination in other metadata": (
+        lambda tree: cluster(tree, "engines").update(
+            original_dst_lb_config={"metadata_key": {"key": "envoy.lb", "path": [{"key": "other"}]}}
         ),
         "destination",
     ),
@@ -235,37 +273,6 @@ def test_other_clusters_of_a_gateway_are_notes():
     assert "destination" in notes(tree)
 
 
-def test_routes_without_ext_proc_are_left_alone():
-    """Their limits cut no answer of an engine."""
-    tree = load()
-    routes = manager(tree)["route_config"]["virtual_hosts"][0]["routes"]
-    extra = copy.deepcopy(routes[0])
-    extra["route"]["timeout"] = "1s"
-    routes.insert(0, extra)
-    assert [result.check for result in findings(tree)] == ["route_timeout"]
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
-    off = {"@type": kind, "disabled": True}
-    extra["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": off}
-    assert findings(tree) == []
-
-
-def test_overrides_of_routes_are_read():
-    """Gateways add a filter that sees nothing, and let routes say what it is for."""
-    tree = load()
-    config = processor(tree)
-    wanted = {**config["processing_mode"], "request_body_mode": "NONE"}
-    config["processing_mode"] = {
-        "request_header_mode": "SKIP",
-        "response_header_mode": "SKIP",
-        "response_trailer_mode": "SKIP",
-    }
-    route_entry = manager(tree)["route_config"]["virtual_hosts"][0]["routes"][0]
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
-    override = {"@type": kind, "overrides": {"processing_mode": wanted}}
-    route_entry["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": override}
-    assert [result.check for result in findings(tree)] == ["request_body_mode"]
-
-
 WARNINGS = {
     "buffer filter": (
         lambda tree: manager(tree)["http_filters"].insert(
@@ -337,6 +344,12 @@ WARNINGS = {
         lambda tree: without(cluster(tree, "engines"), "circuit_breakers"),
         "let 1024 requests be open",
     ),
+    "engines' connections": (
+        lambda tree: without(
+            cluster(tree, "engines")["circuit_breakers"]["thresholds"][0], "max_connections"
+        ),
+        "let 1024 requests be open",
+    ),
 }
 
 
@@ -348,17 +361,6 @@ def test_surprising_settings_are_warnings(name):
     change(tree)
     (finding,) = [finding for finding in findings(tree) if text in finding.text]
     assert finding.severity == "warning"
-
-
-def test_early_header_mutation_counts_as_removal():
-    """Envoy has a second place where headers are removed before any filter."""
-    tree = load()
-    wanted = [*mutations(tree)]
-    mutations(tree).clear()
-    kind = "early_header_mutation.header_mutation.v3.HeaderMutation"
-    config = {"@type": f"type.googleapis.com/envoy.extensions.http.{kind}", "mutations": wanted}
-    manager(tree)["early_header_mutation_extensions"] = [{"name": "early", "typed_config": config}]
-    assert findings(tree) == []
 
 
 def test_trusted_clients_are_named():
@@ -408,6 +410,12 @@ def test_limits_are_compared_with_the_longest_wait():
         (lambda tree: manager(tree).update(http_filters=[]), "ext_proc filter"),
         (lambda tree: route(tree).update(timeout="fast"), "timeout in seconds"),
         (lambda tree: route(tree).update(timeout=15), "timeout in seconds"),
+        (
+            lambda tree: cluster(tree, "engines")["circuit_breakers"]["thresholds"][0].update(
+                max_requests="many"
+            ),
+            "max_requests as a whole number",
+        ),
     ],
 )
 def test_a_file_that_is_no_envoy_configuration_is_an_error(change, wanted):
@@ -424,36 +432,8 @@ def test_retries_in_full_duplex_are_named():
     tree = load("original-dst.yaml")
     route(tree)["retry_policy"] = {"retry_on": "reset"}
     assert [result.check for result in findings(tree)] == ["duplex_retries"]
-
-
-def test_references_of_a_dump_are_followed():
-    """Routes of RDS and filters of ECDS stand apart; what waits to be in force does not count."""
-    tree = load()
-    static = tree["static_resources"]
-    own = manager(tree)
-    table = own.pop("route_config")
-    own["rds"] = {"route_config_name": table["name"]}
-    table["virtual_hosts"][0]["routes"][0]["route"]["timeout"] = "15s"
-    entry = next(item for item in own["http_filters"] if item["name"].endswith("ext_proc"))
-    config = entry.pop("typed_config")
-    entry["config_discovery"] = {}
-    broken = copy.deepcopy(static["listeners"])
-    dump = {
-        "configs": [
-            {"@type": "x/envoy.admin.v3.BootstrapConfigDump", "bootstrap": tree},
-            {
-                "dynamic_listeners": [
-                    {"active_state": {"listener": part}} for part in static["listeners"]
-                ]
-            },
-            {"dynamic_listeners": [{"warming_state": {"listener": part}} for part in broken]},
-            {"static_clusters": [{"cluster": part} for part in static["clusters"]]},
-            {"dynamic_route_configs": [{"route_config": table}]},
-            {"ecds_filters": [{"ecds_filter": {"name": entry["name"], "typed_config": config}}]},
-        ]
-    }
-    running = envoy_tree.find_running_configuration(dump)
-    assert [result.check for result in findings(running)] == ["route_timeout"]
+    host(tree)["retry_policy"] = route(tree).pop("retry_policy")
+    assert [result.check for result in findings(tree)] == ["duplex_retries"]
 
 
 def test_a_dump_of_a_running_envoy_is_read(tmp_path, capsys):
