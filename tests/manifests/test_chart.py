@@ -400,6 +400,40 @@ def test_values_outside_the_schema_are_refused(value, says):
     assert says in refusal("--set", value)
 
 
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("server.grpc_port=9102", "fixes port 9002"),
+        ("server.grpc_health_port=9103", "fixes port 9003"),
+        ("server.metrics_port=9190", "fixes port 9090"),
+        ("server.secure_serving=false", "set tls.enabled"),
+        ("server.drain_timeout_s=90", "set drainTimeoutSeconds"),
+        ("cluster.leader_election=true", "set leaderElection.enabled"),
+        ("xds.enabled=true", "set xds.enabled of the chart"),
+        ("xds.port=18001", "set xds.port of the chart"),
+        ("autoscaling.keda.enabled=true", "no port for KEDA"),
+    ],
+)
+def test_fields_that_the_chart_fixes_are_refused(field, says):
+    """The error names the value of the chart, or says that there is none."""
+    error = refusal("--set", f"config.{field}")
+    assert f"config.{field.partition('=')[0].removesuffix('.keda.enabled')}" in error
+    assert says in error
+
+
+def test_null_sections_are_refused():
+    """The error names the section."""
+    assert "missing property 'config'" in refusal("--set-json", "config=null")
+    assert "/config/peer_sync" in refusal("--set-json", 'config={"peer_sync": null}')
+
+
+def test_only_pools_of_the_stable_group_are_created():
+    """The other group has no version v1."""
+    create = "pool.create.enabled=true,pool.create.matchLabels.app=vllm"
+    error = refusal("--set", f"{create},pool.group=inference.networking.x-k8s.io")
+    assert "expected pool.group inference.networking.k8s.io" in error
+
+
 def test_a_pool_is_named_or_selected():
     """Two at once are an error that says so."""
     for more in ("pool.name=vllm", "pool.every=cluster"):

@@ -117,3 +117,25 @@ true
 {{- join "," $ports -}}
 {{- end -}}
 {{- end -}}
+
+{{- /* Fails on fields of `config` that the rest of the chart fixes: flags and ports would contradict them. */ -}}
+{{- define "extproc.refuseFixedFields" -}}
+{{- $fixed := dict
+  "server.grpc_port" "the chart fixes port 9002; remove it"
+  "server.grpc_health_port" "the chart fixes port 9003; remove it"
+  "server.metrics_port" "the chart fixes port 9090; remove it"
+  "server.secure_serving" "set tls.enabled in its place"
+  "server.drain_timeout_s" "set drainTimeoutSeconds in its place"
+  "cluster.leader_election" "set leaderElection.enabled in its place"
+  "xds.enabled" "set xds.enabled of the chart in its place"
+  "xds.port" "set xds.port of the chart in its place"
+  "autoscaling.keda" "the chart has no port for KEDA; remove it, or use the component engine-autoscaling-keda of kustomize"
+-}}
+{{- range $path, $fix := $fixed -}}
+{{- $names := splitList "." $path -}}
+{{- $section := get $.Values.config (first $names) -}}
+{{- if and (kindIs "map" $section) (hasKey $section (last $names)) -}}
+{{- fail (printf "config.%s: %s" $path $fix) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
