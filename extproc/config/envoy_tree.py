@@ -20,6 +20,9 @@ REQUESTS = 1024
 MANAGER = "http_connection_manager.v3.HttpConnectionManager"
 PROCESSOR = "ext_proc.v3.ExternalProcessor"
 
+#: Name that the shipped files give to the cluster of extproc.
+_PICKER: Final = "extproc"
+
 #: The same of the message by which a route enables or disables any filter.
 _FILTER_CONFIG: Final = "route.v3.FilterConfig"
 
@@ -137,12 +140,15 @@ def _is_placeholder(entry: YamlTree) -> bool:
 
 
 def _picker_filters(tree: object) -> list[YamlTree]:
-    """Return the ext_proc filters that call extproc: of several, those that bear its name."""
+    """Return the ext_proc filters that call extproc: all, unless some have exactly its name.
+
+    Names that only contain it may be those of others: gateways call any ext_proc service so.
+    """
     entries = [part for part in walk(tree) if is_a(part.get("typed_config") or {}, PROCESSOR)]
     named = [
         entry
         for entry in entries
-        if "extproc" in str(entry.get("name", "")) or "extproc" in _service(entry["typed_config"])
+        if _PICKER in (entry.get("name"), _service(entry["typed_config"]))
     ]
     return named or entries
 

@@ -204,6 +204,10 @@ def test_an_ext_proc_filter_of_another_service_is_left_alone():
     overrides = {"processing_mode": {"request_body_mode": "NONE"}}
     host(tree)["typed_per_filter_config"] = {"guard": {**PER_ROUTE, "overrides": overrides}}
     assert findings(tree) == []
+    clusters = ("guard-extproc", "picker")
+    for entry, name in zip((other["typed_config"], processor(tree)), clusters, strict=True):
+        entry["grpc_service"]["envoy_grpc"]["cluster_name"] = name
+    assert {*clusters} == {*envoy_tree.picker_clusters([manager(tree)])}
 
 
 def test_destinations_are_read_in_every_form():
