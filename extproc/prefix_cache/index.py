@@ -301,6 +301,8 @@ class PrefixIndex:
         slot = self.slot(key)
         self._caches[slot].resize(capacity_blocks)
         self._release(slot)
+        # A run that is cut takes more than before.
+        self.shrink(self._max_bytes)
 
     def capacity(self, key: Key) -> int:
         """Blocks predicted as held by an endpoint at most."""

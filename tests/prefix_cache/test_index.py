@@ -189,6 +189,15 @@ def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, queries
             assert depths[slot] <= naive.depth(key, question)
 
 
+def test_an_endpoint_that_is_resized_stays_within_the_bound():
+    """Its runs are cut, and each part takes more than its share of the whole."""
+    index = PrefixIndex(8, max_bytes=2278)
+    for key, prompt in ((A, b"bb"), (A, b"abaa"), (A, b"baaa"), (B, b"aa")):
+        index.record(key, chain(prompt))
+    index.resize(A, 2)
+    assert index.bytes_estimate() <= 2278
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(
     st.integers(1, 3),
