@@ -115,7 +115,9 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             those of busy endpoints further, up to threefold, where loads of idle ones would turn unknown.
             Endpoints that fail share as many of their own, model lists 0.4 times as many.
             100 cost about 4 % of a core.
-        max_page_bytes: Largest metrics page that is read (bytes). 4 MiB is 80 times a page of vLLM.
+        max_page_bytes: Largest metrics page that is read (bytes). 4 MiB is 80 times a page of vLLM; with
+            LoRA adapters a page has a line for each combination of adapters since the engine started,
+            some 140 bytes each.
         initial_scrape_timeout_s: Seconds that readiness waits after start until every endpoint was
             scraped, or could not be; 0 does not wait. 3 are some scrapes. Without them, the first
             decisions of a new replica would ignore the load that others cause.

@@ -42,8 +42,10 @@ _REMEMBERED_BYTES = 4096
 #: Longest labels that are read (bytes): a thousand adapters with long names.
 MAX_LABEL_BYTES: Final = 65_536
 #: Lines of wanted names that are read of one page (count). A family that goes beyond it reads as
-#: absent, so a page of 4 MiB takes half a second of CPU at most, whatever it holds.
+#: absent, so a page of 4 MiB takes a second of CPU at most, whatever it holds.
 MAX_SAMPLES: Final = 16_384
+#: The same of the combinations of adapters, all of which vLLM keeps on its page: some 4 MiB of them.
+MAX_ADAPTER_SAMPLES: Final = 32_768
 #: Longest rest of a line that is looked at (bytes): the labels, and a value with its exemplar.
 _MAX_LINE_BYTES: Final = 2 * MAX_LABEL_BYTES
 
@@ -141,6 +143,13 @@ class MetricFamilies:
         samples = self._samples_by_name.get(name)
         if samples is None:
             samples = self._samples_by_name[name] = self._find(name)
+        return samples
+
+    def adapter_samples(self, name: bytes) -> list[Sample]:
+        """Returns all samples of a family with many, which take no lines from those read later."""
+        left, self._left = self._left, MAX_ADAPTER_SAMPLES
+        samples = self.samples(name)
+        self._left = left
         return samples
 
     def numbers(self, alternatives: Iterable[MetricSelector]) -> list[float]:
@@ -255,6 +264,11 @@ class RankFamilies(MetricFamilies):
         self._families = families
         self._where = where
         self._shared = shared
+
+    def adapter_samples(self, name: bytes) -> list[Sample]:
+        """Returns those of the rank, of a family with many."""
+        self._families.adapter_samples(name)
+        return self.samples(name)
 
     def _find(self, name: bytes) -> list[Sample]:
         label, value = self._where

@@ -214,7 +214,7 @@ def _read_load(
         prefix_queries=_total(families.numbers(engine.prefix_queries)),
         prefix_hits=_total(families.numbers(engine.prefix_hits)),
         counters=_totals(families, engine),
-        **_adapters(families.samples(engine.adapters)),
+        **_adapters(families.adapter_samples(engine.adapters)),
         kv_blocks=_bounded_int(_total(families.numbers(engine.kv_blocks)), most=MAX_KV_BLOCKS),
         block_tokens=_bounded_int(
             _common_number(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS

@@ -576,6 +576,29 @@ def test_long_and_numerous_adapter_names_are_dropped():
     assert len(load.adapters) == metrics_page.MAX_NAMES
 
 
+def test_many_combinations_of_adapters_hide_nothing():
+    """The newest of 20,000 combinations is found, and what is behind them on the page is read."""
+    combinations = [
+        f'vllm:lora_requests_info{{max_lora="8",running_lora_adapters="{number}"}} {number}'
+        for number in range(20_000)
+    ]
+    known = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1'
+    load = read(*reversed(combinations), known)
+    assert (load.adapters, load.adapter_slots) == ({"19999"}, 8)
+    assert (load.kv_blocks, load.block_tokens) == (1000, 16)
+
+
+def test_too_many_combinations_of_adapters_are_unknown_alone():
+    """Adapters beyond the bound are unknown; what is behind them is read."""
+    line = b'vllm:lora_requests_info{running_lora_adapters="a"} 1\n'
+    waiting = b"vllm:num_requests_waiting 3\n"
+    cache = b'vllm:cache_config_info{block_size="16"} 1\n'
+    page = waiting + line * (metric_families.MAX_ADAPTER_SAMPLES + 1) + cache
+    load = metrics_page.read(page, 7.0)
+    assert isinstance(load, Load)
+    assert (load.waiting, load.adapters, load.block_tokens) == (3.0, None, 16)
+
+
 def test_a_family_of_too_many_samples_is_unknown():
     """The lines that are read of one page are counted, so its size bounds the work."""
     line = b'vllm:num_requests_waiting{engine="0"} 1\n'
