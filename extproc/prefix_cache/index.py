@@ -391,14 +391,16 @@ class PrefixIndex:
     def _release(self, slot: int) -> None:
         """Evict what is above the bound of an endpoint, and more of what cleared ones held."""
         cache, bit = self._caches[slot], self._bits[slot]
+        cleared = self._clearing.get(slot, 0)
         for _ in range(_MAX_RELEASED):
             if cache.held <= cache.capacity:
                 break
-            held = cache.held
+            held, oldest = cache.held, cache.oldest
             run, keep, before = cache.evict_excess()
-            gone = run.hashes[keep * WIDTH : before * WIDTH]
-            head = int.from_bytes(gone[:WIDTH], sys.byteorder)
-            self._evicted.record(slot, head, gone, held - cache.held, cache.capacity)
+            if oldest is None or oldest >= cleared:  # of what was cleared, nothing lingers
+                gone = run.hashes[keep * WIDTH : before * WIDTH]
+                head = int.from_bytes(gone[:WIDTH], sys.byteorder)
+                self._evicted.record(slot, head, gone, held - cache.held, cache.capacity)
             if keep * WIDTH < len(run.hashes):
                 self._detach(run, bit, keep)
         if self._clearing:

@@ -488,6 +488,18 @@ def test_what_an_endpoint_evicted_lingers_only_there_and_in_this_life():
     assert index.lingering(shared, index.match(shared)) is None
 
 
+def test_nothing_lingers_of_a_cache_that_is_being_cleared():
+    """Parts that are not given up yet go first where new ones need their room."""
+    index = PrefixIndex(10_000)
+    for number in range(10_000):
+        index.record(A, [number + 1])
+    index.clear(A)
+    assert index.held(A)
+    index.record(A, range(1_000_000, 1_005_000))
+    prompts = [[number + 1] for number in range(10_000)]
+    assert not any(index.lingering(prompt, index.match(prompt)) for prompt in prompts)
+
+
 def test_what_lingers_takes_no_memory_beyond_the_bound():
     """It goes before what is held, and once as much again was evicted."""
     index, free = PrefixIndex(400, max_bytes=40_000), PrefixIndex(40)
