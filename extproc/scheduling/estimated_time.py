@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+import msgspec
 
 from extproc.decision import CostResult, Decision, LazySequence
 from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
 from extproc.scheduling.encoder_caches import KEPT_TOKENS, EncoderCaches
-from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
+from extproc.scheduling.framework import NonNegative, PluginParameters, SchedulingContext, Signal
 
 #: What costs are made of, in the order they are added up.
 _TERMS = (
@@ -203,14 +205,14 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
     )
 
     goal: Literal["first-token", "balanced", "throughput"] = "balanced"
-    own_share: float = 0.07
-    others_share: float = 0.02
-    waiting_share: float = 1.0
-    waste_share: float = 1.0
-    crowding: float = 2.5
-    crowding_start: float = 0.8
-    crowding_end: float = 1.5
-    encoder_share: float = 0.25
+    own_share: NonNegative = 0.07
+    others_share: NonNegative = 0.02
+    waiting_share: NonNegative = 1.0
+    waste_share: NonNegative = 1.0
+    crowding: NonNegative = 2.5
+    crowding_start: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.8
+    crowding_end: Annotated[float, msgspec.Meta(gt=1)] = 1.5
+    encoder_share: NonNegative = 0.25
 
     def cost(  # noqa: C901, PLR0912, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
-
-import msgspec
+from typing import Any, ClassVar
 
 from extproc.decision import Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.framework import (
     ExtraMetricReader,
     Filter,
+    NonNegative,
     Observer,
     PluginParameters,
     RequestKeyProvider,
     ResponseHeaderProvider,
     SchedulingContext,
+    Share,
     Signal,
 )
 from extproc.scheduling.load_bounds import (
@@ -225,10 +225,10 @@ class FilterChain(PluginParameters, frozen=True, kw_only=True, dict=True):
         {Signal.WAITING, Signal.KV_USAGE, Signal.ADAPTERS, Signal.HEADERS}
     )
 
-    below_waiting_requests: float = 50.0
-    sheddable_waiting_requests: float = 5.0
-    sheddable_kv_usage: float = 0.8
-    affinity_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    below_waiting_requests: NonNegative = 50.0
+    sheddable_waiting_requests: NonNegative = 5.0
+    sheddable_kv_usage: Share = 0.8
+    affinity_share: Share = 1.0
     header: str = "x-llm-d-inference-objective"
     sheddable: str = "sheddable"
 

@@ -7,10 +7,11 @@ pickers read candidates and never change them. Scorers share the normalization o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from random import Random
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -40,6 +41,39 @@ class Signal(Enum):
 
 class PluginParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a plugin are its fields; a configuration names no others."""
+
+
+#: Parameters with a range: a share, and numbers that are not negative.
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+#: Name of a header in lower case (RFC 9110, 5.1).
+_HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+
+#: Headers that say how a response is framed or sent, and not what it is (RFC 9110, 7.6.1 and 8.6).
+_FRAMING_HEADERS: Final = frozenset(
+    {
+        *("connection", "content-length", "host", "keep-alive", "proxy-connection", "te"),
+        *("trailer", "transfer-encoding", "upgrade"),
+    }
+)
+
+
+def is_response_header(name: str) -> bool:
+    """True for a name, in lower case, of a header that a plugin may add to responses."""
+    return bool(_HEADER_NAME.fullmatch(name)) and name not in _FRAMING_HEADERS
+
+
+def check_response_header(name: str) -> None:
+    """Refuse what is no name of a header for responses, in letters of any case.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not is_response_header(name.lower()):
+        raise ValueError(
+            f"expected the name of a header for responses, such as x-session-token, got {name!r}"
+        )
 
 
 class UpstreamParameters(PluginParameters, frozen=True, rename="camel"):

@@ -18,6 +18,7 @@ from extproc.scheduling.framework import (
     SchedulingContext,
     Signal,
     UpstreamParameters,
+    check_response_header,
 )
 
 #: Before the name of an adapter that is loaded (docs/spec/prior-systems.md#adapter-names).
@@ -101,8 +102,8 @@ class HeaderLabelAffinityScorer(UpstreamParameters, frozen=True, kw_only=True):
     Attributes:
         header_name: Request header with the wanted value.
         label_key: Label of endpoints it is compared with.
-        stamp_response_header: Send the client the label of the endpoint that served, in a header of
-            the same name. True, the upstream default, lets a caller carry it to the next request.
+        stamp_response_header: Send the client the label of the endpoint that was chosen, in a header
+            of the same name. True, the upstream default, lets a caller carry it to the next request.
     """
 
     kind: ClassVar[str] = "header-label-affinity-scorer"
@@ -111,6 +112,15 @@ class HeaderLabelAffinityScorer(UpstreamParameters, frozen=True, kw_only=True):
     header_name: Annotated[str, msgspec.Meta(min_length=1)]
     label_key: Annotated[str, msgspec.Meta(min_length=1)]
     stamp_response_header: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a header that no response can have, where it is sent.
+
+        Raises:
+            ValueError: It is no name of a header, or of one for the framing of a response.
+        """
+        if self.stamp_response_header:
+            check_response_header(self.header_name)
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         header_value = context.headers.get(self.header_name.lower(), "")
@@ -122,7 +132,7 @@ class HeaderLabelAffinityScorer(UpstreamParameters, frozen=True, kw_only=True):
     def answer_headers(
         self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
-        """The label of the endpoint that serves."""
+        """The label of the endpoint that was chosen."""
         label = chosen.labels.get(self.label_key, "")
         return ((self.header_name.lower(), label),) if label and self.stamp_response_header else ()
 

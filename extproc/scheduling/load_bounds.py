@@ -10,8 +10,10 @@ import msgspec
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes, framework
 from extproc.scheduling.framework import (
+    NonNegative,
     PluginParameters,
     SchedulingContext,
+    Share,
     Signal,
     UpstreamParameters,
 )
@@ -77,7 +79,7 @@ class LowLatency(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "low-latency"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WAITING})
 
-    below_waiting_requests: float = 50.0
+    below_waiting_requests: NonNegative = 50.0
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -104,7 +106,7 @@ class MaxWaiting(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "max-waiting"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WAITING})
 
-    max_waiting_requests: float = 50.0
+    max_waiting_requests: NonNegative = 50.0
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -129,8 +131,8 @@ class SheddableCapacity(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "sheddable-capacity"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WAITING, Signal.KV_USAGE})
 
-    max_waiting_requests: float = 5.0
-    max_kv_usage: float = 0.8
+    max_waiting_requests: NonNegative = 5.0
+    max_kv_usage: Share = 0.8
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -199,7 +201,7 @@ class UtilizationCondition(UpstreamParameters, frozen=True, kw_only=True):
     """
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
-    max_value: Annotated[float, msgspec.Meta(ge=0)]
+    max_value: NonNegative
 
     def __post_init__(self) -> None:
         """Refuse a percentage.
@@ -268,7 +270,7 @@ class UtilizationDetector(UpstreamParameters, frozen=True, kw_only=True):
 
     queue_depth_threshold: Annotated[int, msgspec.Meta(gt=0)] = 5
     kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
-    headroom: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    headroom: NonNegative = 0.0
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -308,7 +310,7 @@ class ConcurrencyDetector(UpstreamParameters, frozen=True, kw_only=True):
     concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
     max_concurrency: Annotated[int, msgspec.Meta(gt=0)] = 100
     max_token_concurrency: Annotated[int, msgspec.Meta(gt=0)] = 1_000_000
-    headroom: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    headroom: NonNegative = 0.0
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]

@@ -15,8 +15,10 @@ import msgspec
 from extproc.endpoint import Candidate
 from extproc.scheduling import framework
 from extproc.scheduling.framework import (
+    NonNegative,
     PluginParameters,
     SchedulingContext,
+    Share,
     Signal,
     UpstreamParameters,
 )
@@ -115,9 +117,6 @@ class KvCacheUtilizationScorer(PluginParameters, frozen=True, kw_only=True):
         return [1.0 - u if 0.0 <= u <= 1.0 else float(u < 0.0) for u in usage]
 
 
-Weight = Annotated[float, msgspec.Meta(ge=0)]
-
-
 class LatencyScorer(UpstreamParameters, frozen=True, kw_only=True):
     """`score = (a * (1 - u) + b * (high - w) / high + c * m / t) / (a + b + c)`, in hundredths.
 
@@ -140,11 +139,11 @@ class LatencyScorer(UpstreamParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "latency-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE, Signal.WAITING, Signal.PREFIX})
 
-    composite_kv_weight: Weight = msgspec.field(default=1.0, name="compositeKVWeight")
-    composite_queue_weight: Weight = 1.0
-    composite_prefix_weight: Weight = 1.0
-    ttft_weight: Weight = 0.8
-    tpot_weight: Weight = 0.2
+    composite_kv_weight: NonNegative = msgspec.field(default=1.0, name="compositeKVWeight")
+    composite_queue_weight: NonNegative = 1.0
+    composite_prefix_weight: NonNegative = 1.0
+    ttft_weight: NonNegative = 0.8
+    tpot_weight: NonNegative = 0.2
     headroom_selection_strategy: Literal["least", "most"] = "least"
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
@@ -240,7 +239,7 @@ class ActiveRequestScorer(UpstreamParameters, frozen=True, kw_only=True):
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.IN_FLIGHT})
 
     idle_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
-    max_busy_score: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    max_busy_score: Share = 1.0
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         counts = [c.in_flight for c in candidates]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
-
-import msgspec
+from typing import ClassVar
 
 from extproc.endpoint import Candidate, Load
 from extproc.scheduling import framework, labels
-from extproc.scheduling.framework import PluginParameters, SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    NonNegative,
+    PluginParameters,
+    SchedulingContext,
+    Share,
+    Signal,
+)
 
 
 class AdapterActive(PluginParameters, frozen=True, kw_only=True):
@@ -91,7 +95,7 @@ class AdapterSoftAffinity(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "adapter-soft-affinity"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.999
+    share: Share = 0.999
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -126,7 +130,7 @@ class LoraAffinityFilter(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "lora-affinity"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS, Signal.WAITING})
 
-    max_waiting_requests: float = 50.0
+    max_waiting_requests: NonNegative = 50.0
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]

@@ -25,6 +25,7 @@ from extproc.decision import Decision
 from extproc.endpoint import Candidate
 from extproc.scheduling import labels
 from extproc.scheduling.framework import (
+    NonNegative,
     PluginParameters,
     SchedulingContext,
     Signal,
@@ -58,7 +59,7 @@ class RoundRobin(PluginParameters, frozen=True, kw_only=True, dict=True):
     kind: ClassVar[str] = "round-robin"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
-    max_models: int = 1024
+    max_models: Annotated[int, msgspec.Meta(ge=1)] = 1024
 
     @cached_property
     def _last(self) -> OrderedDict[str, str]:
@@ -389,7 +390,7 @@ class Rendezvous(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "rendezvous"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.FIRST_USER_MESSAGE})
 
-    tie_share: float = 0.05
+    tie_share: NonNegative = 0.05
 
     def pick(
         self,

@@ -18,12 +18,16 @@ import msgspec
 
 from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.framework import BypassedError, SchedulingContext, Signal
+from extproc.scheduling.framework import (
+    BypassedError,
+    SchedulingContext,
+    Signal,
+    is_response_header,
+)
 
 ArgumentT = TypeVar("ArgumentT")
 
-#: A header an answer can carry (RFC 9110, 5.1 and 5.5): a lower-case token, visible text.
-_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+#: Value of a header (RFC 9110, 5.5): visible text.
 _VALUE = re.compile(r"[\x20-\x7e]*")
 
 
@@ -247,6 +251,8 @@ def _check_texts(mapping: dict[Any, Any]) -> dict[str, str]:
 
 def _check_headers(mapping: dict[Any, Any]) -> list[tuple[str, str]]:
     headers = list(_check_texts(mapping).items())
-    if not all(_HEADER.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
-        raise ValueError("expected header names in lower case and values in visible ASCII")
+    if not all(is_response_header(name) and _VALUE.fullmatch(value) for name, value in headers):
+        raise ValueError(
+            "expected headers for responses, names in lower case and values in visible ASCII"
+        )
     return headers

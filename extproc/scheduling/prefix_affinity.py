@@ -18,8 +18,10 @@ from extproc.endpoint import Candidate
 from extproc.scheduling import framework
 from extproc.scheduling.encoder_caches import EncoderCaches
 from extproc.scheduling.framework import (
+    NonNegative,
     PluginParameters,
     SchedulingContext,
+    Share,
     Signal,
     UpstreamParameters,
 )
@@ -43,7 +45,7 @@ class PrefixCacheScorer(UpstreamParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "prefix-cache-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX})
 
-    match_length_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    match_length_weight: Share = 0.0
     match_length_scale_tokens: Annotated[int, msgspec.Meta(gt=0)] = 8192
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
@@ -108,9 +110,6 @@ class NoHitLruScorer(UpstreamParameters, frozen=True, kw_only=True, dict=True):
             self._last.popitem(last=False)
 
 
-ShareT = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
 class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps sticky candidates, those with `m / t >= affinityThreshold`; all if there are none.
 
@@ -133,11 +132,9 @@ class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "prefix-cache-affinity-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX, Signal.QUEUED})
 
-    affinity_threshold: ShareT = 0.80
-    exploration_probability: ShareT = 0.0
-    max_ttft_penalty_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(
-        default=18_000.0, name="maxTTFTPenaltyMs"
-    )
+    affinity_threshold: Share = 0.80
+    exploration_probability: Share = 0.0
+    max_ttft_penalty_ms: NonNegative = msgspec.field(default=18_000.0, name="maxTTFTPenaltyMs")
     peak_prefill_throughput: Annotated[float, msgspec.Meta(gt=0)] = 15_928.0
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = "prefillThroughput"
 
@@ -176,9 +173,9 @@ class ConversationAffinity(PluginParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "conversation-affinity"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX, Signal.QUEUED, Signal.RATES})
 
-    share: float = 0.5
-    base_s: float = 1.0
-    per_token_s: float = 62.5e-6
+    share: Share = 0.5
+    base_s: NonNegative = 1.0
+    per_token_s: NonNegative = 62.5e-6
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]

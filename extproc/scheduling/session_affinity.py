@@ -24,6 +24,7 @@ from extproc.scheduling.framework import (
     SchedulingContext,
     Signal,
     UpstreamParameters,
+    check_response_header,
 )
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
@@ -41,6 +42,14 @@ class EncodedEndpointHeader(UpstreamParameters, frozen=True, kw_only=True):
     """
 
     header: str = "x-session-token"
+
+    def __post_init__(self) -> None:
+        """Refuse a header that no response can have.
+
+        Raises:
+            ValueError: It is no name of a header, or of one for the framing of a response.
+        """
+        check_response_header(self.header)
 
 
 class SessionSource(UpstreamParameters, frozen=True, kw_only=True):
@@ -203,7 +212,7 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
     """1 for the endpoint the session is bound to, 0 for the others; 0 everywhere without a session.
 
     With `encoded_endpoint_header` a token in the request names the endpoint, and every answer
-    brings the token of the endpoint that served; our tokens hold the address, those of the upstream
+    brings the token of the endpoint that was chosen, also where Envoy took a fallback; our tokens hold the address, those of the upstream
     picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here.
     Upstream: `scorer/sessionaffinity/session_affinity.go`.
     """

@@ -127,8 +127,34 @@ REFUSED = [
         "min below max",
     ),
     ("picker", "random-picker", {"maxNumOfEndpoints": 0}, ">= 1"),
+    ("picker", "round-robin", {"max_models": 0}, ">= 1"),
+    ("cost", "estimated-time", {"others_share": -3}, ">= 0"),
+    ("cost", "estimated-time", {"crowding_start": 1.0}, "< 1"),
+    ("cost", "estimated-time", {"crowding_end": 1.0}, "> 1"),
+    ("filter", "conversation-affinity", {"share": 50}, "<= 1"),
+    ("filter", "max-waiting", {"max_waiting_requests": -1}, ">= 0"),
+    *(
+        (
+            "filter",
+            "session-affinity-filter",
+            {"encodedEndpointHeaderConfig": {"header": name}},
+            "header for responses",
+        )
+        for name in ("", "bad header", ":status", "Content-Length")
+    ),
+    (
+        "scorer",
+        "header-label-affinity-scorer",
+        {"headerName": "transfer-encoding", "labelKey": "zone"},
+        "header for responses",
+    ),
 ]
-TABLES = {"filter": registry.FILTERS, "scorer": registry.SCORERS, "picker": registry.PICKERS}
+TABLES = {
+    "cost": registry.COSTS,
+    "filter": registry.FILTERS,
+    "scorer": registry.SCORERS,
+    "picker": registry.PICKERS,
+}
 
 
 @pytest.mark.parametrize(("role", "kind", "params", "message"), REFUSED)
