@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from extproc.config import epp_config, pool_sections, pools
-from extproc.config.pool_sections import SchedulingSection
+from extproc.config.pool_sections import RewriteEntry, SchedulingSection
 from extproc.config.settings import FlowControlSection, Settings
 
 
@@ -93,8 +93,26 @@ def _shadow(scheduling: SchedulingSection, where: str) -> Iterator[str]:
 
 def _rewrites(settings: Settings) -> Iterator[str]:
     yield from pool_sections.warnings(settings.pool.rewrites, "pool.rewrites")
+    if not settings.pools:
+        yield from _renamed_models(settings.pool.rewrites, settings.scheduling, "")
     for at, pool in enumerate(settings.pools):
         yield from pool_sections.warnings(pool.rewrites, f"pools[{at}].rewrites")
+        if pool.scheduling is not None:
+            yield from _renamed_models(pool.rewrites, pool.scheduling, f"pools[{at}].")
+
+
+def _renamed_models(
+    rewrites: Sequence[RewriteEntry], scheduling: SchedulingSection, where: str
+) -> Iterator[str]:
+    """Warn of rules for a name that no request has after rewrites."""
+    targets = {target.model for rewrite in rewrites for target in rewrite.targets}
+    renamed = {model for rewrite in rewrites for model in rewrite.models}
+    for model in scheduling.models:
+        if model in renamed and model not in targets:
+            yield (
+                f"{where}scheduling.models.{model} is never used: rewrites give its requests another "
+                "name first; write the rules for that"
+            )
 
 
 def _scaling(settings: Settings) -> Iterator[str]:

@@ -152,8 +152,8 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     """Choice of the endpoint for a request.
 
     Attributes:
-        models: Rules for single models, by the model name in the request; for `model_adapter`, by
-            the model. None: all models have the same rules.
+        models: Rules for single models, by the model name in the request after rewrites; for
+            `model_adapter`, by the model. None: all models have the same rules.
         shadow: Second strategy or profile that decides on a sample of the routed requests, after they
             were answered, for comparison only; requests of models with rules of their own are not
             looked at. Null: none.

@@ -268,6 +268,23 @@ def test_ineffective_rules_are_warnings(rewrites: str, remark: str):
     assert remark.replace("pool.", "pools[0].") in lint.find_warnings(settings(pools))
 
 
+def test_rules_for_a_name_that_rewrites_replace_are_a_warning():
+    """Rules go by the name after rewrites; one that another rewrite yields counts."""
+    rules = "scheduling: {models: {a: {strategy: least-request}, b: {strategy: random}}}"
+    rewrites = "[{models: [a], targets: [{model: b}]}, {models: [b], targets: [{model: c}]}]"
+    warnings = list(lint.find_warnings(settings(f"pool: {{rewrites: {rewrites}}}\n{rules}")))
+    named = [warning for warning in warnings if "scheduling.models" in warning]
+    assert [warning.partition(":")[0] for warning in named] == ["scheduling.models.a is never used"]
+    pool = f"{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}, {rules}}}"
+    named = [
+        warning
+        for warning in lint.find_warnings(settings(f"pools: [{pool}]"))
+        if "scheduling.models" in warning
+    ]
+    assert len(named) == 1
+    assert named[0].startswith("pools[0].scheduling.models.a is never used")
+
+
 def test_effective_rules_give_no_warning():
     """A usual canary, and one that is switched off."""
     warnings = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
