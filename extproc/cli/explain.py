@@ -19,6 +19,7 @@ import contextlib
 import functools
 import http.client
 import json
+import re
 import sys
 import threading
 import urllib.error
@@ -43,6 +44,9 @@ _WATCH_S = 2.0
 
 #: As many past decisions as there may be.
 _MAX_DECISIONS = 999_999_999
+
+#: Name of a header (RFC 9110, 5.1).
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 #: Exit status of a request that would be refused, or would have to wait.
 _REFUSED = 3
@@ -110,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
     """
     server = "" if args.state else base_url(args.server or SERVER)
     explain: Callable[[], dict[str, Any]]
-    if args.id or args.last or args.slowest or args.failed:
-        _require_no_request(args)
+    if args.id is not None or args.last or args.slowest or args.failed:
+        _check_recorded(args)
         explain = functools.partial(_explain_recorded, args, server)
     else:
         if server and (args.config_file or args.strategy):
@@ -144,7 +148,7 @@ def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], ob
         print(clear, end="")
         try:
             show()
-        except UnreachableError as error:  # it may come back
+        except (UnreachableError, NotRecordedError) as error:  # it may come back, one may come
             main.print_error(error)
         sys.stdout.flush()
         try:
@@ -194,8 +198,15 @@ def _explain_dry_run(
     return _explain_offline(args, headers, body)
 
 
-def _require_no_request(args: argparse.Namespace) -> None:
-    """Refuse a request or a state beside a request of the past."""
+def _check_recorded(args: argparse.Namespace) -> None:
+    """Refuse an empty id, and a request or a state beside a request of the past."""
+    if args.id == "":
+        raise ConfigError(
+            "--id",
+            wanted="the id of a request",
+            got="nothing",
+            fix="write --id ID, or --last for the newest request",
+        )
     if args.state or args.request != "-":
         raise ConfigError(
             "--id, --last, --slowest, --failed",
@@ -207,7 +218,7 @@ def _require_no_request(args: argparse.Namespace) -> None:
 
 def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
-    request_id = args.id or _select_recorded(args, server)
+    request_id = _select_recorded(args, server) if args.id is None else args.id
     explanation = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
     if "id" not in explanation and explanation["status"] == 404:
         raise NotRecordedError(
@@ -250,9 +261,10 @@ def _read_request(name: str) -> bytes:
             return Path(name).read_bytes()
         except OSError as error:
             raise file_error(name, error) from None
-    if sys.stdin.isatty():
+    is_open = sys.stdin is not None  # not after `<&-`
+    if is_open and sys.stdin.isatty():
         print("Reading the request from the terminal; Ctrl-D ends it.", file=sys.stderr)
-    body = sys.stdin.buffer.read()
+    body = sys.stdin.buffer.read() if is_open else b""
     if not body.strip():
         raise ConfigError(
             "standard input",
@@ -295,9 +307,12 @@ def _parse_headers(pairs: list[str]) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
+        if not equals or not _HEADER.fullmatch(name.strip()) or not value.isprintable():
             raise ConfigError(
-                "--header", wanted="name=value", got=repr(pair), fix="put = between them"
+                "--header",
+                wanted="name=value, both as they may stand in a header",
+                got=repr(pair),
+                fix="put = between them; in place of :authority write host",
             )
         headers[name.strip().lower()] = value
     return headers
@@ -338,6 +353,8 @@ def base_url(server: str) -> str:
         host = parts.hostname if parts.port != 0 else ""
         (host or "").encode("idna")
     except ValueError:  # an unclosed bracket, a port that is no number, an empty label
+        host = ""
+    if "://" in url.removeprefix("http://").removeprefix("https://"):
         host = ""
     if not host or parts.query or parts.fragment or "@" in url or " " in url:
         raise ConfigError(

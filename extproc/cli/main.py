@@ -11,6 +11,7 @@ import argparse
 import difflib
 import errno
 import importlib
+import io
 import math
 import os
 import platform
@@ -102,6 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end of the process
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(
+            output, io.TextIOWrapper
+        ):  # names may have characters that its encoding has not
+            output.reconfigure(errors="backslashreplace")
     try:
         status = _run_reporting(words)
         sys.stdout.flush()

@@ -124,11 +124,13 @@ def read_lines(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
 def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
     """Write complete lines to a file until they end, Ctrl-C or SIGTERM; returns their number.
 
+    Without any line there is no new file.
+
     Raises:
         ConfigError: The file cannot be written.
         UnreachableError: A line is no row, which only Parquet looks at.
     """
-    lines, interrupts = 0, _Interrupts()
+    lines, interrupts, is_new = 0, _Interrupts(), not path.exists()
     try:
         # Without O_TRUNC: the older recording stays until there is a new one.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -146,6 +148,8 @@ def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
                     stack.callback(recording.close)
                 recording.write(piece)
                 lines += piece.count(b"\n")
+        if is_new and not lines:
+            path.unlink()
     except BrokenPipeError:
         raise  # as of any other command whose reader is gone
     except OSError as error:

@@ -31,7 +31,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     replay_command.add_source(parser)
     add = parser.add_argument
     add("--strategy", metavar="NAME", help="strategy to tune; default: that of the recording")
-    add("--trials", type=count, default=40, metavar="N", help="(%(default)s)")
+    add(
+        "--trials",
+        type=count,
+        default=40,
+        metavar="N",
+        help="values that are simulated (%(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

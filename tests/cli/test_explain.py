@@ -164,6 +164,8 @@ def test_broken_state_is_status_2(state, where, fix, files, tmp_path, capsys):
     [
         ["nofile", "--state", "nostate"],
         ["--header", "a", "--state", "nostate"],
+        ["--header", "a=b\r\nc: d", "--state", "nostate"],
+        ["--header", ":authority=a", "--state", "nostate"],
         ["--server", "127.0.0.1:1", "--strategy", "random"],
     ],
 )
@@ -348,7 +350,9 @@ def test_any_other_server_is_status_1(words, answer, got, files, capsys):
     assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:abc", "http://[::1", "a..b:80", "a b", "http://"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:abc", "http://[::1", "a..b:80", "a b", "http://", "ftp://a"]
+)
 def test_a_wrong_address_is_status_2(address, capsys):
     """As any other flag."""
     assert main.main(["explain", "--last", "--server", address]) == 2
@@ -401,6 +405,19 @@ def test_empty_standard_input_is_status_2(files, capsys, monkeypatch):
     assert "standard input" in capsys.readouterr().err
 
 
+def test_a_closed_standard_input_is_status_2(files, capsys, monkeypatch):
+    """As `<&-` leaves it."""
+    monkeypatch.setattr("sys.stdin", None)
+    assert main.main(["explain", "--state", files["state"]]) == 2
+    assert "standard input" in capsys.readouterr().err
+
+
+def test_an_empty_id_is_status_2(capsys):
+    """A shell variable that is empty names no request."""
+    assert main.main(["explain", "--id", ""]) == 2
+    assert capsys.readouterr().err.startswith("extproc: --id: expected the id of a request")
+
+
 def test_a_misspelled_strategy_names_its_flag(files, capsys):
     """The error names what the user wrote."""
     words = ["explain", files["body"], "--state", files["state"], "--strategy", "adaptve"]
@@ -411,20 +428,21 @@ def test_a_misspelled_strategy_names_its_flag(files, capsys):
 
 
 def test_watch_shows_until_it_is_interrupted(capsys):
-    """A server that is away for a moment does not end it."""
+    """A server that is away for a moment, or had no request yet, does not end it."""
     rounds = []
+    errors = [explain.UnreachableError, explain.NotRecordedError]
 
     def show():
         rounds.append(1)
-        if len(rounds) == 1:
-            raise explain.UnreachableError(wanted="a", got="b", fix="c")
+        if errors:
+            raise errors.pop()(wanted="a", got="b", fix="c")
         return 0
 
     def wait(seconds):
         assert seconds == 3.0
-        if len(rounds) == 2:
+        if len(rounds) == 3:
             raise KeyboardInterrupt
 
     assert explain.watch(show, every_s=3.0, wait=wait) == 0
-    assert len(rounds) == 2
+    assert len(rounds) == 3
     assert "extproc: " in capsys.readouterr().err

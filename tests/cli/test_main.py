@@ -1,4 +1,5 @@
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_output_that_cannot_be_written_is_status_1(words, unbuffered):
     assert ran.returncode == 1
     assert ran.stderr.startswith("extproc: expected an output that is open")
     assert ran.stderr.count("\n") == 1
+
+
+def test_names_that_the_output_cannot_encode_are_escaped(tmp_path):
+    """A terminal of ASCII shows a name in another script with escapes."""
+    config = tmp_path / "m\u00e9.yaml"
+    config.write_text(
+        "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\npool: {endpoints: ['127.0.0.1:1']}\n"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "extproc", "check", str(config)]
+    ran = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert "m\\xe9.yaml" in ran.stdout
 
 
 def test_a_caller_may_close_the_output():

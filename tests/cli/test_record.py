@@ -84,6 +84,14 @@ def test_no_rows_leave_the_older_file(file, capsys):
     assert file.read_bytes() == OLDER
 
 
+def test_no_rows_make_no_file(file):
+    """A file that was not there is not there afterwards."""
+    file.unlink()
+    with answering(head(length=0)) as server:
+        assert run(file, server) == 0
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("length", [None, 10_000_000])
 def test_rows_before_a_break_are_kept(length, file, capsys):
     """Complete ones: another recording may be appended."""
