@@ -358,6 +358,14 @@ def _processor(
             wanted="off",
             fix="remove observability_mode",
         )
+    if processor.get("disable_immediate_response"):
+        yield finding.error(
+            "disable_immediate_response",
+            place,
+            "disable_immediate_response is on: a request that extproc refuses is a 500",
+            wanted="off",
+            fix="remove disable_immediate_response",
+        )
     options = processor.get("metadata_options") or {}
     received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
     if "envoy.lb" not in received:

@@ -169,6 +169,10 @@ ERRORS = {
         lambda tree: processor(tree).update(observability_mode=True),
         "observability_mode",
     ),
+    "no immediate responses": (
+        lambda tree: processor(tree).update(disable_immediate_response=True),
+        "disable_immediate_response",
+    ),
     "headers": (
         lambda tree: processor(tree)["processing_mode"].update(request_header_mode="SKIP"),
         "request_header_mode",
