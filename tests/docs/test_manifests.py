@@ -7,9 +7,9 @@ import yaml
 from extproc.config import loader, pools
 from extproc.config.settings import ServerSection
 
-DOCUMENTS = list(
-    yaml.safe_load_all((Path(__file__).parents[2] / "manifests/plain.yaml").read_text())
-)
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTS = list(yaml.safe_load_all((ROOT / "manifests/plain.yaml").read_text()))
 BY_KIND = {document["kind"]: document for document in DOCUMENTS}
 
 
@@ -58,3 +58,10 @@ def test_arguments_name_the_mounted_file():
     mount = container()["volumeMounts"][0]["mountPath"]
     (name,) = BY_KIND["ConfigMap"]["data"]
     assert arguments == ["serve", "--config-file", f"{mount}/{name}"]
+
+
+def test_pages_with_peers_name_the_service_of_the_chart():
+    """The Service of the base has another name in the chart, and a copied name would not resolve."""
+    pages = [path for path in DOCS.rglob("*.md") if "extproc-peers:9090" in path.read_text()]
+    assert pages
+    assert [path.name for path in pages if "`RELEASE-extproc-peers" not in path.read_text()] == []

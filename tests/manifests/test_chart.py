@@ -1,6 +1,7 @@
 """Objects that helm renders from the chart."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -411,14 +412,34 @@ def test_values_outside_the_schema_are_refused(value, says):
         ("cluster.leader_election=true", "set leaderElection.enabled"),
         ("xds.enabled=true", "set xds.enabled of the chart"),
         ("xds.port=18001", "set xds.port of the chart"),
+        ("cluster.discover_pools=cluster", "set pool.every"),
+        ("cluster.match_rules={}", "set pool.matchRules"),
+        ("server.admin_token_file=/a,adminToken.secretName=b", "adminToken.secretName sets"),
+        ("server.cert_path=/a,tls.secretName=b", "tls.secretName sets"),
+        ("pool.name=a", "set pool.name of the chart"),
+        ("pool.kubernetes.inference_pool=a", "set pool.name"),
+        ("pool.kubernetes.namespace=a", "sets the namespace of the release"),
+        ("pool.kubernetes.group=a", "set pool.group"),
+        ("pool.kubernetes.selector.a=b,pool.selector.a=c", "set pool.selector"),
+        ("pool.kubernetes.ports={1},pool.selector.a=b", "set pool.targetPorts"),
+        ("pool.kubernetes.service=a,pool.selector.a=b", "pool.selector selects"),
+        ("pool.endpoints={10.0.0.1:1},pool.selector.a=b", "pool.selector selects"),
+        ("pools[0].name=a,pool.selector.a=b", "pool.selector selects"),
         ("autoscaling.keda.enabled=true", "no port for KEDA"),
     ],
 )
 def test_fields_that_the_chart_fixes_are_refused(field, says):
     """The error names the value of the chart, or says that there is none."""
     error = refusal("--set", f"config.{field}")
-    assert f"config.{field.partition('=')[0].removesuffix('.keda.enabled')}" in error
+    assert field.startswith(re.search(r"config\.([\w.]+): ", error)[1])
     assert says in error
+
+
+def test_other_sources_of_engines_are_taken():
+    """Fields of `config` that no value of the chart decides name the engines in place of `pool`."""
+    service = ("--set", "config.pool.kubernetes.service=vllm", "--set", "rbac.endpointSlices=true")
+    settings = parts.resolved(tools.charted(*service), *picker(*service))
+    assert settings.pool.kubernetes.service == "vllm"
 
 
 def test_null_sections_are_refused():

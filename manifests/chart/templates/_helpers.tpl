@@ -129,11 +129,36 @@ true
   "cluster.leader_election" "set leaderElection.enabled in its place"
   "xds.enabled" "set xds.enabled of the chart in its place"
   "xds.port" "set xds.port of the chart in its place"
+  "cluster.discover_pools" "set pool.every in its place"
+  "cluster.match_rules" "set pool.matchRules in its place"
   "autoscaling.keda" "the chart has no port for KEDA; remove it, or use the component engine-autoscaling-keda of kustomize"
 -}}
+{{- if .Values.adminToken.secretName -}}
+{{- $_ := set $fixed "server.admin_token_file" "adminToken.secretName sets the file; remove one of them" -}}
+{{- end -}}
+{{- if and .Values.tls.enabled .Values.tls.secretName -}}
+{{- $_ := set $fixed "server.cert_path" "tls.secretName sets the path; remove one of them" -}}
+{{- end -}}
+{{- if eq .Values.pool.every "none" -}}
+{{- $_ := set $fixed "pool.kubernetes.namespace" "the chart sets the namespace of the release; remove it" -}}
+{{- $_ := set $fixed "pool.kubernetes.inference_pool" "set pool.name in its place" -}}
+{{- if .Values.pool.selector -}}
+{{- $_ := set $fixed "pool.kubernetes.selector" "set pool.selector in its place" -}}
+{{- $_ := set $fixed "pool.kubernetes.ports" "set pool.targetPorts in its place" -}}
+{{- range list "pool.endpoints" "pool.endpoints_file" "pool.kubernetes.service" "pools" -}}
+{{- $_ := set $fixed . "pool.selector selects the engines; remove one of them" -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $fixed "pool.name" "set pool.name of the chart in its place" -}}
+{{- $_ := set $fixed "pool.kubernetes.group" "set pool.group in its place" -}}
+{{- end -}}
+{{- end -}}
 {{- range $path, $fix := $fixed -}}
 {{- $names := splitList "." $path -}}
-{{- $section := get $.Values.config (first $names) -}}
+{{- $section := $.Values.config -}}
+{{- range initial $names -}}
+{{- $section = get (ternary $section dict (kindIs "map" $section)) . -}}
+{{- end -}}
 {{- if and (kindIs "map" $section) (hasKey $section (last $names)) -}}
 {{- fail (printf "config.%s: %s" $path $fix) -}}
 {{- end -}}
