@@ -375,3 +375,51 @@ def test_components_of_monitoring_have_the_files_of_the_chart():
             shown |= item["data"]
     files = {path.name: path for path in (tools.CHART / "files/dashboards").glob("*.json")}
     assert shown == {name: path.read_text() for name, path in files.items()}
+
+
+#: Rows of the guide for Helm: overlay, files and values.
+GATEWAYS = re.findall(
+    r"^\| \[`([a-z-]+)`\]\(gateways/[a-z-]+\.md\) \| (.*) \| (.*) \|$",
+    (tools.ROOT / "docs/guides/install-helm.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("overlay", "files", "values"), GATEWAYS, ids=lambda text: text[:14])
+def test_the_chart_takes_the_place_of_an_overlay(overlay, files, values):
+    """With the files and values of the guide, its objects fit those of the overlay."""
+    folder = tools.MANIFESTS / "overlays" / overlay
+    resources = tools.loaded((folder / "kustomization.yaml").read_text())["resources"]
+    assert re.findall("`(.*?)`", files) == [name for name in resources if name != "../../base"]
+    wanted = tools.kustomized(folder)
+    sections = [tools.loaded(text) for text in re.findall("`(.*?)`", values)]
+    flags = [
+        part
+        for section in sections
+        for key, value in section.items()
+        for part in ("--set-json", f"{key}={json.dumps(value)}")
+    ]
+    create = "pool.name=vllm,pool.create.enabled=true,pool.create.matchLabels.app=vllm"
+    chart = tools.charted("--set", f"fullnameOverride=extproc,{create}", *flags)
+    assert _connected(chart) == _connected(wanted)
+
+
+def _connected(documents):
+    """Facts that patches of overlays change, and names that gateways refer to."""
+    labels = parts.only(documents, "Deployment", "extproc")["spec"]["template"]["metadata"][
+        "labels"
+    ]
+    pool = parts.only(documents, "InferencePool")
+    policy = parts.only(documents, "NetworkPolicy", "extproc")["spec"]
+    return {
+        "injection": labels.get("sidecar.istio.io/inject"),
+        "address": parts.only(documents, "Service", "extproc")["spec"].get("clusterIP"),
+        "clients": policy["ingress"][0].get("from") or "all",
+        "pool": (pool["metadata"]["name"], pool["spec"]["endpointPickerRef"]["name"]),
+    }
+
+
+def test_the_guide_for_helm_lists_every_gateway():
+    """Each overlay with an InferencePool has a row."""
+    overlays = (tools.MANIFESTS / "overlays").glob("*/gateway.yaml")
+    assert sorted(row[0] for row in GATEWAYS) == sorted(path.parent.name for path in overlays)
