@@ -1,5 +1,6 @@
 """The Kubernetes example holds together with what the program does."""
 
+import re
 from pathlib import Path
 
 import yaml
@@ -65,3 +66,20 @@ def test_pages_with_peers_name_the_service_of_the_chart():
     pages = [path for path in DOCS.rglob("*.md") if "extproc-peers:9090" in path.read_text()]
     assert pages
     assert [path.name for path in pages if "`RELEASE-extproc-peers" not in path.read_text()] == []
+
+
+def test_files_to_change_are_listed():
+    """The guide for kustomize lists each file with the name of the pool, its label or its port."""
+    folder = ROOT / "manifests"
+    listed = set(
+        re.findall(r"`([a-z/-]+\.yaml)`", (DOCS / "guides/install-kustomize.md").read_text())
+    )
+    occurs = {
+        str(path.relative_to(folder))
+        for path in folder.glob("[boc]*/**/*.yaml")
+        if not re.search("chart/|cluster-wide", str(path))
+        and re.search(r"name=vllm|name: vllm\b|app[=:] ?vllm|\b8000\b", path.read_text())
+    }
+    routes = {path for path in occurs if path.endswith("/gateway.yaml")}
+    assert routes
+    assert occurs - routes == listed - {"gateway.yaml", "manifests/plain.yaml"}
