@@ -2,6 +2,7 @@ import json
 import re
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_check_refuses_cipher_suites_that_openssl_does_not_know(monkeypatch, cap
     capsys.readouterr()
     assert main.main(words) == 2
     assert "correct it, or unset it" in capsys.readouterr().err
+
+
+def test_a_clean_file_of_upstream_passes_with_its_pool(tmp_path, capsys):
+    """The command of the guide names the pool, which the file cannot contain."""
+    path = tmp_path / "epp-config.yaml"
+    path.write_text(
+        "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, plugins: [{type: queue-scorer}],"
+        " schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]}"
+    )
+    page = (Path(__file__).parents[2] / "docs/getting-started/from-llm-d.md").read_text()
+    (words,) = re.findall("`extproc (check epp-config.yaml .*?)`", page)
+    assert main.main(words.replace(path.name, str(path)).split()) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_check_warns_of_no_endpoints(capsys):
