@@ -163,7 +163,7 @@ class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Attributes:
         schedule: Block sizes (bytes); each field has the reason of its default.
         capacity_blocks: Blocks remembered for an endpoint (count). 32768 are 2 to 30 million prompt
-            tokens, more than the KV cache of one engine. A block takes about 15 bytes of memory in
+            tokens, more than the KV cache of one engine. A block takes about 22 bytes of memory in
             long prompts, and up to 360 in prompts of a single block that no other prompt shares: at
             most 12 MB per endpoint. An endpoint that reports the size of its KV cache has no more
             blocks than fit in it.

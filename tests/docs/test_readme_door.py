@@ -1,6 +1,7 @@
 """The README: its length, its figures, its plot and its example."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,25 @@ def test_the_plot_is_of_the_results():
     """The plot was drawn from the committed results, by the code that is there."""
     recorded = plots.digest(bars.result(plots.TRACE))
     assert recorded in plots.TRACE_PATH.read_text(), "run python -m bench.plots"
+
+
+def test_the_page_of_failing_endpoints_has_the_recorded_figures():
+    """The page and the README say the same of outlier detection."""
+    without, failed = (_column("failing", f"adaptive{off}", "failed") for off in (", off", ""))
+    page = (ROOT / "docs/concepts/failing-endpoints.md").read_text()
+    assert f"drop from {without:,.0f} to {failed:.0f} with `adaptive`" in page
+
+
+def test_the_header_of_a_decision_is_that_of_the_example():
+    """The short form has the costs and tokens of the printed tables."""
+    printed = explain_example.render()
+    costs = re.findall(r"^(\S+:8000) .* (\d+\.\d)(?:  1)?$", printed, re.MULTILINE)[-3:]
+    (tokens,) = re.findall(r"about (\d+) prompt tokens", printed)
+    (first, cost), (second, other) = costs[:2]
+    assert (
+        f"adaptive; chose={first}; cost={cost}ms; cached=768/{tokens}; "
+        f"next={second}; cost={other}ms"
+    ) in (ROOT / "docs/guides/explain-a-decision.md").read_text()
 
 
 @pytest.mark.parametrize("path", explain_example.PAGES, ids=lambda path: path.name)
