@@ -270,6 +270,21 @@ async def test_strategies_are_compared(scene, chromium):
         assert page.complaints == []
 
 
+async def test_a_comparison_without_an_answer_is_reported(scene, chromium):
+    """The reason stands in the place of the table, and the next attempt replaces it."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/strategies")
+        await page.page.route("**/debug/strategies", lambda route: route.abort())
+        compare = page.page.get_by_role("button", name="Compare")
+        await compare.click()
+        await page.page.wait_for_selector("#strategies-result .failure")
+        assert "the picker does not answer" in await page.text("#strategies-result")
+        await page.page.unroute("**/debug/strategies")
+        await compare.click()
+        await page.page.wait_for_selector("#strategies-result tr.chosen")
+        assert not any(text.startswith("exception") for text in page.complaints)
+
+
 async def test_shadows_stand_beside_strategies(scene, chromium):
     """Without one there is nothing; with one its agreement and its expected saving."""
     director = scene.picker.pool_registry.by_name[""].parts.director
@@ -350,3 +365,34 @@ async def test_a_picker_that_goes_away_is_told(chromium):
         await page.page.wait_for_selector("#state[data-state=lost]")
         assert "does not answer" in await page.text("#failure")
         assert await page.page.locator("#endpoints tbody tr").count() == len(HOSTS)
+
+
+async def test_an_answer_that_breaks_off_is_read_again(scene, chromium):
+    """The page reports it as a lost connection, and is live again with the next whole answer."""
+    async with chromium.page(scene.port) as page:
+        await page.open()
+        await page.page.wait_for_selector("#state[data-state=live]")
+        await page.page.route("**/debug/**", lambda route: route.fulfill(body='{"pools": ['))
+        await page.page.wait_for_selector("#state[data-state=lost]")
+        assert "does not answer" in await page.text("#failure")
+        await page.page.unroute("**/debug/**")
+        await page.page.wait_for_selector("#state[data-state=live]")
+        assert not await page.page.locator("#failure").is_visible()
+        assert page.complaints == []
+
+
+async def test_a_view_that_failed_is_read_again(scene, chromium):
+    """Views that are read once are read until they have their data; a pause stops that."""
+    async with chromium.page(scene.port) as page:
+        await page.open()
+        await page.page.route("**/debug/**", lambda route: route.abort())
+        await page.page.get_by_role("link", name="Configuration").click()
+        await page.until("document.getElementById('failure').textContent.includes('Trying again')")
+        pause = page.page.get_by_role("button", name="Pause")
+        await pause.click()
+        await page.until("document.getElementById('failure').textContent.includes('Press Pause')")
+        await pause.click()
+        await page.page.unroute("**/debug/**")
+        await page.page.wait_for_selector("#state[data-state=connected]")
+        assert "pool.endpoints" in await page.text("#configuration-result")
+        assert not await page.page.locator("#failure").is_visible()

@@ -2,7 +2,7 @@
 
 let token = "";
 
-/** An answer that is no success; `status` is 0 where there was none. */
+/** An answer that is no success; `status` is 0 where there was none, or not all of it. */
 export class RequestError extends Error {
   constructor(status, message) {
     super(message);
@@ -25,6 +25,7 @@ export async function fetchJson(path, request = {}) {
   const authorization = token ? { authorization: `Bearer ${token}` } : {};
   const headers = new Headers({ ...request.headers, ...authorization });
   let response;
+  let text;
   try {
     response = await fetch(path, {
       ...request,
@@ -33,14 +34,14 @@ export async function fetchJson(path, request = {}) {
       credentials: "omit",
       redirect: "error",
     });
+    text = await response.text();
+    if (response.ok) {
+      return JSON.parse(text);
+    }
   } catch {
     throw new RequestError(0, "the picker does not answer");
   }
-  const text = await response.text();
-  if (!response.ok) {
-    throw new RequestError(response.status, messageOf(text));
-  }
-  return JSON.parse(text);
+  throw new RequestError(response.status, messageOf(text));
 }
 
 /** The message of an error in the shape of OpenAI's API, or the text itself. */

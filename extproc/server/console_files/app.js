@@ -21,6 +21,7 @@ const views = {
 
 let current = "";
 let isPaused = false;
+let hasFailed = false;
 let timer = null;
 let numRefreshes = 0;
 
@@ -61,7 +62,7 @@ function decode(part) {
   }
 }
 
-/** Read the data of the current view, and again after a while where it is live. */
+/** Read the data of the current view, and again after a while where it is live or that failed. */
 async function refresh() {
   clearTimeout(timer);
   const name = current;
@@ -75,19 +76,21 @@ async function refresh() {
     if (started === numRefreshes) {
       onFailure(error);
     }
-  }
-  if (started === numRefreshes) {
-    timer = setTimeout(repeat, INTERVAL_MS);
+  } finally {
+    if (started === numRefreshes) {
+      timer = setTimeout(repeat, INTERVAL_MS);
+    }
   }
 }
 
 function repeat() {
-  if (views[current].isLive && !isPaused && !document.hidden) {
+  if ((views[current].isLive || hasFailed) && !isPaused && !document.hidden) {
     refresh();
   }
 }
 
 function onAnswer() {
+  hasFailed = false;
   byId("failure").hidden = true;
   byId("token-form").hidden = true;
   const text = !views[current].isLive ? "connected" : isPaused ? "paused" : "live";
@@ -96,9 +99,7 @@ function onAnswer() {
 }
 
 function onFailure(error) {
-  if (!(error instanceof RequestError)) {
-    throw error;
-  }
+  hasFailed = true;
   byId("state").dataset.state = "lost";
   if (error.status === 401) {
     setText(byId("state"), "token needed");
@@ -106,8 +107,12 @@ function onFailure(error) {
     return;
   }
   setText(byId("state"), error.status === 0 ? "connection lost" : "error");
-  setText(byId("failure"), error.status === 0 ? "The picker does not answer. Trying again." : error.message);
+  const lost = `The picker does not answer. ${isPaused ? "Press Pause again to go on." : "Trying again."}`;
+  setText(byId("failure"), error.status === 0 ? lost : error.message);
   byId("failure").hidden = false;
+  if (!(error instanceof RequestError)) {
+    throw error; // a fault of the page: the console of the browser shows its stack
+  }
 }
 
 byId("token-form").addEventListener("submit", (event) => {

@@ -1,6 +1,6 @@
 // Strategies side by side on the last requests, and shadows on live ones.
 
-import { fetchJson } from "./api.js";
+import { RequestError, fetchJson } from "./api.js";
 import { byId, element, table } from "./dom.js";
 import { count, duration, percent } from "./format.js";
 
@@ -10,6 +10,12 @@ export function createStrategies() {
     button.disabled = true;
     try {
       byId("strategies-result").replaceChildren(comparison(await fetchJson("../debug/strategies")));
+    } catch (error) {
+      if (!(error instanceof RequestError)) {
+        throw error;
+      }
+      const text = `No comparison: ${error.message}. Press Compare again.`;
+      byId("strategies-result").replaceChildren(element("p", { class: "card failure" }, text));
     } finally {
       button.disabled = false;
     }
