@@ -32,6 +32,10 @@ _INTERNAL = "/internal/"
 #: Beginning of the paths of the console's files.
 _CONSOLE = "/console"
 
+#: Values of `Sec-Fetch-Site` for requests of pages of other origins, which cannot read the answers, but
+#: could hold recordings open until no other client may record.
+_OTHER_SITES = frozenset({"cross-site", "same-site"})
+
 
 def read_token(path: str, *, where: str = "server.admin_token_file", once: bool = False) -> str:
     """Read the token or password of a file, without surrounding blanks; empty for no file.
@@ -118,7 +122,7 @@ class AdminAccess:
         self._is_peer = is_peer
 
     async def refusal(
-        self, path: str, *, remote: str, authorization: str, host: str = ""
+        self, path: str, *, remote: str, authorization: str, host: str = "", site: str = ""
     ) -> tuple[int, str] | None:
         """Status and reason for which a page is refused; None where it is not.
 
@@ -126,6 +130,7 @@ class AdminAccess:
             path: Decoded path of the page.
             authorization: Header `Authorization`; empty without one.
             host: Header `Host`; empty without one.
+            site: Header `Sec-Fetch-Site` of a browser; empty without one.
         """
         if path in _OPEN:
             return None
@@ -139,9 +144,14 @@ class AdminAccess:
             return 401, "expected the token of server.admin_token_file"
         address = normalize_address(remote)
         if _is_loopback(address):
-            if path.startswith(_INTERNAL) or _is_literal(host):
-                return None
-            return 403, "without server.admin_token_file use 127.0.0.1 or localhost as the host"
+            if not _is_literal(host):
+                return 403, "without server.admin_token_file use 127.0.0.1 or localhost as the host"
+            if site in _OTHER_SITES and not path.startswith(_CONSOLE):
+                return 403, (
+                    "without server.admin_token_file no page of another site may request this; "
+                    "type its address"
+                )
+            return None
         if path.startswith(_INTERNAL) and await self._is_peer(address):
             return None
         return 403, (
@@ -161,6 +171,7 @@ class AdminAccess:
                 remote=request.remote or "",
                 authorization=request.headers.get("authorization", ""),
                 host=request.headers.get("host", ""),
+                site=request.headers.get("sec-fetch-site", ""),
             )
             if refused is None:
                 return await handler(request)

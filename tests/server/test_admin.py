@@ -175,13 +175,13 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
 PAGES = ["/debug/pools", "/debug/explain", "/debug/decisions/x", "/internal/load", "/else"]
 
 
-def refusal(path, *, remote, token="", authorization="", host=""):
+def refusal(path, *, remote, token="", authorization="", host="", site=""):
     async def is_peer(address):
         return address == "10.0.0.7"
 
     access = admin_access.AdminAccess(lambda: token, is_peer)
     refused = asyncio.run(
-        access.refusal(path, remote=remote, authorization=authorization, host=host)
+        access.refusal(path, remote=remote, authorization=authorization, host=host, site=site)
     )
     return None if refused is None else refused[0]
 
@@ -225,10 +225,41 @@ def test_access_with_a_token_requires_it_from_any_address(remote):
 )
 def test_names_of_other_sites_do_not_reach_debug_pages(host, status):
     """A page of another site whose name resolves to this machine reads nothing in its browser."""
-    for path in ("/debug/pools", "/debug/overview", "/console/"):
+    for path in ("/debug/pools", "/debug/overview", "/console/", "/internal/load"):
         assert refusal(path, remote="127.0.0.1", host=host) == status
-    for path in ("/metrics", "/internal/load"):
-        assert refusal(path, remote="127.0.0.1", host=host) is None
+    assert refusal("/metrics", remote="127.0.0.1", host=host) is None
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none", ""])
+def test_pages_of_other_sites_hold_no_recordings(site):
+    """Browsers name the origin of a request; links to the console and to open pages work from anywhere."""
+    is_other = site in {"cross-site", "same-site"}
+    for path in ("/debug/record", "/debug/explain", "/internal/requests"):
+        assert refusal(path, remote="127.0.0.1", site=site) == (403 if is_other else None)
+        bearer = {"token": "s3cret", "authorization": "Bearer s3cret"}
+        assert refusal(path, remote="127.0.0.1", site=site, **bearer) is None
+    for path in ("/metrics", "/console/"):
+        assert refusal(path, remote="127.0.0.1", site=site) is None
+
+
+def test_a_page_of_another_site_is_refused_by_the_server():
+    """The header that browsers send arrives at the check."""
+
+    async def test() -> None:
+        port = stack.free_port()
+        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
+        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
+        picker = app.EndpointPickerProcess(settings)
+        await picker.start_admin()
+        try:
+            foreign = [("sec-fetch-site", "cross-site")]
+            answer = await http1.ask(port, "/debug/record?seconds=86400", headers=foreign)
+            assert (answer.status, b"another site" in answer.body) == (403, True)
+            assert (await http1.ask(port, "/debug/pools")).status == 200
+        finally:
+            await picker.admin_server.close()
+
+    asyncio.run(test())
 
 
 def test_files_of_the_console_are_open_where_there_is_a_token():
