@@ -126,8 +126,8 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
     async def latest_decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; `?limit=` of them, 50 by default.
 
-        `?pool=`, `?model=` and `?endpoint=` select by these, `?result=` those that are `ok`, `failed`,
-        `refused` or `open`, `?id=` those whose request id contains it.
+        `?pool=` selects those of that pool, `?result=` those that are `ok`, `failed`, `refused` or
+        `open`, and `?id=`, `?model=` and `?endpoint=` those that contain the text there.
         """
         text, result = request.query.get("limit", "50"), request.query.get("result", "")
         if not (text.isascii() and text.isdigit() and len(text) < 10):
@@ -305,8 +305,8 @@ def _is_gone(request: web.Request) -> bool:
 
 def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | RejectionRecord], bool]:
     """Build the filter of `/debug/decisions` from the query of its address."""
-    wanted = {name: query.get(name, "").lower() for name in ("id", "pool", "model", "endpoint")}
-    result = query.get("result", "")
+    wanted = {name: query.get(name, "").lower() for name in ("id", "model", "endpoint")}
+    result, wanted_pool = query.get("result", ""), query.get("pool", "")
 
     def is_wanted(record: DecisionRecord | RejectionRecord) -> bool:
         if result and record.result != result:
@@ -317,7 +317,9 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
             decision = record.decision
             pool, model = decision.pool, decision.request.target
             endpoint = decision.endpoints[0].address
-        texts = (record.id, pool, model, endpoint)
+        if wanted_pool and pool != wanted_pool:
+            return False
+        texts = (record.id, model, endpoint)
         return all(part in text.lower() for part, text in zip(wanted.values(), texts, strict=True))
 
     return is_wanted

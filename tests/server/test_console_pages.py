@@ -259,6 +259,21 @@ def test_decisions_are_selected(query, expected):
     serving.run(test())
 
 
+def test_decisions_of_a_pool_are_not_those_of_longer_names():
+    """The whole name counts, so that the overview of a pool has its decisions alone."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            pools = {"chat", "chat-large", "Chat"}
+            for pool in pools:
+                process.decisions.add_rejection(RejectionRecord(pool, 1.0, pool, "", NO_ENDPOINTS))
+            for query, expected in (("chat", {"chat"}), ("cha", set()), ("", pools)):
+                answer = await http1.ask(port, f"/debug/decisions?pool={query}")
+                assert {decision["id"] for decision in answer.json()["decisions"]} == expected
+
+    serving.run(test())
+
+
 @pytest.mark.parametrize("query", ["result=lost", "limit=x", "limit=-1", "limit="])
 def test_a_wrong_selection_of_decisions_is_refused(query):
     """400 with the values that are expected."""
