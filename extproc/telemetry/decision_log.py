@@ -273,8 +273,9 @@ class StrategyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Choices of one strategy.
 
     Attributes:
-        name: Name of the strategy; of the profile for what was chosen in fact.
-        is_in_force: Whether these are the recorded choices.
+        name: Name of the strategy; for the recorded choices the names of their profiles, which reloads
+            and pools can make several.
+        is_as_routed: Whether these are the recorded choices.
         agreement_ratio: Share of requests for which it names the endpoint that was chosen, 0..1.
         first_token_s: Mean predicted seconds from the choice to the first token.
         cached_ratio: Share of prompt tokens predicted as cached on its choices, 0..1.
@@ -283,7 +284,7 @@ class StrategyResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    is_in_force: bool
+    is_as_routed: bool
     agreement_ratio: float
     first_token_s: float
     cached_ratio: float
@@ -310,11 +311,11 @@ class _Tally:
         self.cached_tokens += cached_tokens
         self.prompt_tokens += decision.request.prompt_tokens
 
-    def result(self, name: str, *, is_in_force: bool) -> StrategyResult:
+    def result(self, name: str, *, is_as_routed: bool = False) -> StrategyResult:
         count = max(1, self.choices.total())
         return StrategyResult(
             name=name,
-            is_in_force=is_in_force,
+            is_as_routed=is_as_routed,
             agreement_ratio=self.agreed / count,
             first_token_s=self.first_token_s / count,
             cached_ratio=self.cached_tokens / max(1, self.prompt_tokens),
@@ -331,7 +332,7 @@ class StrategyComparison:
         self._profiles = {name: profiles[name] for name in COMPARED}
         self._tallies = {name: _Tally() for name in COMPARED}
         self._actual = _Tally()
-        self._names: Counter[str] = Counter()
+        self._names: dict[str, None] = {}
         self._cost, self._rng = EstimatedTime(), Random(0)
 
     def add(self, record: DecisionRecord) -> None:
@@ -354,7 +355,7 @@ class StrategyComparison:
         chosen = decision.endpoints[0].address
         if chosen not in by_address:
             return
-        self._names[decision.profile] += 1
+        self._names[decision.profile] = None
         self._actual.add(chosen, decision, *by_address[chosen])
         for name, profile in self._profiles.items():
             address = _choose(profile, context, decision)
@@ -362,17 +363,11 @@ class StrategyComparison:
                 self._tallies[name].add(address, decision, *by_address[address])
 
     def results(self) -> list[StrategyResult]:
-        """Results of the recorded choices, then of the other strategies; none without requests."""
+        """Results of the recorded choices, then of all strategies; none without requests."""
         if not self._names:
             return []
-        in_force = self._names.most_common(1)[0][0]
-        actual = self._actual.result(in_force, is_in_force=True)
-        others = [
-            tally.result(name, is_in_force=False)
-            for name, tally in self._tallies.items()
-            if name != in_force
-        ]
-        return [actual, *others]
+        actual = self._actual.result(", ".join(self._names), is_as_routed=True)
+        return [actual, *(tally.result(name) for name, tally in self._tallies.items())]
 
 
 def _choose(profile: SchedulerProfile, context: SchedulingContext, decision: Decision) -> str:

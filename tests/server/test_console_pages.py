@@ -213,7 +213,7 @@ def test_no_page_of_the_console_has_a_prompt():
 
 
 def test_strategies_are_compared_on_the_last_requests():
-    """The strategy in force is the first, and agrees with itself."""
+    """The choices as they were routed are the first, and agree with themselves."""
 
     async def test() -> None:
         async with picker() as (process, port):

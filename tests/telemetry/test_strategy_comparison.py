@@ -34,14 +34,25 @@ def record(number, *, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["least-request", "adaptive"])
-def test_the_strategy_in_force_agrees_with_itself(strategy):
-    """It is the first result, of what was chosen in fact, and is not listed twice."""
+def test_the_recorded_choices_stand_before_every_strategy(strategy):
+    """They have the name of their profile, which may have other weights than the strategy of that name."""
     comparison = StrategyComparison()
     for number in range(6):
         comparison.add(record(number, strategy=strategy))
     first, *others = comparison.results()
-    assert (first.name, first.is_in_force, first.agreement_ratio) == (strategy, True, 1.0)
-    assert [result.name for result in others] == [name for name in COMPARED if name != strategy]
+    assert (first.name, first.is_as_routed, first.agreement_ratio) == (strategy, True, 1.0)
+    assert tuple(result.name for result in others) == COMPARED
+    assert not any(result.is_as_routed for result in others)
+
+
+def test_recorded_choices_of_several_profiles_have_all_their_names():
+    """A reload changes the strategy between two requests; neither is taken for the one in force."""
+    comparison = StrategyComparison()
+    for number, strategy in enumerate(("adaptive", "adaptive", "least-request")):
+        comparison.add(record(number, strategy=strategy))
+    first, *others = comparison.results()
+    assert (first.name, first.agreement_ratio) == ("adaptive, least-request", 1.0)
+    assert tuple(result.name for result in others) == COMPARED
 
 
 def test_results_say_what_another_strategy_would_have_chosen():
@@ -49,8 +60,9 @@ def test_results_say_what_another_strategy_would_have_chosen():
     comparison = StrategyComparison()
     for number in range(6):
         comparison.add(record(number, strategy="least-request"))
-    by_name = {result.name: result for result in comparison.results()}
-    least, adaptive = by_name["least-request"], by_name["adaptive"]
+    least, *others = comparison.results()
+    by_name = {result.name: result for result in others}
+    adaptive = by_name["adaptive"]
     assert (least.cached_ratio, adaptive.cached_ratio) == (0.0, 0.9)
     assert (adaptive.agreement_ratio, adaptive.num_endpoints, adaptive.max_share) == (0.0, 1, 1.0)
     assert adaptive.first_token_s < least.first_token_s

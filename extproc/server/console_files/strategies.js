@@ -90,8 +90,8 @@ function comparison({ num_requests: numRequests, strategies }) {
     body.append(
       element(
         "tr",
-        { class: row.is_in_force ? "chosen" : null },
-        element("th", { scope: "row" }, `${row.name} `, row.is_in_force ? element("span", { class: "badge chosen" }, "in force") : null),
+        { class: row.is_as_routed ? "chosen" : null },
+        element("th", { scope: "row" }, `${row.name} `, row.is_as_routed ? element("span", { class: "badge chosen" }, "as routed") : null),
         element("td", { class: "number" }, percent(row.agreement_ratio)),
         element("td", { class: "number" }, duration(row.first_token_s)),
         element("td", { class: "number" }, percent(row.cached_ratio)),
