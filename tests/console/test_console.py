@@ -257,14 +257,40 @@ async def test_a_dry_run_says_where_a_request_would_go(scene, chromium):
         assert "status 400" in await page.text("#dry-run-explanation")
 
 
+async def test_a_dry_run_takes_the_headers_that_were_written(scene, chromium):
+    """An authority selects pools as a host does; a line that is no header is named."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/dry-run")
+        headers = page.page.get_by_label("Headers")
+        await headers.fill("\n:authority: chat.example:80\nx-tenant : a: b")
+        async with page.page.expect_request("**/debug/explain") as sent:
+            await page.page.get_by_role("button", name="Explain").click()
+        request = await sent.value
+        assert request.headers["x-explain-header-host"] == "chat.example:80"
+        assert request.headers["x-explain-header-x-tenant"] == "a: b"
+        await page.page.wait_for_selector("#dry-run-explanation .answer")
+        for line in ("x-tenant", ":path: /v1/models"):
+            await headers.fill(line)
+            await page.page.get_by_role("button", name="Explain").click()
+            await page.page.wait_for_selector(f"#dry-run-explanation >> text={line}")
+
+
+async def test_an_unknown_view_is_the_overview(scene, chromium):
+    """Also where its name is that of a property of all objects."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/constructor")
+        await page.page.wait_for_selector("#endpoints tbody tr")
+        assert page.complaints == []
+
+
 async def test_strategies_are_compared(scene, chromium):
-    """The strategy in force is the first of them, and agrees with itself."""
+    """The choices as they were routed are the first row, before those of every strategy."""
     async with chromium.page(scene.port) as page:
         await page.open("#/strategies")
         await page.page.get_by_role("button", name="Compare").click()
         await page.page.wait_for_selector("#strategies-result tr.chosen")
         row = await page.text("#strategies-result tr.chosen")
-        assert row.split()[:3] == ["adaptive", "in", "force"]
+        assert row.split()[:3] == ["adaptive", "as", "routed"]
         assert "100 %" in row
         assert "least-request" in await page.text("#strategies-result")
         assert page.complaints == []
@@ -319,7 +345,7 @@ async def test_shadows_stand_beside_strategies(scene, chromium):
 
 
 async def test_configuration_has_a_history(scene, chromium):
-    """Settings, a reload with its changes, and one that was refused, which the overview names."""
+    """Settings, a reload with its changes, and refused ones, of which the overview names the last."""
     change = Change("log.level", '"info"', '"debug"', is_live=True)
     scene.picker.reloads.add(ReloadResult(changes=(change,)))
     scene.picker.reloads.add(ReloadResult(error="log.level: expected a level"))
@@ -334,6 +360,8 @@ async def test_configuration_has_a_history(scene, chromium):
             await page.open("#/overview")
             await page.page.wait_for_selector(".problem.critical")
             assert "configuration was refused" in await page.text("#problems")
+            scene.picker.reloads.add(ReloadResult(error="log.format: expected a format"))
+            await page.page.wait_for_selector(".problem.critical >> text=log.format")
     finally:
         scene.picker.reloads.add(ReloadResult())
 
@@ -347,11 +375,12 @@ async def test_a_token_is_wanted_and_sent(chromium, tmp_path):
         chromium.page(running.ports.pages) as page,
     ):
         await page.open()
-        for token in ("wrong", "right"):
+        for token in ("right\N{HORIZONTAL ELLIPSIS}", "wrong", "right"):
             await page.page.get_by_label("Token").fill(token)
             await page.page.get_by_role("button", name="Continue").click()
         await page.page.wait_for_selector("#endpoints tbody tr")
         assert not await page.page.locator("#token-form").is_visible()
+        assert not any(text.startswith("exception") for text in page.complaints)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ function showView(isFirst) {
     return; // the skip link
   }
   const [, name, parameter] = location.hash.split("/", 3);
-  current = name in views ? name : "overview";
+  current = Object.hasOwn(views, name) ? name : "overview";
   const view = views[current];
   for (const other of Object.keys(views)) {
     byId(other).hidden = other !== current;

@@ -10,14 +10,22 @@ const EXAMPLE = {
   max_tokens: 16,
 };
 
+/** Of the pseudo-headers, the method is always POST, and the path has a field of its own. */
+const HEADER_LINE = /^(:authority|[^:\s]+)\s*:\s*(.*)$/;
+
 export function createDryRun() {
   const form = byId("dry-run-form");
   const body = byId("dry-run-body");
   const result = byId("dry-run-explanation");
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const headers = parseHeaders(byId("dry-run-headers").value);
-    result.replaceChildren(...(await explain(byId("dry-run-path").value, headers, body.value)));
+    const lines = byId("dry-run-headers").value.split("\n").map((line) => line.trim());
+    const wrong = lines.find((line) => line !== "" && !HEADER_LINE.test(line));
+    result.replaceChildren(
+      ...(wrong === undefined
+        ? await explain(byId("dry-run-path").value, parseHeaders(lines), body.value)
+        : [element("p", { class: "card failure" }, `Expected "name: value" as a header, found "${wrong}".`)]),
+    );
   });
   return {
     title: "Dry run",
@@ -32,11 +40,11 @@ export function createDryRun() {
   };
 }
 
-/** Lines of `name: value` as the headers that a dry run takes. */
-function parseHeaders(text) {
-  const pairs = text.split("\n").map((line) => line.split(/:(.*)/s, 2).map((part) => part.trim()));
+/** Lines of `name: value` as headers of a dry run; HTTP/1 calls the authority `host`. */
+function parseHeaders(lines) {
+  const pairs = lines.map((line) => HEADER_LINE.exec(line)).filter((match) => match !== null);
   return Object.fromEntries(
-    pairs.filter(([name, value]) => name && value !== undefined).map(([name, value]) => [`x-explain-header-${name}`, value]),
+    pairs.map(([, name, value]) => [`x-explain-header-${name === ":authority" ? "host" : name}`, value]),
   );
 }
 

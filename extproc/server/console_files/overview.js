@@ -114,8 +114,9 @@ function drawProblems(problems) {
   const node = byId("problems");
   const state = JSON.stringify(problems.map(({ kind, endpoint, pool, severity }) => [kind, endpoint, pool, severity]));
   if (node.dataset.state === state) {
-    node.querySelectorAll("b").forEach((title, at) => {
-      setText(title, problems[at] ? problems[at].title : title.textContent);
+    node.querySelectorAll("li").forEach((item, at) => {
+      setText(item.querySelector("b"), problems[at].title);
+      setText(item.querySelector("p"), problems[at].advice);
     });
     return;
   }
