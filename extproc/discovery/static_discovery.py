@@ -10,6 +10,7 @@ not take the engines with it.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
 import ipaddress
 import os
@@ -17,7 +18,8 @@ import pathlib
 import random
 import socket
 import stat
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -31,6 +33,10 @@ from extproc.supervision import Supervisor
 
 #: Addresses of one name that are taken (count); an answer of DNS has room for some 4000.
 MAX_ADDRESSES: Final = 4096
+
+#: Lookups of a resolver that run at once at most (count), and those of names whose last lookup did not
+#: end in time, or that had none: they leave a part to the others.
+_MAX_LOOKUPS, _MAX_DOUBTFUL_LOOKUPS = 64, 48
 
 #: Kinds of events of the files and names below, then of Kubernetes, that are as they should be.
 _EXPECTED_EVENTS = frozenset(
@@ -60,19 +66,57 @@ class DnsResolution(msgspec.Struct, frozen=True):
     num_dropped: int = 0
 
 
+async def look_up_in_thread(name: str) -> Iterable[str]:
+    """Looks up the addresses of a name in a thread of its own; raises as `socket.getaddrinfo`.
+
+    No lookup can be ended. The threads of the event loop are few and have other work, and the end of
+    the process waits for them, but not for a daemon.
+    """
+    pending: concurrent.futures.Future[Iterable[str]] = concurrent.futures.Future()
+    threading.Thread(target=_look_up, args=(name, pending), name="lookup", daemon=True).start()
+    return await asyncio.wrap_future(pending)
+
+
+def _look_up(name: str, pending: concurrent.futures.Future[Iterable[str]]) -> None:
+    if not pending.set_running_or_notify_cancel():
+        return
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        pending.set_result([str(answer[4][0]) for answer in answers])
+    except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+        pending.set_exception(error)
+
+
 class DnsResolver:
     """Resolves A and AAAA records of all names concurrently.
+
+    A lookup that hangs goes on beyond the time limit, and its name gets no second one meanwhile. Names
+    whose lookups hang, however many, never have all places: the others are looked up as usual.
 
     Args:
         timeout_s: Time limit for a name (seconds). The system's own is 5 s and more per name
             server.
+        look_up: Returns the addresses of a name; raises OSError or UnicodeError if it has none.
     """
 
-    def __init__(self, *, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        look_up: Callable[[str], Awaitable[Iterable[str]]] = look_up_in_thread,
+    ) -> None:
         self._timeout_s = timeout_s
+        self._look_up = look_up
+        #: Lookups that run or wait for a place; the places are given in the order of arrival.
+        self._lookups: dict[str, asyncio.Task[tuple[str, ...]]] = {}
+        self._places = asyncio.Semaphore(_MAX_LOOKUPS)
+        self._doubtful_places = asyncio.Semaphore(_MAX_DOUBTFUL_LOOKUPS)
+        #: Names whose last lookup ended in time.
+        self._timely: set[str] = set()
 
     async def resolve(self, names: Sequence[str]) -> DnsAnswers:
         """Resolves names; an empty answer for a name that failed or timed out."""
+        self._timely.intersection_update(names)
         return dict(
             zip(
                 names,
@@ -83,17 +127,37 @@ class DnsResolver:
 
     async def resolve_name(self, name: str) -> tuple[str, ...]:
         """Resolves a name to at most `MAX_ADDRESSES`; none if it failed or timed out."""
-        loop = asyncio.get_running_loop()
+        lookup = self._lookups.get(name)
+        if lookup is None:
+            lookup = asyncio.ensure_future(self._run_lookup(name))
+            self._lookups[name] = lookup
+        done, _ = await asyncio.wait({lookup}, timeout=self._timeout_s)
+        return lookup.result() if done else ()
+
+    async def _run_lookup(self, name: str) -> tuple[str, ...]:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answers = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError, UnicodeError):
+            if name in self._timely:
+                return await self._look_up_in_place(name)
+            async with self._doubtful_places:
+                return await self._look_up_in_place(name)
+        except (OSError, UnicodeError):
             return ()
-        addresses = {str(answer[4][0]) for answer in answers}
-        if len(addresses) > MAX_ADDRESSES:
-            # Name servers rotate what they answer: the same ones stay, in whatever order.
-            return tuple(sorted(addresses)[:MAX_ADDRESSES])
-        return tuple(addresses)
+        finally:
+            del self._lookups[name]
+
+    async def _look_up_in_place(self, name: str) -> tuple[str, ...]:
+        async with self._places:
+            loop = asyncio.get_running_loop()
+            late_at = loop.time() + self._timeout_s
+            try:
+                addresses = set(await self._look_up(name))
+            finally:
+                if loop.time() < late_at:
+                    self._timely.add(name)
+                else:
+                    self._timely.discard(name)
+        # Name servers rotate what they answer: the same ones stay, in whatever order.
+        return tuple(sorted(addresses)[:MAX_ADDRESSES])
 
 
 def host_names(entries: Sequence[endpoint_list.EndpointListEntry]) -> tuple[str, ...]:

@@ -15,8 +15,6 @@ from extproc.scrape import client
 from extproc.scrape.client import ScrapeTarget
 from extproc.server.admin_access import normalize_address
 
-_RESOLVER = DnsResolver()
-
 #: Seconds between two looks for an address that is not known yet.
 _RESOLVE_PAUSE_S = 1.0
 
@@ -31,6 +29,7 @@ class PeerAddresses:
         configured: `host:port` of their admin ports; a name stands for every address it resolves to.
         where: Name of the setting, for errors.
         token: Returns the bearer token for peers; empty sends none.
+        resolver: Resolves the names; None for one of its own.
 
     Attributes:
         unresolved: Names without an address at the last look.
@@ -40,10 +39,16 @@ class PeerAddresses:
     """
 
     def __init__(
-        self, configured: Sequence[str], *, where: str, token: Callable[[], str] = str
+        self,
+        configured: Sequence[str],
+        *,
+        where: str,
+        token: Callable[[], str] = str,
+        resolver: DnsResolver | None = None,
     ) -> None:
         self._configured = [_parse_address(address, where=where) for address in configured]
         self._token = token
+        self._resolver = resolver or DnsResolver()
         self.unresolved: frozenset[str] = frozenset()
         self._own: set[str] = set()
         #: IP addresses of each written name, and when they were looked up for a client.
@@ -99,7 +104,7 @@ class PeerAddresses:
 
     async def _look_up(self) -> list[list[str]]:
         """Addresses of each name; for admission, a name that resolves to none keeps its last."""
-        resolved = [await _addresses(*host_port) for host_port in self._configured]
+        resolved = [await self._addresses(*host_port) for host_port in self._configured]
         hosts = [
             frozenset(
                 normalize_address(address.rpartition(":")[0].strip("[]")) for address in addresses
@@ -108,6 +113,11 @@ class PeerAddresses:
         ]
         self._hosts = [new or old for new, old in zip(hosts, self._hosts, strict=True)]
         return resolved
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        """Every `ip:port` of a host; none where it cannot be resolved in time."""
+        ips = await self._resolver.resolve_name(host)
+        return [join_host_port(ip, port) for ip in sorted(ips)[:MAX_ADDRESSES]]
 
 
 class PeerDirectory:
@@ -152,9 +162,3 @@ def _parse_address(address: str, *, where: str) -> tuple[str, int]:
             fix="write it like extproc-peers:9090",
         )
     return host.strip("[]"), port
-
-
-async def _addresses(host: str, port: int) -> list[str]:
-    """Every `ip:port` of a host; none where it cannot be resolved in time."""
-    ips = await _RESOLVER.resolve_name(host)
-    return [join_host_port(ip, port) for ip in sorted(ips)[:MAX_ADDRESSES]]

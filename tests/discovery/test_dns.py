@@ -1,43 +1,64 @@
 import asyncio
+import socket
+import threading
 
 import hypothesis
 from hypothesis import strategies as st
 
 from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
+from tests.support.virtual_loop import VirtualLoop
 
 
-class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose resolver is scripted."""
+class NameServer:
+    """Scripted answers; a lookup of `hangs...` ends after a minute, in vain."""
 
-    async def getaddrinfo(self, host, port, **options):
-        if host == "hangs.example":
-            await asyncio.Event().wait()
-        if host == "fails.example":
+    def __init__(self):
+        self.rotated = 0
+        self.running = []
+        self.most_running = 0
+
+    async def look_up(self, name):
+        assert name not in self.running
+        self.running.append(name)
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            return await self._answer(name)
+        finally:
+            self.running.remove(name)
+
+    async def _answer(self, name):
+        if name.startswith("hangs"):
+            await asyncio.sleep(60.0)
+            raise OSError("no answer")
+        if name == "fails.example":
             raise OSError("no such name")
-        if host == "many.example":
-            self.rotated = getattr(self, "rotated", 0) + 1000
+        if name == "many.example":
+            self.rotated += 1000
             at = [(number + self.rotated) % 9000 for number in range(9000)]
-            return [(2, 1, 6, "", (f"10.0.{n // 250}.{n % 250}", 0)) for n in at]
-        return [(2, 1, 6, "", ("10.0.0.1", 0)), (10, 1, 6, "", ("fd00::1", 0, 0, 0))]
+            return [f"10.0.{n // 250}.{n % 250}" for n in at]
+        return ["10.0.0.1", "fd00::1", "10.0.0.1"]
+
+
+def virtually(scene):
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(scene)
 
 
 def resolve(*names):
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(static_discovery.DnsResolver(timeout_s=0.05).resolve(names))
+    resolver = static_discovery.DnsResolver(look_up=NameServer().look_up)
+    return virtually(resolver.resolve(names))
 
 
 def test_a_and_aaaa_records_are_resolved():
-    """Addresses of both families are returned as text."""
-    assert set(resolve("engines.example")["engines.example"]) == {"10.0.0.1", "fd00::1"}
+    """Addresses of both families are returned as text, each of them once."""
+    assert sorted(resolve("engines.example")["engines.example"]) == ["10.0.0.1", "fd00::1"]
 
 
 def test_addresses_of_a_name_are_bounded():
     """Of a huge answer the same addresses are taken every time, however it is rotated."""
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        resolver = static_discovery.DnsResolver()
-        first = runner.run(resolver.resolve(["many.example"]))
-        second = runner.run(resolver.resolve(["many.example"]))
+    resolver = static_discovery.DnsResolver(look_up=NameServer().look_up)
+    first, second = (virtually(resolver.resolve(["many.example"])) for _ in range(2))
     assert first == second
     assert len(first["many.example"]) == static_discovery.MAX_ADDRESSES
 
@@ -47,6 +68,78 @@ def test_a_failing_name_does_not_affect_other_names():
     answers = resolve("fails.example", "hangs.example", "engines.example")
     assert answers["fails.example"] == answers["hangs.example"] == ()
     assert answers["engines.example"]
+
+
+def test_many_hanging_names_keep_no_other_name_from_its_lookup():
+    """A name that answered goes on to; a new one behind all that hang gets its turn."""
+
+    async def scene():
+        server = NameServer()
+        resolver = static_discovery.DnsResolver(look_up=server.look_up)
+        live = [f"live-{number}" for number in range(100)]
+        assert all((await resolver.resolve(live)).values())
+        hanging = [f"hangs-{number}" for number in range(500)]
+        began = asyncio.get_running_loop().time()
+        new_at = None
+        while asyncio.get_running_loop().time() - began < 900.0:
+            answers = await resolver.resolve([*hanging, "new", *live])
+            assert all(answers[name] for name in live)
+            if answers["new"] and new_at is None:
+                new_at = asyncio.get_running_loop().time() - began
+            await asyncio.sleep(3.0)
+        # 48 places, each taken for a minute.
+        assert new_at is not None
+        assert new_at <= 60.0 * (500 // 48 + 1) + 5.0
+        assert server.most_running <= 64
+
+    virtually(scene())
+
+
+def test_the_answer_of_a_slow_lookup_is_taken_in_the_next_round():
+    """A lookup goes on beyond the time limit, and the name gets no second one meanwhile."""
+
+    async def scene():
+        lookups = []
+
+        async def look_up(name):
+            lookups.append(name)
+            await asyncio.sleep(9.0)
+            return ["10.0.0.1"]
+
+        resolver = static_discovery.DnsResolver(timeout_s=5.0, look_up=look_up)
+        assert await resolver.resolve(["slow"]) == {"slow": ()}
+        assert await resolver.resolve(["slow"]) == {"slow": ("10.0.0.1",)}
+        assert lookups == ["slow"]
+
+    virtually(scene())
+
+
+def test_lookups_that_hang_take_no_thread_of_the_event_loop(monkeypatch):
+    """Files are read, and other resolvers answer, while more names hang than the loop has threads."""
+    released = threading.Event()
+
+    def getaddrinfo(name, *_, **__):
+        if name.startswith("hangs"):
+            released.wait()
+        return [(2, 1, 6, "", ("10.0.0.1", 0))]
+
+    async def scene():
+        hanging = static_discovery.DnsResolver()
+        names = [f"hangs-{number}" for number in range(48)]
+        looking = asyncio.ensure_future(hanging.resolve(names))
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(300.0):
+                assert await asyncio.to_thread(str, 1) == "1"
+                peers = static_discovery.DnsResolver(timeout_s=300.0)
+                assert await peers.resolve_name("peers") == ("10.0.0.1",)
+            assert not looking.done()
+        finally:
+            released.set()
+            await looking
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    asyncio.run(scene())
 
 
 def test_the_system_resolver_knows_localhost():

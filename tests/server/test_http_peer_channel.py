@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from extproc.config.settings import PeerSyncSection
 from extproc.demo import stack
+from extproc.discovery.static_discovery import DnsResolver
 from extproc.routing import peer_sync
 from extproc.server import (
     admin,
     admin_access,
     http_peer_channel,
-    peer_addresses,
     peer_channel,
     peer_stream,
 )
@@ -35,10 +35,19 @@ from tests.server.peer_replica import Replica, talking, until
 class HttpReplica(Replica):
     """A replica with its admin port."""
 
-    def __init__(self, port: int, *peers: str, token: str = "", **more: float) -> None:
+    def __init__(
+        self,
+        port: int,
+        *peers: str,
+        token: str = "",
+        resolver: DnsResolver | None = None,
+        **more: float,
+    ) -> None:
         self.port = port
         self.failures: Counter[str] = Counter()
-        self.addresses = PeerAddresses(peers, where="peer_sync.peers", token=lambda: token)
+        self.addresses = PeerAddresses(
+            peers, where="peer_sync.peers", token=lambda: token, resolver=resolver
+        )
         values = {"beat_s": 0.1, "silent_s": 5.0, **more}
         settings = PeerSyncSection(peers=peers, **values)
         super().__init__(
@@ -231,16 +240,15 @@ async def test_a_name_may_resolve_to_more_addresses_later(monkeypatch):
     port = stack.free_port()
     answers = ["127.0.0.1"]
 
-    async def addresses(host, port):
-        return [f"{ip}:{port}" for ip in answers]
+    async def look_up(_):
+        return answers
 
-    monkeypatch.setattr(peer_addresses, "_addresses", addresses)
     monkeypatch.setattr(http_peer_channel, "_RESOLVE_S", 3600.0)
-    first = HttpReplica(port, f"peers:{port}")
+    first = HttpReplica(port, f"peers:{port}", resolver=DnsResolver(look_up=look_up))
     async with first.serving():
         await until(lambda: not first.line._followed and first.addresses._own)
         answers.append("127.0.0.2")
-        second = HttpReplica(port, f"peers:{port}")
+        second = HttpReplica(port, f"peers:{port}", resolver=DnsResolver(look_up=look_up))
         async with second.serving("127.0.0.2"):
             await until(lambda: first.heard == second.heard == 1)
 

@@ -9,13 +9,12 @@ import pytest
 from extproc.config import loader
 from extproc.discovery.static_discovery import DnsResolver
 from extproc.errors import ConfigError
-from extproc.server import peer_addresses
 from extproc.server.peer_addresses import PeerAddresses, PeerDirectory
 from tests.support.canary import CANARY
 
 
-def peers_at(*written):
-    return PeerAddresses(written, where="peer_sync.peers")
+def peers_at(*written, resolver=None):
+    return PeerAddresses(written, where="peer_sync.peers", resolver=resolver)
 
 
 @pytest.mark.parametrize("written", ["host", "host:", ":9", "host:x", "host:0", "host:70000"])
@@ -33,41 +32,39 @@ def test_addresses_are_no_urls(written):
     assert CANARY not in str(refused.value) + refused.value.got
 
 
-async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
+async def test_a_name_whose_servers_never_answer_is_unresolved():
     """The look ends after its own limit: the resolver's can be minutes."""
 
-    async def silent(*_, **__):
+    async def silent(_):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(peer_addresses, "_RESOLVER", DnsResolver(timeout_s=0.0))
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    subject = peers_at("extproc-peers:9090")
+    resolver = DnsResolver(timeout_s=0.0, look_up=silent)
+    subject = peers_at("extproc-peers:9090", resolver=resolver)
     async with asyncio.timeout(300):
         assert await subject.resolve() == []
         assert subject.unresolved == {"extproc-peers:9090"}
         assert not await subject.is_peer("127.0.0.1")
 
 
-async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
+async def test_addresses_of_peers_are_looked_up_for_a_new_one():
     """Once a second at most, and a name that has none for a moment keeps those of before."""
-    answers = [["10.0.0.1:9090", "[fd00::2]:9090"]]
+    answers = [["10.0.0.1", "fd00::2"]]
     looks = []
 
-    async def addresses(host, port):
-        looks.append((host, port))
+    async def look_up(host):
+        looks.append(host)
         return answers[0]
 
-    monkeypatch.setattr(peer_addresses, "_addresses", addresses)
-    subject = peers_at("others:9090")
+    subject = peers_at("others:9090", resolver=DnsResolver(look_up=look_up))
     assert await subject.is_peer("10.0.0.1")
     assert await subject.is_peer("fd00::2")
     for _ in range(100):
         assert not await subject.is_peer("10.0.0.9")
-    assert looks == [("others", 9090)]
+    assert looks == ["others"]
     answers[0] = []
     await subject.resolve()
     assert await subject.is_peer("10.0.0.1")
-    answers[0] = ["10.0.0.9:9090"]
+    answers[0] = ["10.0.0.9"]
     await subject.resolve()
     assert await subject.is_peer("10.0.0.9")
     assert not await subject.is_peer("10.0.0.1")

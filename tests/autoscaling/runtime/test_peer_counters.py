@@ -17,12 +17,12 @@ from extproc.autoscaling.runtime.demand_counters import (
     read_report,
 )
 from extproc.demo import stack
-from extproc.server import peer_addresses
+from extproc.discovery.static_discovery import DnsResolver
 from extproc.server.peer_addresses import PeerAddresses
 
 
-def peers_at(*written):
-    return PeerAddresses(written, where="autoscaling.peers")
+def peers_at(*written, resolver=None):
+    return PeerAddresses(written, where="autoscaling.peers", resolver=resolver)
 
 
 @contextlib.asynccontextmanager
@@ -178,18 +178,16 @@ async def test_an_address_that_is_no_name_is_unresolved():
     assert await subject.read("p") == {"a..b:9090": None}
 
 
-async def test_connections_to_removed_peers_are_closed(monkeypatch):
+async def test_connections_to_removed_peers_are_closed():
     """A rollout leaves nothing behind: what no name stands for any longer is forgotten."""
     async with picker("b") as other:
-        addresses = [f"127.0.0.1:{other.port}"]
+        addresses = ["127.0.0.1"]
 
-        async def resolved(host, port):
-            return list(addresses)
+        async def look_up(_):
+            return addresses
 
-        monkeypatch.setattr(peer_addresses, "_addresses", resolved)
-        subject = PeerCounterClient(
-            "a", peers_at("others:9090"), timeout_s=300.0, own_counters=dict
-        )
+        peers = peers_at(f"others:{other.port}", resolver=DnsResolver(look_up=look_up))
+        subject = PeerCounterClient("a", peers, timeout_s=300.0, own_counters=dict)
         await subject.read("p")
         assert len(subject._client._idle_connections) == 1
         addresses.clear()
