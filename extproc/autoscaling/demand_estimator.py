@@ -148,6 +148,7 @@ class _PickerTotals(msgspec.Struct):
     answered: float = 0.0
     answer_tokens: float = 0.0
     complete: bool = True
+    is_missing_counts: bool = False
 
 
 def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf) -> float:
@@ -264,6 +265,7 @@ class DemandEstimator:
             concurrency=at_once,
             cold_start_s=cold_start_s,
             complete=total.complete,
+            is_missing_counts=total.is_missing_counts,
         )
 
     def _mean_prompt_tokens(self, total: _PickerTotals) -> float:
@@ -296,6 +298,8 @@ class DemandEstimator:
                     latest[name] = last
                     total.held += last[1].held
                     total.in_flight += last[1].in_flight
+                else:
+                    total.is_missing_counts = True
                 continue
             latest[name] = (now, new)
             total.held += new.held

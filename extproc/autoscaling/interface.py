@@ -59,6 +59,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         cold_start_s: Seconds from a raised spec to an answer of the new replica.
         complete: False while counters of some picker could not be read. Then the counts are too
             low, which is no reason to take a replica away.
+        is_missing_counts: True while the counts of a picker are left out: it cannot be read, and its
+            last counters are too old to stand for it.
     """
 
     now: float
@@ -74,6 +76,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: float = 1.0
     cold_start_s: float = 60.0
     complete: bool = True
+    is_missing_counts: bool = False
 
     @property
     def starting(self) -> int:
@@ -165,7 +168,8 @@ class PolicyRunner:
 
     Whatever the policy: the answer is within the bounds; a request that waits where there is no
     replica gets one at once; and there are never fewer replicas than the spec says while a picker's
-    counters could not be read, or before the policy has watched for `watch_s`.
+    counters could not be read, or before the policy has watched for `watch_s` since all counts were
+    there.
     """
 
     def __init__(self, policy: ScalingPolicy, bounds: ReplicaBounds) -> None:
@@ -183,7 +187,11 @@ class PolicyRunner:
             self._since = now
         self._at = now
         self._memory, wanted = self.policy.step(self._memory, demand, self.bounds)
-        return self._clamp(wanted, demand, watched_s=now - self._since)
+        watched_s = now - self._since
+        if demand.is_missing_counts:
+            # The policy averages over counts that are too low: it watches a full window after them.
+            self._since = None
+        return self._clamp(wanted, demand, watched_s=watched_s)
 
     def state(self) -> RunnerState:
         """Current state, for `restore` in another process."""

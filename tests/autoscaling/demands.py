@@ -43,6 +43,10 @@ class TargetFixture:
                 | facts
             )
         )
+        return self.step(demand)
+
+    def step(self, demand):
+        """One step with this demand."""
         desired = self.scaler.step(demand)
         more = desired.replicas - self.spec
         if more > 0:

@@ -1,7 +1,15 @@
 """Bounds and windows that the runner adds to a policy."""
 
+import pytest
+
+from extproc.autoscaling.demand_estimator import (
+    DemandEstimator,
+    EstimatorSettings,
+    PickerCounters,
+    TargetObservation,
+)
 from extproc.autoscaling.interface import PolicyRunner, ReplicaBounds, ScalingReason
-from extproc.autoscaling.policies import KubeAIPolicy, QueueDepthPolicy
+from extproc.autoscaling.policies import AdaptivePolicy, KubeAIPolicy, QueueDepthPolicy
 from tests.autoscaling.demands import TargetFixture, demand
 
 
@@ -32,6 +40,44 @@ def test_a_long_gap_restarts_the_window():
     target.run(50)
     assert target.spec == 3
     target.run(30)
+    assert target.spec == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "load"),
+    [(AdaptivePolicy(), 100), (KubeAIPolicy(), 100), (QueueDepthPolicy(change="proportional"), 4)],
+)
+def test_peers_that_return_do_not_scale_down(policy, load):
+    """Counts without them are no demand: the window is filled before it counts."""
+    target = TargetFixture(policy, spec=8)
+    estimator = DemandEstimator(EstimatorSettings(grace_s=60.0))
+
+    def run(seconds, in_flight, *, readable=True):
+        counters = PickerCounters(in_flight=in_flight)
+        for _ in range(round(seconds / policy.interval_s)):
+            target.now += policy.interval_s
+            pickers = {f"peer-{number}": counters if readable else None for number in range(3)}
+            pickers["me"] = counters
+            observation = TargetObservation(spec=target.spec, available=target.spec)
+            target.step(estimator.read(target.now, pickers, observation))
+
+    run(2000.0, load)
+    steady = target.spec
+    assert steady > 1
+    run(900.0, load, readable=False)
+    run(2000.0, load)
+    assert target.spec == steady
+    assert all(number >= steady for at, number in target.changes if at > 2000.0)
+    run(3000.0, 0)
+    assert target.spec == 0
+
+
+def test_a_peer_that_misses_a_reading_does_not_restart_the_window():
+    """Its last counters stand for it, so the counts are right."""
+    target = TargetFixture(QueueDepthPolicy(), spec=3)
+    for _ in range(7):
+        target.run(5, complete=False)
+        target.run(5)
     assert target.spec == 2
 
 
