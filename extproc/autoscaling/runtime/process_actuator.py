@@ -147,9 +147,8 @@ class ProcessActuator(Actuator):
         for engine in going[: max(0, len(staying) - self._spec)]:
             engine.is_wanted = False
             engine.is_leaving.set()
-        if self._clock() < self._not_before:
-            return
-        for _ in range(self._spec - len(staying)):
+        pausing = self._clock() < self._not_before
+        for _ in range(0 if pausing else self._spec - len(staying)):
             self._numbers += 1
             engine = EngineProcess(self._numbers)
             supervised = self._supervisor.attempt(

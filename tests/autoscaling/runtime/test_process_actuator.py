@@ -183,6 +183,30 @@ async def test_a_stopped_engine_finishes_its_requests(caplog, published):
     assert not any("ended:" in message for message in caplog.messages)
 
 
+async def test_a_stopped_engine_leaves_the_pool_though_none_may_start(published):
+    """As after an engine that ended by itself: it finishes its requests and gets no others."""
+    command = [sys.executable, "-c", ENGINE, "{port}"]
+    async with (
+        picker(command, params={"interval_s": 500.0}) as running,
+        running.channel() as channel,
+    ):
+        pools = running.picker.pool_registry.pools
+        engines = running.picker.autoscaler.loops[""].actuator
+        await engines.scale(ScalingDecision(2, ScalingReason.UP), 0)
+        await published(lambda: len(pools()[""].members) == 2)
+        streams = []
+        while not all(member.account.in_flight for member in pools()[""].members):
+            streams.append(serving.Stream(channel))
+            await streams[-1].say(ext_proc_script.request_headers(REQUEST, ends=True))
+            await streams[-1].hear()
+        engines._not_before = engines._clock() + 3600.0
+        await engines.scale(ScalingDecision(1, ScalingReason.DOWN), 2)
+        await published(lambda: len(pools()[""].members) == 1)
+        assert len(engines._engines) == 2
+        for stream in streams:
+            stream.call.cancel()
+
+
 async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch, published):
     """An exception about one engine is counted; the others serve, and another engine is started."""
     real, wrong = process_actuator.ProcessActuator._serve, [1]
