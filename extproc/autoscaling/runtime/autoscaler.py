@@ -89,6 +89,9 @@ class Autoscaler:
             on_waiting=self._wake,
         )
         self._scaled: dict[str, ScaledPool] = {}
+        #: Pools that are about to take a target, and states of pools that are not scaled at present.
+        self._joining: dict[str, ScaledPool] = {}
+        self._last_states: dict[str, LoopState] = {}
         #: Annotations of discovered pools at the last look; None to look again.
         self._logged: dict[str, tuple[PoolRuntime, Mapping[str, str] | None]] = {}
         self._faults: dict[str, str] = {}
@@ -159,6 +162,11 @@ class Autoscaler:
             if self._logged.get(name) != (runtime, runtime.annotations):
                 rescale = functools.partial(self._update_pool, name, runtime)
                 self._supervisor.call("autoscaling", rescale, instance=name)
+        # Only then is free what any of them gave up.
+        for name, pool in self._joining.items():
+            join = functools.partial(self._join, name, pool)
+            self._supervisor.call("autoscaling", join, instance=name)
+        self._joining.clear()
         self._pools_by_target.set()
 
     async def run(self) -> None:
@@ -208,7 +216,7 @@ class Autoscaler:
             )
 
     def _update_pool(self, name: str, runtime: PoolRuntime) -> None:
-        """Apply the current annotations of a discovered pool."""
+        """Apply the current annotations of a discovered pool; one that takes a target joins later."""
         try:
             wanted = pool_annotations.resolve_scaling(self._rules, name, runtime.annotations)
             self._logged[name] = runtime, runtime.annotations
@@ -223,13 +231,20 @@ class Autoscaler:
         now = self._scaled.get(name)
         if now is not None and now.runtime is runtime and now.scaling == wanted:
             return
-        state = self._remove_pool(name)
-        if wanted is None:
+        pool = None if wanted is None else ScaledPool(runtime, wanted, self._context)
+        self._remove_pool(name)
+        if pool is None:
             return
-        pool = ScaledPool(runtime, wanted, self._context)
+        if now is not None and now.target == pool.target:
+            self._join(name, pool)
+        else:
+            self._joining[name] = pool
+
+    def _join(self, name: str, pool: ScaledPool) -> None:
+        """Scale a discovered pool, unless its target is scaled for another one."""
         other = self._find_pool_with_target(pool)
         if other is not None:
-            self._logged[name] = runtime, None  # it is looked at again: the other one may go
+            self._logged[name] = pool.runtime, None  # it is looked at again: the other one may go
             self._report_fault(
                 name, f"what it names is scaled for pool {other or 'of the configuration'}"
             )
@@ -237,6 +252,7 @@ class Autoscaler:
         self._faults.pop(name, None)
         self._scaled[name] = pool
         pool.attach()
+        state = self._last_states.pop(name, None)
         if state is not None:
             pool.loop.restore(state, shift_s=0.0)
         else:
@@ -254,19 +270,20 @@ class Autoscaler:
         )
         return next(taken, None)
 
-    def _remove_pool(self, name: str) -> LoopState | None:
-        """Stop scaling a pool; returns its state, None where it was not scaled."""
+    def _remove_pool(self, name: str) -> None:
+        """Stop scaling a pool, but keep its state until it is gone."""
         pool = self._scaled.pop(name, None)
         if pool is None:
-            return None
+            return
         pool.detach()
         self._on_removed(pool.loop)
-        return pool.loop.state()
+        self._last_states[name] = pool.loop.state()
 
     def _forget(self, name: str) -> None:
         """Drop everything about a removed pool: a later pool of its name is a new pool."""
         self._remove_pool(name)
         del self._logged[name]
+        self._last_states.pop(name, None)
         self._numbers.pop(name, None)
         self._faults.pop(name, None)
         self._refusals.pop(name, None)

@@ -139,6 +139,40 @@ def test_an_object_is_scaled_for_the_first_of_two_pools(caplog):
     assert fixture.scaled == ["a/y"]
 
 
+def test_a_pool_has_the_object_that_another_pool_gives_up(caplog):
+    """At once, whatever their names; two pools that swap objects keep what they learned."""
+    fixture = AutoscalerFixture()
+    fixture.bring("a/y", target="vllm")
+    fixture.bring("a/x", target="vllm")
+    assert fixture.scaled == ["a/y"]
+    fixture.bring("a/y", target="other")
+    assert fixture.scaled == ["a/x", "a/y"]
+    before = {}
+    for name, loop in fixture.subject.loops.items():
+        loop.scaler.step(demands.demand(now=float(len(before) + 1), spec=1))
+        before[name] = loop.state().scaler
+    caplog.clear()
+    pools = {
+        name: DiscoveredPool(
+            (Endpoint("127.0.0.1:9"),), annotations={"extproc/scale-target": target}
+        )
+        for name, target in {"a/x": "other", "a/y": "vllm"}.items()
+    }
+    fixture.registry.on_pools_changed(pools, ())
+    assert {name: loop.state().scaler for name, loop in fixture.subject.loops.items()} == before
+    targets = {name: pool.target.name for name, pool in fixture.subject._scaled.items()}
+    assert targets == {"a/x": "other", "a/y": "vllm"}
+    assert "is not scaled" not in caplog.text
+
+
+def test_a_pool_keeps_its_object_when_its_bounds_change():
+    """Also where another pool with an earlier name wants the object at the same time."""
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", target="vllm", max="2")
+    fixture.bring("a/a", "a/x", target="vllm", max="3")
+    assert fixture.scaled == ["a/x"]
+
+
 def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(caplog):
     """Another version of its API names the same object."""
     fixture = AutoscalerFixture()
@@ -157,6 +191,23 @@ def test_an_invalid_annotation_scales_nothing(caplog):
     assert "annotation of a/x: extproc/scale-max" in caplog.text
     fixture.bring("a/x", max="3")
     assert fixture.scaled == ["a/x"]
+
+
+def test_learned_state_survives_an_invalid_annotation():
+    """A mistyped annotation that is corrected costs nothing that was learned; a new pool has nothing."""
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", max="2")
+    loop = fixture.subject.loops["a/x"]
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
+    before = loop.state()
+    fixture.bring("a/x", max="thre")
+    assert fixture.scaled == []
+    fixture.bring("a/x", max="3")
+    assert fixture.subject.loops["a/x"].state() == before
+    fixture.bring("a/x", max="thre")
+    fixture.take_away("a/x")
+    fixture.bring("a/x", max="3")
+    assert fixture.subject.loops["a/x"].state() != before
 
 
 class EventsFixture:
