@@ -101,6 +101,7 @@ class Autoscaler:
         #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
         self._saved_states: dict[str, LoopState] = {}
         self._shift_s = 0.0
+        self._is_state_loaded = False
         self._registry = registry
         here = kubernetes_plan.namespace(os.environ)
         self._cluster = _build_cluster(settings, identity)
@@ -147,9 +148,6 @@ class Autoscaler:
         await self._supervisor.attempt(
             "autoscaling", self._restore_states(), instance=_STATE_INSTANCE
         )
-        for pool in self._scaled.values():
-            remind = functools.partial(self._restore_loop, pool.loop)
-            self._supervisor.call("autoscaling", remind, instance=pool.runtime.name)
 
     def sync_pools(self) -> None:
         """Reconcile the control loops with the pools that Kubernetes discovery reports."""
@@ -209,11 +207,18 @@ class Autoscaler:
     async def _restore_states(self) -> None:
         if self._state_store is None:
             return
-        self._saved_states, self._shift_s = await self._state_store.load() or ({}, 0.0)
+        loaded = await self._state_store.load()
+        if loaded is None:
+            return
+        self._saved_states, self._shift_s = loaded
+        self._is_state_loaded = True
         if self._saved_states:
             _log.info(
                 "autoscaling: going on with what was kept of %d pools", len(self._saved_states)
             )
+        for pool in self._scaled.values():
+            remind = functools.partial(self._restore_loop, pool.loop)
+            self._supervisor.call("autoscaling", remind, instance=pool.runtime.name)
 
     def _update_pool(self, name: str, runtime: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool; one that takes a target joins later."""
@@ -293,6 +298,8 @@ class Autoscaler:
     def _restore_loop(self, loop: ControlLoop) -> None:
         state = self._saved_states.pop(loop.name, None)
         if state is not None:
+            if loop.desired is not None:  # the number that it requested itself is newer
+                state = msgspec.structs.replace(state, requested=None)
             loop.restore(state, shift_s=self._shift_s)
 
     def _report_fault(self, name: str, reason: str) -> None:
@@ -332,6 +339,11 @@ class Autoscaler:
             self._supervisor.record_success("autoscaling", _STATE_INSTANCE)
 
     async def _save(self, store: state_store.StateStore) -> None:
+        if not self._is_state_loaded:
+            # A read that failed at the start must not cost what was saved.
+            await self._restore_states()
+            if not self._is_state_loaded:
+                return
         if self._registry.is_discovery_synced:
             # Discovery is complete: state that is left belongs to no pool.
             self._saved_states.clear()

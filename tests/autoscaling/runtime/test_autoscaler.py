@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from extproc.autoscaling.runtime.autoscaler import Autoscaler
@@ -280,6 +281,28 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     fixture.listed = True
     await fixture.subject._save(fixture.subject._state_store)
     assert sorted(remembered["saved"]) == ["a/x"]
+
+
+async def test_a_state_that_cannot_be_read_at_the_start_is_read_before_it_is_written(remembered):
+    """A refused read costs nothing that was learned; the number requested meanwhile stays."""
+    other = AutoscalerFixture()
+    other.bring("a/x")
+    loop = other.subject.loops["a/x"]
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
+    remembered["load"] = None
+    fixture = AutoscalerFixture()
+    fixture.subject._cluster = StateCluster()
+    await fixture.subject.start()
+    fixture.bring("a/x")
+    fixture.subject.loops["a/x"].actuator.restore(2)
+    await fixture.subject.loops["a/x"].step()
+    await fixture.subject._save(fixture.subject._state_store)
+    assert remembered["saved"] == {}
+    saved = msgspec.structs.replace(loop.state(), requested=0)
+    remembered["load"] = ({"a/x": saved}, 0.0)
+    await fixture.subject._save(fixture.subject._state_store)
+    assert remembered["saved"]["a/x"].scaler == loop.state().scaler
+    assert remembered["saved"]["a/x"].requested == 2
 
 
 async def test_loops_run_and_end_with_their_pools(remembered):
