@@ -233,7 +233,7 @@ class ControlLoop:
         self.demand, self.desired = demand, self.scaler.step(demand)
         self.metrics.record(demand, self.desired, pickers)
         self._is_waiting, self._requested = not spec, spec
-        if spec:
+        if spec or not (own.held or self._woken.is_set()):
             self._waits_since = None
 
     async def _act(self, spec: int) -> bool:

@@ -162,6 +162,24 @@ async def test_a_queued_request_wakes_the_loop():
         await running
 
 
+async def test_a_request_that_left_does_not_count_as_waiting():
+    """The time from zero is that of the request that was waited for, not of an earlier one."""
+    fixture = ControlLoopFixture()
+    fixture.come()
+    fixture.actuator.fails = "scale"
+    item = fixture.ask()
+    fixture.loop._woken.clear()
+    await fixture.loop.step(immediate=True)
+    fixture.runtime.flow_controller.cancel(item, fixture.now)
+    fixture.actuator.fails = ""
+    await fixture.pass_s(7200.0)
+    fixture.ask()
+    fixture.now += 3.0
+    fixture.loop._woken.clear()
+    await fixture.loop.step(immediate=True)
+    assert fixture.loop.metrics.wake_s == 3.0
+
+
 async def test_only_the_leader_scales():
     """A follower knows the number and asks for nothing, but tells the others that it waits."""
     fixture = ControlLoopFixture()
