@@ -269,7 +269,8 @@ class ElectionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         duration_s: Whole seconds after which others may take a Lease that is not renewed: the time
             without a leader after a crash. 15, the default of client-go.
         renew_s: Seconds without a renewal after which a leader gives up. 10, the default of
-            client-go: 5 less than `duration_s`, for clocks that drift.
+            client-go: 5 less than `duration_s`, for clocks that drift. Requests that scale objects may
+            take 0.8 of the difference, 4 s at most.
         retry_s: Longest pause between two attempts (seconds). 2, the default of client-go: the time
             without a leader after an orderly end, at the cost of one read in 2 seconds for each
             replica.

@@ -265,7 +265,7 @@ async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
         hpa = HPA | {"metadata": {"name": "theirs", "namespace": namespace}}
         await api.create(hpa)
         reaching = KubernetesSettings(sources=(), kubeconfig=str(kubeconfig))
-        way = scale_subresource.ScaleClient(reaching, "me")
+        way = scale_subresource.ScaleClient(reaching, "me", 5.0)
         await way.open()
         try:
             target = ScaleTarget(name="vllm", namespace=namespace).filled

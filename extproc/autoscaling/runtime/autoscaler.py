@@ -381,7 +381,8 @@ def _build_cluster(settings: Settings, identity: str) -> scale_subresource.Scale
     reaching = KubernetesSettings(
         sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context
     )
-    return scale_subresource.ScaleClient(reaching, identity)
+    handover_s = cluster.lease.duration_s - cluster.lease.renew_s
+    return scale_subresource.ScaleClient(reaching, identity, handover_s)
 
 
 def _build_state_store(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("extproc.server")
 
-#: Seconds one request may take. Bound to what the election leaves: a leader stops `duration_s -
-#: renew_s` (5 s) before another can begin, and its requests must be over by then.
-_TIMEOUT_S = 4.0
+#: Seconds one request may take at most, and as a share of what the election leaves: a leader stops
+#: `duration_s - renew_s` before another can begin, and its requests must be over by then.
+_TIMEOUT_S, _TIMEOUT_SHARE = 4.0, 0.8
 
 #: Events that may wait to be written (count).
 _MAX_QUEUED_EVENTS = 16
@@ -150,10 +150,15 @@ def build_event(
 
 
 class ScaleClient:
-    """Client of the API server for all scale targets of this process."""
+    """Client of the API server for all scale targets of this process.
 
-    def __init__(self, settings: KubernetesSettings, identity: str) -> None:
+    Args:
+        handover_s: Seconds between the end of a leader and the beginning of another one.
+    """
+
+    def __init__(self, settings: KubernetesSettings, identity: str, handover_s: float) -> None:
         self.identity = identity
+        self._timeout_s = min(_TIMEOUT_S, _TIMEOUT_SHARE * handover_s)
         self._settings = settings
         self._server: api_client.KubernetesApiClient | None = None
         self._warned = False
@@ -181,7 +186,7 @@ class ScaleClient:
         for _ in range(2):
             generation = self._server.generation
             answer = await self._server.send(
-                method, path, body=body, seconds=_TIMEOUT_S / 2.0, kind=kind
+                method, path, body=body, seconds=self._timeout_s / 2.0, kind=kind
             )
             if not isinstance(answer, api_responses.ApiError) or not answer.credentials_expired:
                 return answer

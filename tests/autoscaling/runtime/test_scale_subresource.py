@@ -6,7 +6,8 @@ import json
 import pytest
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime import scale_subresource
+from extproc.autoscaling.runtime import autoscaler, scale_subresource
+from extproc.config import loader
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes.api_responses import ApiError
 from extproc.supervision import Supervisor
@@ -33,6 +34,39 @@ class ApiFixture:
     async def send(self, method, path, body=None):
         self.paths.append((method, path))
         return self.answers[path.rpartition("/")[2]]
+
+
+class TimeLimitFixture:
+    """Takes the place of the API server, and keeps the time limits of requests."""
+
+    generation = 0
+
+    def __init__(self):
+        self.limits_s = []
+
+    async def send(self, method, path, *, body=None, seconds, kind):
+        self.limits_s.append(seconds)
+        return (
+            ApiError(401, "expired", credentials_expired=True) if len(self.limits_s) % 2 else b"{}"
+        )
+
+    async def renew(self, generation):
+        pass
+
+
+@pytest.mark.parametrize(("renew_s", "limit_s"), [(10.0, 4.0), (5.0, 4.0), (14.0, 0.8)])
+async def test_requests_are_over_before_another_replica_can_lead(renew_s, limit_s):
+    """Also the second one with fresh credentials, however short the election leaves it."""
+    text = f"""
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+cluster: {{lease: {{duration_s: 15, renew_s: {renew_s}}}}}
+pool: {{autoscaling: {{target: {{name: vllm}}}}}}
+"""
+    client = autoscaler._build_cluster(loader.settings(loader.parse(text, where="f")), "me")
+    server = client._server = TimeLimitFixture()
+    assert await client.send("GET", "/") == b"{}"
+    assert server.limits_s == pytest.approx([limit_s / 2.0] * 2)
 
 
 def scale(api):
