@@ -67,13 +67,18 @@ class Installation:
 
     def __init__(self, arguments: Sequence[str], config: dict[str, Any], binary: str) -> None:
         self.lines: list[str] = []
-        self.children = stack.Stack(log=self.lines.append)
+        self._said = asyncio.Event()
+        self.children = stack.Stack(log=self._take_line)
         self.alarms: list[str] = []
         self._arguments = list(arguments)
         self._config = config
         self._binary = binary
         self.ports = stack.EnvoyPorts(0, 0, 0)
         self.pages = self.health = 0
+
+    def _take_line(self, line: str) -> None:
+        self.lines.append(line)
+        self._said.set()
 
     @property
     def port(self) -> int:
@@ -136,12 +141,13 @@ class Installation:
         """The first line of Envoy's access log with these fields; it is written a moment later."""
         async with asyncio.timeout(_VISIBLE_S):
             while True:
+                self._said.clear()
                 for line in self.lines:
                     if line.startswith("envoy: {"):
                         entry: dict[str, Any] = json.loads(line.removeprefix("envoy: "))
                         if fields.items() <= entry.items():
                             return entry
-                await asyncio.sleep(0.05)
+                await self._said.wait()
 
     async def settled(self) -> None:
         """Every account is back at exactly zero."""
