@@ -106,38 +106,56 @@ class Change(msgspec.Struct, frozen=True):
     is_live: bool
 
 
-def apply_live_fields(started: Settings, wanted: Settings) -> Settings:
+def apply_live_fields(running: Settings, wanted: Settings) -> Settings:
     """Return the settings in force after a running process reads another configuration.
 
+    Args:
+        running: The settings in force before.
+
     Returns:
-        `started` with the live fields of `wanted`. Of several pools, those in both change; pools
+        `running` with the live fields of `wanted`. Of several pools, those in both change; pools
         are neither added nor removed.
     """
     values: dict[str, Any] = {}
-    for section, live in LIVE.items():
+    for section, live in _find_live_fields(running, wanted).items():
         if not section:
             values |= {name: getattr(wanted, name) for name in live}
         elif section == "pools":
             by_name = {pool.name: pool for pool in wanted.pools}
             values["pools"] = tuple(
-                _merge_section(pool, by_name.get(pool.name, pool), live) for pool in started.pools
+                _merge_section(pool, by_name.get(pool.name, pool), live) for pool in running.pools
             )
         else:
-            old, new = getattr(started, section), getattr(wanted, section)
+            old, new = getattr(running, section), getattr(wanted, section)
             values[section] = _merge_section(old, new, live)
-    return msgspec.structs.replace(started, **values)
+    return msgspec.structs.replace(running, **values)
+
+
+def _find_live_fields(before: Settings, after: Settings) -> Mapping[str, tuple[str, ...]]:
+    """`LIVE` without sections whose fields `pool` and `pools` exchange.
+
+    Where only one configuration has `pools`, what a running pool needs may stand in the other
+    section, and would be missing until the restart.
+    """
+    if bool(before.pools) == bool(after.pools):
+        return LIVE
+    moved = {"pool"}
+    if any(pool.scheduling is not None for pool in (*before.pools, *after.pools)):
+        moved.add("scheduling")
+    return {section: () if section in moved else live for section, live in LIVE.items()}
 
 
 def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
     """Yield every field that differs, in the order of `Settings`, to the depth that both share."""
+    live = _find_live_fields(before, after)
     for field in msgspec.structs.fields(Settings):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if field.name == "pools":
             yield from _pools(old, new)
         elif isinstance(old, msgspec.Struct):
-            yield from _section((field.name,), LIVE.get(field.name, ()), old, new)
+            yield from _section((field.name,), live.get(field.name, ()), old, new)
         else:
-            yield from _leaves((field.encode_name,), old, new, field.name in LIVE[""])
+            yield from _leaves((field.encode_name,), old, new, field.name in live[""])
 
 
 def find_changes_from_defaults(settings: Settings) -> Iterator[Change]:
@@ -162,9 +180,9 @@ def find_edited_plugins(settings: Settings, edited: Collection[str]) -> Iterator
             yield Change("scheduling.plugin_files", name, f"{name}, edited", is_live=True)
 
 
-def find_restart_fields(started: Settings, wanted: Settings) -> Iterator[str]:
+def find_restart_fields(running: Settings, wanted: Settings) -> Iterator[str]:
     """Yield the paths of fields that differ and take effect only after a restart."""
-    return (change.path for change in find_changes(started, wanted) if not change.is_live)
+    return (change.path for change in find_changes(running, wanted) if not change.is_live)
 
 
 def _merge_section(old: Any, new: Any, live: tuple[str, ...]) -> Any:

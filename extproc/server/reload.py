@@ -136,7 +136,7 @@ class Reloader:
         on_reload: Callable[[ReloadResult], None],
     ) -> None:
         self._source = source
-        self._initial = self._applied = self._file_settings = settings
+        self._applied = self._file_settings = settings
         self._apply_settings = apply_settings
         self._on_reload = on_reload
         self._requested = asyncio.Event()
@@ -185,13 +185,13 @@ class Reloader:
         return ReloadResult(changes=changes, restart=restart, settings=in_force)
 
     def _find_restart_fields(self, written: Settings) -> tuple[str, ...]:
-        return tuple(reloading.find_restart_fields(self._initial, written))
+        return tuple(reloading.find_restart_fields(self._applied, written))
 
     def _compare(
         self, written: Settings, edited: Sequence[str]
     ) -> tuple[Settings, tuple[reloading.Change, ...]]:
         """Settings that are to be in force, and what they change."""
-        in_force = reloading.apply_live_fields(self._initial, written)
+        in_force = reloading.apply_live_fields(self._applied, written)
         loader.check_compatible(in_force, where="the configuration")
         changes = reloading.find_changes(self._applied, in_force)
         return in_force, (*changes, *reloading.find_edited_plugins(in_force, edited))

@@ -143,6 +143,36 @@ def test_pools_are_compared_by_name():
     assert reloading.apply_live_fields(old, alone) == old
 
 
+def test_a_pool_that_moves_to_pools_keeps_its_rules_until_the_restart():
+    """Rules that move from `pool` and `scheduling` to `pools`, or back, stay as they are in force."""
+    rules = "objectives: {gold: 5}, rewrites: [{models: [a], targets: [{model: b}]}]"
+    alone = read(
+        f"pool: {{endpoints: ['10.0.0.1:1'], {rules}}}\nscheduling: {{strategy: random}}\n"
+        "log: {level: info}"
+    )
+    several = read(
+        f"pools: [{{name: main, endpoints: ['10.0.0.1:1'], {rules}, "
+        "scheduling: {strategy: random}}]\nlog: {level: debug}"
+    )
+    for before, after in ((alone, several), (several, alone)):
+        merged = reloading.apply_live_fields(before, after)
+        assert (merged.pool, merged.pools) == (before.pool, before.pools)
+        assert merged.scheduling == before.scheduling
+        assert merged.log == after.log
+        restart = set(reloading.find_restart_fields(before, after))
+        assert {"pools", "pool.objectives", "scheduling.strategy"} <= restart
+
+
+def test_top_level_scheduling_is_live_where_no_pool_has_its_own():
+    """The section means the same with and without `pools`."""
+    alone = read("pool: {endpoints: ['10.0.0.1:1']}\nscheduling: {strategy: random}")
+    several = read(
+        "pools: [{name: main, endpoints: ['10.0.0.1:1']}]\nscheduling: {strategy: lmetric}"
+    )
+    assert reloading.apply_live_fields(alone, several).scheduling.strategy == "lmetric"
+    assert "scheduling.strategy" not in reloading.find_restart_fields(alone, several)
+
+
 def test_changes_name_the_full_path():
     """A path ends at what differs, values are short, and what may be a password is not shown."""
     old = read(

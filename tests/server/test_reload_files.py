@@ -160,6 +160,16 @@ def test_a_read_that_hangs_does_not_keep_the_process():
             process.kill()
 
 
+def test_a_renamed_pool_keeps_the_rules_last_in_force(tmp_path):
+    """Rules of a pool that the file does not have are those of the last reload, not of the start."""
+    pool = "pools: [{name: %s, endpoints: ['10.0.0.1:1'], objectives: {gold: %s}}]\n"
+    scene = ReloadedFile(tmp_path / "c.yaml", pool % ("a", 1))
+    scene.write(pool % ("a", 22))
+    result = scene.write(pool % ("b", 22))
+    assert (result.changed, result.restart) == ((), ("pools",))
+    assert result.settings.pools[0].objectives == {"gold": 22}
+
+
 def test_a_plugin_file_that_is_a_pipe_is_refused(tmp_path):
     """Plugin files are read at every reload."""
     os.mkfifo(tmp_path / "plugin.py")
