@@ -126,6 +126,7 @@ def resolve(
     profile = profile_builder.build_profile(
         merged, where="--strategy" if args.strategy else document.where
     )
+    profile_builder.check_pools(merged, where=document.where)
     warnings += _clamp_refresh(args)
     return Resolved(merged, profile, document.where, tuple(warnings))
 

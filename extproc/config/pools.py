@@ -258,6 +258,15 @@ def discovered_pool_plan(settings: Settings, name: str, match: pool_match.PoolMa
     return PoolPlan(name, match, msgspec.structs.replace(settings, pool=pool, pools=()))
 
 
+def uses_top_scheduling(settings: Settings) -> bool:
+    """Return True if a pool has the scheduling rules of the top level."""
+    return (
+        not settings.pools
+        or settings.cluster.discover_pools != "none"
+        or any(pool.scheduling is None for pool in settings.pools)
+    )
+
+
 def has_source(pool: pool_sections.PoolSource) -> bool:
     """Return True if a section names a source of endpoints."""
     return bool(configured_sources(pool))

@@ -79,6 +79,18 @@ def build_profile(settings: Settings, *, where: str) -> SchedulerProfile:
     return resolve_all(settings, where=where).profile
 
 
+def check_pools(settings: Settings, *, where: str) -> None:
+    """Build the profiles of pools with scheduling rules of their own, for checks.
+
+    Raises:
+        ConfigError: See `build_profile`.
+    """
+    for at, pool in enumerate(settings.pools):
+        if pool.scheduling is not None:
+            alone = msgspec.structs.replace(settings, scheduling=pool.scheduling)
+            build_profile(alone, where=str(Place(where) / "pools" / at))
+
+
 def resolve_all(
     settings: Settings,
     *,

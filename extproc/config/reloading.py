@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.config import loader, pool_sections, profile_builder, validation
+from extproc.config import loader, pool_sections, pools, profile_builder, validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
@@ -160,8 +160,8 @@ def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
 
 def find_changes_from_defaults(settings: Settings) -> Iterator[Change]:
     """Yield every field that is not as it would be without a file and flags."""
-    pools = tuple(pool_sections.PoolSection(name=pool.name) for pool in settings.pools)
-    return find_changes(Settings(pools=pools), settings)
+    bare = tuple(pool_sections.PoolSection(name=pool.name) for pool in settings.pools)
+    return find_changes(Settings(pools=bare), settings)
 
 
 def find_public_changes_from_defaults(settings: Settings) -> Iterator[Change]:
@@ -200,7 +200,7 @@ def _pools(
     before: tuple[pool_sections.PoolSection, ...],
     after: tuple[pool_sections.PoolSection, ...],
 ) -> Iterator[Change]:
-    old, new = ({pool.name: pool for pool in pools} for pools in (before, after))
+    old, new = ({pool.name: pool for pool in section} for section in (before, after))
     if list(old) != list(new):
         yield Change("pools", ", ".join(old) or "none", ", ".join(new) or "none", is_live=False)
     for name in old:
@@ -287,9 +287,12 @@ def refusal(running: Settings, wanted: Settings) -> str:
     What is new and live may lean on what needs a restart.
     """
     merged = apply_live_fields(running, wanted)
+    where = "the live fields with what is running"
     try:
-        loader.check_compatible(merged, where="the live fields with what is running")
-        profile_builder.build_profile(merged, where="the live fields with what is running")
+        loader.check_compatible(merged, where=where)
+        profile_builder.check_pools(merged, where=where)
+        if pools.uses_top_scheduling(merged):
+            profile_builder.build_profile(merged, where=where)
     except ConfigError as error:
         return str(error)
     return ""

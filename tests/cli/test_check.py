@@ -232,6 +232,36 @@ def test_diff_reports_what_a_reload_would_refuse(tmp_path, capsys):
     assert "waiting" in output
 
 
+def test_diff_judges_the_profiles_that_pools_use(tmp_path, capsys):
+    """Rules of each pool count, and those of the top level only where a pool uses them."""
+    text = (
+        "pools: [{name: a, endpoints: ['10.0.0.1:1'], scheduling: {strategy: %s}}]\n"
+        "scrape: {enabled: %s}\nscheduling: {strategy: %s}\n"
+    )
+    old = text % ("random", "false", "random")
+    assert diffed(tmp_path, old, text % ("least-queue", "true", "random")) == 1
+    assert "what is running: pools[0]: scheduling" in capsys.readouterr().out
+    assert diffed(tmp_path, old, text % ("random", "true", "least-queue")) == 0
+    discovering = "cluster: {discover_pools: namespace}\n"
+    new = text % ("random", "true", "least-queue")
+    assert diffed(tmp_path, discovering + old, discovering + new) == 1
+
+
+@pytest.mark.parametrize("rules", ["strategy: nonsense", "plugin_files: [missing.py]"])
+def test_check_refuses_wrong_rules_of_a_pool(tmp_path, capsys, rules):
+    """The error names the file and the pool."""
+    file = tmp_path / "c.yaml"
+    pools = (
+        "{name: a, endpoints: ['10.0.0.1:1']}, {name: b, endpoints: ['10.0.0.2:1'], scheduling: "
+    )
+    file.write_text(
+        f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\npools: [{pools}{{{rules}}}}}]\n"
+    )
+    assert main.main(["check", str(file)]) == 2
+    place = rules.partition(":")[0]
+    assert f"{file}: pools[1].scheduling.{place}" in capsys.readouterr().err
+
+
 def test_diff_validates_the_other_file(tmp_path, capsys):
     """A mistake in it is reported as one of the file itself."""
     assert diffed(tmp_path, "nonsense: 1\n", "seed: 1\n") == 2
