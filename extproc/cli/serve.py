@@ -15,7 +15,7 @@ from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.recording import recorder
 from extproc.scrape import kv_event_subscriber
-from extproc.server import admin_access, peer_addresses, redis_peer_channel, transport
+from extproc.server import admin_access, peer_addresses, redis_peer_channel, reload, transport
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,15 +50,21 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
     configure_grpc_core()
-    from extproc.server import lifecycle, reload
+    from extproc.server import lifecycle
+
+    return lifecycle.run(resolved.settings, build_source(args))
+
+
+def build_source(args: argparse.Namespace) -> reload.ConfigSource:
+    """Build the source of the configuration that flags name."""
 
     def files(settings: Settings) -> Sequence[str]:
         """The configuration file, and the plugin files it names."""
         own = [args.config_file] if args.config_file else []
-        return [*own, *settings.scheduling.plugin_files]
+        sections = pools.scheduling_sections(settings)
+        return [*own, *(name for _, rules in sections for name in rules.plugin_files)]
 
-    source = reload.ConfigSource(files, lambda: flags.resolve(args, again=True).settings)
-    return lifecycle.run(resolved.settings, source)
+    return reload.ConfigSource(files, lambda: flags.resolve(args, again=True).settings)
 
 
 #: Without the listener of the event engine, the thread that waits for events reads the sockets

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from extproc.config import epp_config, pools, validation
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import API_VERSION, KIND, Settings
 from extproc.discovery.static_discovery import YAML_FAILURES, open_regular
 from extproc.errors import ConfigError, file_error
@@ -202,13 +203,16 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
 
 def _resolve_paths(merged: Settings, folder: str) -> Settings:
     """Resolve plugin files relative to the directory of the configuration."""
-    scheduling = merged.scheduling
-    if not scheduling.plugin_files:
-        return merged
-    files = tuple(str(Path(folder, name)) for name in scheduling.plugin_files)
-    return msgspec.structs.replace(
-        merged, scheduling=msgspec.structs.replace(scheduling, plugin_files=files)
+
+    def resolve(rules: SchedulingSection) -> SchedulingSection:
+        files = tuple(str(Path(folder, name)) for name in rules.plugin_files)
+        return msgspec.structs.replace(rules, plugin_files=files)
+
+    sections = tuple(
+        msgspec.structs.replace(pool, scheduling=pool.scheduling and resolve(pool.scheduling))
+        for pool in merged.pools
     )
+    return msgspec.structs.replace(merged, scheduling=resolve(merged.scheduling), pools=sections)
 
 
 def _check_kind(document: ConfigDocument) -> None:

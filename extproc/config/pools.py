@@ -267,6 +267,16 @@ def uses_top_scheduling(settings: Settings) -> bool:
     )
 
 
+def scheduling_sections(
+    settings: Settings,
+) -> Iterator[tuple[str, pool_sections.SchedulingSection]]:
+    """Yield every section of scheduling rules with its path; pools by their names."""
+    yield "scheduling", settings.scheduling
+    for pool in settings.pools:
+        if pool.scheduling is not None:
+            yield f"pools[{pool.name}].scheduling", pool.scheduling
+
+
 def has_source(pool: pool_sections.PoolSource) -> bool:
     """Return True if a section names a source of endpoints."""
     return bool(configured_sources(pool))

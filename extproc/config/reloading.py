@@ -175,9 +175,10 @@ def find_public_changes_from_defaults(settings: Settings) -> Iterator[Change]:
 
 def find_edited_plugins(settings: Settings, edited: Collection[str]) -> Iterator[Change]:
     """Yield a change for each plugin file among the edited files."""
-    for name in settings.scheduling.plugin_files:
-        if name in edited:
-            yield Change("scheduling.plugin_files", name, f"{name}, edited", is_live=True)
+    for path, rules in pools.scheduling_sections(settings):
+        for name in rules.plugin_files:
+            if name in edited:
+                yield Change(f"{path}.plugin_files", name, f"{name}, edited", is_live=True)
 
 
 def find_restart_fields(running: Settings, wanted: Settings) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 
+from extproc.cli import flags, serve
 from extproc.config import loader
 from extproc.decision import Decision
 from extproc.errors import ConfigError
@@ -53,12 +55,12 @@ class ReloadedFile:
         path.write_text(HEAD + text)
         self.path = path
         self.adopted, self.results = [], []
+        parser = argparse.ArgumentParser()
+        flags.add(parser)
+        args = parser.parse_args(["--config-file", str(path)])
         self.subject = reload.Reloader(
-            reload.ConfigSource(
-                lambda settings: [str(path), *settings.scheduling.plugin_files],
-                lambda: loader.settings(loader.read(path, again=True)),
-            ),
-            loader.settings(loader.read(path)),
+            serve.build_source(args),
+            flags.resolve(args).settings,
             apply_settings=self.adopt,
             on_reload=self.results.append,
         )
@@ -269,6 +271,17 @@ def test_an_edited_plugin_file_is_named(tmp_path):
     scene.subject.request_reload()
     asyncio.run(scene.subject.step())
     assert scene.results[-1].changed == ()
+
+
+def test_an_edited_plugin_file_of_a_pool_is_named(tmp_path):
+    """Plugin files of pools are relative to the configuration too, and watched."""
+    file = tmp_path / "first.py"
+    file.write_text(PLUGIN)
+    pool = "{name: a, endpoints: ['10.0.0.1:1'], scheduling: {plugin_files: [first.py]}}"
+    scene = ReloadedFile(tmp_path / "c.yaml", f"pools: [{pool}]\n")
+    file.write_text(f"{PLUGIN}# edited\n")
+    asyncio.run(scene.subject.step())
+    assert scene.results[-1].changed == ("pools[a].scheduling.plugin_files",)
 
 
 def test_learned_rates_survive_every_reload():
