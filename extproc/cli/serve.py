@@ -6,12 +6,13 @@ import argparse
 import os
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from extproc.cli import flags, main
 from extproc.config import pools
 from extproc.config.settings import Settings
+from extproc.discovery.static_discovery import FileStamp
 from extproc.errors import ConfigError
 from extproc.recording import recorder
 from extproc.scrape import kv_event_subscriber
@@ -29,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: Flags or files are wrong.
     """
-    from extproc.config import lint
-
+    stamps = stamp_config_file(args)
     resolved = flags.resolve(args)
     settings = resolved.settings
     if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             got="none",
             fix="add --endpoints ip:port,..., --endpoints-file, --pool-name or a pool section",
         )
-    for warning in (*resolved.warnings, *lint.find_warnings(resolved.settings)):
+    for warning in _collect_warnings(resolved):
         print(f"extproc: warning: {warning}", file=sys.stderr)
 
     problems = find_problems(settings)
@@ -52,11 +52,24 @@ def run(args: argparse.Namespace) -> int:
     configure_grpc_core()
     from extproc.server import lifecycle
 
-    return lifecycle.run(resolved.settings, build_source(args))
+    return lifecycle.run(settings, build_source(args, resolved, stamps))
 
 
-def build_source(args: argparse.Namespace) -> reload.ConfigSource:
-    """Build the source of the configuration that flags name."""
+def stamp_config_file(args: argparse.Namespace) -> Mapping[str, FileStamp]:
+    """Return the stamp of the configuration file; none of a pipe, which changes as it is written."""
+    name = args.config_file
+    return reload.read_stamps([name]) if name and Path(name).is_file() else {}
+
+
+def build_source(
+    args: argparse.Namespace, resolved: flags.Resolved, stamps: Mapping[str, FileStamp]
+) -> reload.ConfigSource:
+    """Build the source of the configuration that flags name.
+
+    Args:
+        resolved: The configuration that the process starts with.
+        stamps: Stamps of files from before they were read.
+    """
 
     def files(settings: Settings) -> Sequence[str]:
         """The configuration file, and the plugin files it names."""
@@ -64,7 +77,23 @@ def build_source(args: argparse.Namespace) -> reload.ConfigSource:
         sections = pools.scheduling_sections(settings)
         return [*own, *(name for _, rules in sections for name in rules.plugin_files)]
 
-    return reload.ConfigSource(files, lambda: flags.resolve(args, again=True).settings)
+    def read() -> reload.ReadConfiguration:
+        resolved = flags.resolve(args, again=True)
+        return reload.ReadConfiguration(resolved.settings, _collect_warnings(resolved))
+
+    def check_start(settings: Settings) -> None:
+        for problem in find_problems(settings):
+            raise problem
+
+    # Plugin files are executed again when the process is built, which is after this.
+    stamps = {**reload.read_stamps(files(resolved.settings)), **stamps}
+    return reload.ConfigSource(files, read, check_start, stamps, _collect_warnings(resolved))
+
+
+def _collect_warnings(resolved: flags.Resolved) -> tuple[str, ...]:
+    from extproc.config import lint
+
+    return (*resolved.warnings, *lint.find_warnings(resolved.settings))
 
 
 #: Without the listener of the event engine, the thread that waits for events reads the sockets

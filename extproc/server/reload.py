@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -29,8 +29,19 @@ _log = logging.getLogger("extproc.server")
 #: a minute to arrive.
 _POLL_S = 1.0
 
+#: Looks at unchanged files after which a configuration that was refused is read again (count). What
+#: it lacked may lie outside of them: a mounted token, a plugin file, a descriptor.
+_RETRY_LOOKS: Final = 30
+
 #: Reloads that are remembered (count).
 _MAX_REMEMBERED: Final = 50
+
+
+class ReadConfiguration(msgspec.Struct, frozen=True):
+    """A configuration as it was read, with warnings about it."""
+
+    settings: Settings
+    warnings: tuple[str, ...] = ()
 
 
 class ConfigSource(msgspec.Struct, frozen=True):
@@ -38,10 +49,22 @@ class ConfigSource(msgspec.Struct, frozen=True):
 
     Attributes:
         files: Returns the files to watch for the settings that were read last.
+        read: Reads the configuration again.
+        check_start: Raises ConfigError if a process with these settings would not start.
+        stamps: Stamps of files from before they were read at the start.
+        warnings: Warnings that the start printed.
     """
 
     files: Callable[[Settings], Sequence[str]]
-    read: Callable[[], Settings]
+    read: Callable[[], ReadConfiguration]
+    check_start: Callable[[Settings], None] = lambda _: None
+    stamps: Mapping[str, FileStamp] = {}
+    warnings: tuple[str, ...] = ()
+
+
+def read_stamps(files: Iterable[str]) -> dict[str, FileStamp]:
+    """Return the stamps of files by their names."""
+    return {name: file_stamp(name) for name in files}
 
 
 class ReloadResult(msgspec.Struct, frozen=True):
@@ -52,12 +75,14 @@ class ReloadResult(msgspec.Struct, frozen=True):
         changes: Fields that are other than before from now on.
         restart: Fields that differ from what is in force, and take effect after a restart.
         settings: Settings in force from now on; None where the old ones stay.
+        warnings: Warnings that the configuration before did not have.
     """
 
     error: str = ""
     changes: tuple[reloading.Change, ...] = ()
     restart: tuple[str, ...] = ()
     settings: Settings | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -101,6 +126,8 @@ class ReloadHistory:
         _log.info("the configuration was read again; in force from now on: %s", changed)
         if result.restart:
             _log.warning("only a restart changes %s", ", ".join(result.restart))
+        for warning in result.warnings:
+            _log.warning("%s", warning)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Settings that differ from their defaults, and reloads, newest first; without secrets."""
@@ -137,10 +164,15 @@ class Reloader:
     ) -> None:
         self._source = source
         self._applied = self._file_settings = settings
+        self._warnings = source.warnings
         self._apply_settings = apply_settings
         self._on_reload = on_reload
         self._requested = asyncio.Event()
-        self._stamps = self._read_stamps()
+        self._error = ""
+        self._looks = 0
+        #: Files that changed since the last reload that was accepted.
+        self._edited: set[str] = set()
+        self._stamps = {**read_stamps(source.files(settings)), **source.stamps}
 
     def request_reload(self) -> None:
         """Request a reload at the next step, changed or not."""
@@ -155,21 +187,35 @@ class Reloader:
 
     async def step(self) -> None:
         """Check for changes once, and reload if there are any."""
-        stamps = self._read_stamps()
-        if stamps == self._stamps and not self._requested.is_set():
+        stamps = read_stamps(self._source.files(self._file_settings))
+        is_due = stamps != self._stamps or self._requested.is_set()
+        self._looks += 1
+        if not is_due and not (self._error and self._looks >= _RETRY_LOOKS):
             return
         self._requested.clear()
-        edited = [name for name, stamp in stamps.items() if self._stamps.get(name, stamp) != stamp]
+        self._looks = 0
+        self._edited |= {
+            name for name, stamp in stamps.items() if self._stamps.get(name, stamp) != stamp
+        }
         self._stamps = stamps
-        self._on_reload(await self._reload(edited))
+        result = await self._reload()
+        if is_due or result.error != self._error:
+            self._on_reload(result)
+        self._error = result.error
 
-    async def _reload(self, edited: Sequence[str]) -> ReloadResult:
+    async def _reload(self) -> ReloadResult:
         restart: tuple[str, ...] = ()
         try:
             # In a thread: a long file takes longer than a request may wait, to read and to compare.
-            written = await asyncio.to_thread(self._source.read)
+            read = await asyncio.to_thread(self._source.read)
+            written = read.settings
+            # Plugin files may be others, and are executed after this. What changes while it is read
+            # is read at the next look.
+            stamps = read_stamps(self._source.files(written))
             restart = await asyncio.to_thread(self._find_restart_fields, written)
-            in_force, changes = await asyncio.to_thread(self._compare, written, edited)
+            if restart:
+                await asyncio.to_thread(self._source.check_start, written)
+            in_force, changes = await asyncio.to_thread(self._compare, written)
             self._apply_settings(in_force)
         except ConfigError as error:
             # What is new may lean on what the process does not have yet.
@@ -178,23 +224,18 @@ class Reloader:
         except Exception as error:  # noqa: BLE001 - a broken file must not end the process
             return ReloadResult(error=f"reading it raised {place_of(error)}")
         self._applied, self._file_settings = in_force, written
-        # Plugin files may be others now. What changed while it was read is read at the next look.
-        self._stamps = {
-            name: self._stamps.get(name, stamp) for name, stamp in self._read_stamps().items()
-        }
-        return ReloadResult(changes=changes, restart=restart, settings=in_force)
+        self._stamps = {name: self._stamps.get(name, stamp) for name, stamp in stamps.items()}
+        self._edited.clear()
+        warnings = tuple(text for text in read.warnings if text not in self._warnings)
+        self._warnings = read.warnings
+        return ReloadResult(changes=changes, restart=restart, settings=in_force, warnings=warnings)
 
     def _find_restart_fields(self, written: Settings) -> tuple[str, ...]:
         return tuple(reloading.find_restart_fields(self._applied, written))
 
-    def _compare(
-        self, written: Settings, edited: Sequence[str]
-    ) -> tuple[Settings, tuple[reloading.Change, ...]]:
+    def _compare(self, written: Settings) -> tuple[Settings, tuple[reloading.Change, ...]]:
         """Settings that are to be in force, and what they change."""
         in_force = reloading.apply_live_fields(self._applied, written)
         loader.check_compatible(in_force, where="the configuration")
         changes = reloading.find_changes(self._applied, in_force)
-        return in_force, (*changes, *reloading.find_edited_plugins(in_force, edited))
-
-    def _read_stamps(self) -> dict[str, FileStamp]:
-        return {name: file_stamp(name) for name in self._source.files(self._file_settings)}
+        return in_force, (*changes, *reloading.find_edited_plugins(in_force, self._edited))

@@ -65,7 +65,7 @@ class ServeTask:
 
     @contextlib.asynccontextmanager
     async def running(self):
-        source = reload.ConfigSource(lambda _: [], lambda: self.settings)
+        source = reload.ConfigSource(lambda _: [], lambda: reload.ReadConfiguration(self.settings))
         task = asyncio.ensure_future(lifecycle.serve(self.settings, source, announce=self.announce))
         waiting = asyncio.ensure_future(self.ready.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +172,7 @@ async def test_an_error_at_the_start_ends_the_process(monkeypatch, stage):
         return picker
 
     monkeypatch.setattr(lifecycle, "EndpointPickerProcess", broken)
-    source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
+    source = reload.ConfigSource(lambda _: [], lambda: reload.ReadConfiguration(scene.settings))
     with pytest.raises(ConfigError):
         await lifecycle.serve(scene.settings, source, announce=scene.announce)
 
@@ -188,7 +188,7 @@ async def test_an_exit_ends_the_process(monkeypatch):
 
     monkeypatch.setattr(reload.Reloader, "run", leaving)
     scene = ServeTask(monkeypatch, serving.settings("127.0.0.11:9"))
-    source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
+    source = reload.ConfigSource(lambda _: [], lambda: reload.ReadConfiguration(scene.settings))
     with pytest.raises(BaseExceptionGroup) as raised:
         await lifecycle.serve(scene.settings, source, announce=scene.announce)
     assert raised.value.subgroup(LoopExitError) is not None

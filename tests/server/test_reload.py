@@ -35,7 +35,9 @@ class ReloadScene:
         self.picker = app.EndpointPickerProcess(settings, clock=lambda: 1.0)
         self.parts = self.picker.pool_registry.by_name[""].parts
         self.parts.store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
-        source = reload.ConfigSource(lambda _: [str(path)], self.read)
+        source = reload.ConfigSource(
+            lambda _: [str(path)], lambda: reload.ReadConfiguration(self.read())
+        )
         self.reloader = reload.Reloader(
             source,
             settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -14,9 +15,11 @@ import pytest
 
 from extproc.cli import flags, serve
 from extproc.config import loader
+from extproc.config.settings import Settings
 from extproc.decision import Decision
 from extproc.errors import ConfigError
-from extproc.server import reload
+from extproc.server import admin_access, reload
+from extproc.telemetry.counters import ProcessCounters
 from tests.support.reloading import ADDRESSES, HEAD, PLUGIN, ReloadingScene, read
 
 
@@ -49,28 +52,37 @@ lifecycle.run(settings, reload.ConfigSource(lambda _: [], read))
 
 
 class ReloadedFile:
-    """A reloader over a file, and what it does."""
+    """A reloader over a file, and what it does; `on_start` is called after the first read."""
 
-    def __init__(self, path, text):
+    def __init__(self, path, text, on_start=lambda: None):
         path.write_text(HEAD + text)
         self.path = path
         self.adopted, self.results = [], []
         parser = argparse.ArgumentParser()
         flags.add(parser)
         args = parser.parse_args(["--config-file", str(path)])
+        stamps = serve.stamp_config_file(args)
+        resolved = flags.resolve(args)
+        on_start()
         self.subject = reload.Reloader(
-            serve.build_source(args),
-            flags.resolve(args).settings,
+            serve.build_source(args, resolved, stamps),
+            resolved.settings,
             apply_settings=self.adopt,
             on_reload=self.results.append,
         )
 
     def adopt(self, settings):
+        admin_access.read_token(settings.server.admin_token_file)
         self.adopted.append(settings)
 
     def write(self, text):
         self.path.write_text(HEAD + text)
-        asyncio.run(self.subject.step())
+        return self.look()
+
+    def look(self, times=1):
+        """The last result, after so many looks at the files."""
+        for _ in range(times):
+            asyncio.run(self.subject.step())
         return self.results[-1]
 
 
@@ -282,6 +294,94 @@ def test_an_edited_plugin_file_of_a_pool_is_named(tmp_path):
     file.write_text(f"{PLUGIN}# edited\n")
     asyncio.run(scene.subject.step())
     assert scene.results[-1].changed == ("pools[a].scheduling.plugin_files",)
+
+
+def test_an_edited_plugin_file_is_named_after_a_refusal(tmp_path):
+    """The edit counts from the reload that was accepted last."""
+    file = tmp_path / "first.py"
+    file.write_text(PLUGIN)
+    text = "scheduling: {plugin_files: [first.py]}\n"
+    scene = ReloadedFile(tmp_path / "c.yaml", text)
+    file.write_text(f"{PLUGIN}# edited\n")
+    assert scene.write("nonsense: 1\n").error
+    assert scene.write(text).changed == ("scheduling.plugin_files",)
+    assert scene.write(f"{text}\n").changed == ()
+
+
+def test_an_edit_during_the_start_is_read(tmp_path):
+    """The file is compared with what it was before the start read it."""
+    path = tmp_path / "c.yaml"
+    scene = ReloadedFile(
+        path,
+        "log: {level: info}\n",
+        on_start=lambda: path.write_text(f"{HEAD}log: {{level: debug}}\n"),
+    )
+    assert scene.look().changed == ("log.level",)
+
+
+def test_a_pipe_is_not_compared_with_its_state_before_the_read(tmp_path):
+    """Writing to a pipe changes its times, which is no edit."""
+    os.mkfifo(tmp_path / "pipe")
+    args = argparse.Namespace(config_file=str(tmp_path / "pipe"))
+    assert serve.stamp_config_file(args) == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "late"),
+    [
+        ("scheduling: {plugin_files: [FILE], profile: {picker: {kind: first}}}\n", PLUGIN),
+        ("server: {admin_token_file: FILE}\n", "secret"),
+        (
+            "pools: [{name: a, endpoints: ['10.0.0.1:1'], scheduling: {plugin_files: [FILE]}}]\n",
+            PLUGIN,
+        ),
+    ],
+)
+def test_a_refused_reload_is_tried_again(tmp_path, section, late):
+    """A missing plugin or token may come later; a refusal is reported once."""
+    file = tmp_path / "late"
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
+    assert scene.write(section.replace("FILE", str(file))).error
+    scene.look(100)
+    assert len(scene.results) == 1
+    file.write_text(late)
+    assert not scene.look(reload._RETRY_LOOKS).error
+    assert len(scene.results) == 2
+
+
+def test_a_transient_read_error_is_tried_again(tmp_path, monkeypatch):
+    """A process may have no descriptor left while its file changes."""
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "open_regular", exhausted)
+        assert "Too many open files" in scene.write("log: {level: debug}\n").error
+    assert scene.look(reload._RETRY_LOOKS).changed == ("log.level",)
+
+
+def exhausted(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_configuration_that_could_not_start_is_refused(tmp_path):
+    """Fields for the restart are judged as the start would, where any of them changed."""
+    scene = ReloadedFile(tmp_path / "c.yaml", "log: {level: info}\n")
+    result = scene.write("peer_sync: {peers: [no-port]}\nlog: {level: debug}\n")
+    assert "expected host:port" in result.error
+    assert "only a restart changes peer_sync.peers" in result.error
+    assert not scene.adopted
+
+
+def test_new_warnings_are_logged_once(tmp_path, caplog):
+    """A reload warns of what the start would warn of."""
+    text = "pool: {endpoints: ['10.0.0.1:1']}\nscheduling: {respect_subset: %s}\n"
+    scene = ReloadedFile(tmp_path / "c.yaml", text % "true")
+    history = reload.ReloadHistory(Settings(), lambda: 1.0, ProcessCounters())
+    result = scene.write(text % "false")
+    assert len(result.warnings) == 1
+    history.add(result)
+    assert "scheduling.respect_subset is false" in caplog.text
+    assert scene.write(text % "false" + "\n").warnings == ()
+    assert scene.write("nonsense: 1\n").warnings == ()
 
 
 def test_learned_rates_survive_every_reload():
