@@ -130,22 +130,22 @@ class TenantRateLimiter:
     ) -> None:
         self._default = default
         self._by_tenant = by_tenant or {}
-        self._limits_by_default = (
-            default.requests_per_s is not None or default.tokens_per_s is not None
-        )
         self._configured: dict[str, _Account] = {}
         self._accounts: dict[str, _Account] = {}
         self._shared: _Account | None = None
         #: When each account may be full at the earliest, and whose it is; refunds make it earlier.
         self._full_at: list[tuple[float, str]] = []
 
-    def __eq__(self, other: object) -> bool:
-        """True if the limits are equal, whatever the levels."""
-        if not isinstance(other, TenantRateLimiter):
-            return NotImplemented
-        return (self._default, self._by_tenant) == (other._default, other._by_tenant)
-
-    __hash__ = None  # type: ignore[assignment]  # it changes with what is taken
+    def reconfigure(self, default: RateLimit, by_tenant: Mapping[str, RateLimit]) -> None:
+        """Apply other limits; tenants whose limit is equal keep their buckets."""
+        unchanged = {
+            tenant: account
+            for tenant, account in self._configured.items()
+            if by_tenant.get(tenant) == self._by_tenant[tenant]
+        }
+        if default != self._default:
+            self._accounts, self._shared, self._full_at = {}, None, []
+        self._configured, self._default, self._by_tenant = unchanged, default, by_tenant
 
     def __len__(self) -> int:
         """Number of accounts in memory."""
@@ -197,7 +197,7 @@ class TenantRateLimiter:
             if account is None:
                 account = self._configured[tenant] = _build_account(limit, now)
             return account
-        if not self._limits_by_default:
+        if self._default.requests_per_s is None and self._default.tokens_per_s is None:
             return _UNLIMITED
         account = self._accounts.get(tenant)
         if account is not None:

@@ -148,13 +148,11 @@ class AsyncFlowController:
     def reconfigure(self, section: FlowControlSection) -> None:
         """Apply other settings from the next request on; queued requests keep their deadlines.
 
-        Fair shares of tenants stay; changed rate limits start anew.
+        Fair shares of tenants stay; tenants whose rate limit changes start anew.
         """
         self.queue.reconfigure(section.queue, self._clock())
         self._flow_headers = section.headers
-        rate_limiter = TenantRateLimiter(section.limit or NO_LIMIT, section.limits)
-        if rate_limiter != self.rate_limiter:
-            self.rate_limiter = rate_limiter
+        self.rate_limiter.reconfigure(section.limit or NO_LIMIT, section.limits)
 
     def reserve(self, prepared: PreparedRequest, now: float) -> RateReservation | Rejection:
         """Take a request's tokens from its tenant's allowance; 429 where they exceed it."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,12 +177,30 @@ def test_a_tenant_never_exceeds_its_limit(steps):
     assert peak <= rate * burst_s + 1e-6
 
 
-def test_equal_limits_are_equal_allowances():
-    """Whatever was taken, so that a reload that changes no limit forgets nothing."""
-    limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0))
-    assert passes(limiter, "t", 0, 0.0)
-    assert limiter == TenantRateLimiter(RateLimit(requests_per_s=1.0))
-    assert limiter != TenantRateLimiter(RateLimit(requests_per_s=2.0))
-    assert limiter != 1
-    with pytest.raises(TypeError):
-        hash(limiter)
+def test_tenants_whose_limit_is_equal_keep_their_buckets():
+    """Other limits refill the buckets of those tenants only that they apply to."""
+    slow, fast = (RateLimit(requests_per_s=rate, burst_s=1.0) for rate in (0.1, 0.2))
+    limiter = TenantRateLimiter(slow, {"a": slow, "b": slow})
+    tenants = ("a", "b", "c")
+    assert all(passes(limiter, tenant, 0, 0.0) for tenant in tenants)
+    for default, by_tenant, refilled in (
+        (slow, {"a": slow, "b": slow}, set()),
+        (slow, {"a": slow, "b": fast}, {"b"}),
+        (fast, {"a": slow, "b": fast}, {"c"}),
+        (fast, {"b": fast}, {"a"}),
+    ):
+        limiter.reconfigure(default, by_tenant)
+        assert {tenant for tenant in tenants if passes(limiter, tenant, 0, 0.0)} == refilled
+
+
+def test_a_limit_that_goes_forgets_what_was_taken():
+    """Without a limit requests pass, and a limit that comes again starts anew."""
+    limit = RateLimit(requests_per_s=0.1)
+    limiter = TenantRateLimiter(limit)
+    assert passes(limiter, "a", 0, 0.0)
+    limiter.reconfigure(RateLimit(), {})
+    assert passes(limiter, "a", 0, 0.0)
+    assert not limiter.is_limiting
+    limiter.reconfigure(limit, {})
+    assert passes(limiter, "a", 0, 0.0)
+    assert not passes(limiter, "a", 0, 0.0)
