@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -38,6 +38,15 @@ _MAX_REST_S = 0.05
 
 #: Seconds until `pump` is tried again after an exception of its own.
 _RETRY_S = 1.0
+
+#: Answer to requests that wait for a process that stops.
+SHUTTING_DOWN: Final = Rejection(
+    503,
+    "the picker is shutting down",
+    reason="rejected-shutting-down",
+    retry_after_s=1,
+    cause="shutting-down",
+)
 
 #: What waits.
 ItemT = TypeVar("ItemT")
@@ -131,7 +140,7 @@ class FlowController(Generic[ItemT, GrantT]):
         self._alarm_at = math.inf
         self._soonest_s = math.inf
         self._items: dict[QueuedItem, tuple[ItemT, Deferral]] = {}
-        self._closed = False
+        self._closed: Rejection | None = None
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
         self._looks = 0
@@ -168,8 +177,8 @@ class FlowController(Generic[ItemT, GrantT]):
         """
         if isinstance(outcome, Rejection):
             return self._with_retry_estimate(outcome, now)
-        if self._closed:
-            return _shutting_down()
+        if self._closed is not None:
+            return self._closed
         timeout_s = self._timeout_s(properties, outcome.rejection)
         if timeout_s <= 0.0:
             return self._with_retry_estimate(outcome.rejection, now)
@@ -339,15 +348,15 @@ class FlowController(Generic[ItemT, GrantT]):
         wait_s = max(_SOONEST_S, min(soonest_s, event - now))
         return wait_s if soonest_s == math.inf else min(wait_s, _LATEST_S)
 
-    def close(self) -> None:
-        """Reject every queued and every later request with 503."""
-        self._closed = True
+    def close(self, rejection: Rejection = SHUTTING_DOWN) -> None:
+        """Reject every queued and every later request."""
+        self._closed = rejection
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm, self._alarm_at = None, math.inf
         for queued in list(self.queue):
             self.queue.leave(queued)
-            self._reject(queued, "shutdown", _shutting_down())
+            self._reject(queued, "shutdown", rejection)
 
     def _with_retry_estimate(self, rejection: Rejection, now: float) -> Rejection:
         """Add the queue's own retry estimate to a rejection."""
@@ -404,16 +413,6 @@ def _build_limit_check(budget: LookBudget | None, clock: Callable[[], float]) ->
         return looks > budget.looks or (looks > 1 and clock() >= until)
 
     return enough
-
-
-def _shutting_down() -> Rejection:
-    return Rejection(
-        503,
-        "the picker is shutting down",
-        reason="rejected-shutting-down",
-        retry_after_s=1,
-        cause="shutting-down",
-    )
 
 
 def _displaced(retry_after_s: int | None) -> Rejection:

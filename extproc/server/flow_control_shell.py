@@ -10,7 +10,12 @@ import msgspec
 
 from extproc.config.settings import FlowControlSection
 from extproc.decision import Decision, Deferral, Outcome, Rejection
-from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
+from extproc.flow_control.controller import (
+    SHUTTING_DOWN,
+    FlowCallbacks,
+    FlowController,
+    LookBudget,
+)
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
@@ -271,9 +276,9 @@ class AsyncFlowController:
         """Admit requests, and reject those that waited too long; never raises."""
         self._controller.pump()
 
-    def close(self) -> None:
-        """Reject all queued and later requests with 503."""
-        self._controller.close()
+    def close(self, rejection: Rejection = SHUTTING_DOWN) -> None:
+        """Reject all queued and later requests."""
+        self._controller.close(rejection)
 
     def _decide(self, queued: QueuedRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
         if queued.pending_share is not None:

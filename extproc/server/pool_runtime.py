@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from extproc.config import factory, pool_annotations, pools
+from extproc.decision import NO_ENDPOINTS
 from extproc.discovery import static_discovery
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -40,6 +41,9 @@ _SHADOW_TURN_S = 0.002
 
 #: Seconds in which a change of one subscription is logged at most once for each direction.
 _KV_EVENT_REPEAT_S = 60.0
+
+#: Answer to requests that wait for a pool when it is removed.
+_REMOVED = msgspec.structs.replace(NO_ENDPOINTS, message="the pool is no longer served")
 
 
 class RuntimeContext(msgspec.Struct, frozen=True):
@@ -366,9 +370,9 @@ class PoolRuntime:
             self._schedule_shadow()
 
     def close(self) -> None:
-        """Reject queued requests, and drop the metrics of the pool."""
+        """Reject queued requests, and drop the metrics of the pool, which is no longer served."""
         if self.flow_controller is not None:
-            self.flow_controller.close()
+            self.flow_controller.close(_REMOVED)
         self._shared.counters.pools.pop(self.name, None)
 
     def _build_scraper(self) -> scraper.Scraper:

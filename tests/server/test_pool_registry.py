@@ -7,6 +7,7 @@ import json
 import pytest
 
 from extproc.config import loader
+from extproc.decision import Deferral, Rejection
 from extproc.demo import stack
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -115,6 +116,23 @@ pools:
     assert subject.synced
     assert where(subject, host="a").status == 503
     assert where(subject, host="z").address == B
+
+
+async def test_requests_that_wait_for_a_removed_pool_are_refused():
+    """A pool that Kubernetes removes answers with 503, and not as a picker that stops."""
+    subject = sites("cluster: {discover_pools: cluster}\nflow_control: {enabled: true}")
+    subject.on_pools_changed({"n/p": discovered(A)}, ())
+    runtime = subject.by_name["n/p"]
+    headers = {":method": "POST", ":path": "/v1/completions"}
+    prepared = runtime.parts.director.prepare(
+        HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
+    )
+    busy = Deferral(1.0, Rejection(429, "busy", reason="x"))
+    queued = runtime.flow_controller.enqueue(prepared, busy, 1.0)
+    subject.on_pools_changed({}, ["n/p"])
+    rejection = queued.admission.result()
+    assert (rejection.status, rejection.cause) == (503, "no-endpoints")
+    assert rejection.message == "the pool is no longer served"
 
 
 async def test_a_process_without_its_only_pool_is_not_ready():
