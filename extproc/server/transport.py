@@ -26,6 +26,9 @@ BACKLOG: Final = 1024
 #: Share of `body_idle_s` between two looks at the bodies on their way.
 _UPLOAD_LOOK: Final = 1 / 12
 
+#: Longest time between two such looks (seconds), after which a lower `body_idle_s` counts at the latest.
+_MAX_UPLOAD_LOOK_S: Final = 1.0
+
 StreamT = TypeVar("StreamT")
 
 #: Seconds between two looks of a drain whether a data plane is still connected.
@@ -161,7 +164,8 @@ class ExtProcServicer(ABC, Generic[StreamT]):
     async def follow_uploads(self) -> None:
         """Reject requests whose body stopped arriving, until cancelled."""
         while True:
-            await asyncio.sleep(self.shared.settings.body_idle_s * _UPLOAD_LOOK)
+            look_s = self.shared.settings.body_idle_s * _UPLOAD_LOOK
+            await asyncio.sleep(min(look_s, _MAX_UPLOAD_LOOK_S))
             await self.refuse_stalled()
 
     @abstractmethod

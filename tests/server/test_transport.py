@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import ssl
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -21,7 +23,9 @@ from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.http2.limits import ReceiveBudget
 from extproc.server import admin, native_server, transport
+from extproc.server.stream_context import StreamSettings
 from tests.support import http2_serving, serving
+from tests.support.virtual_loop import VirtualLoop
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/operations/transport.md"
@@ -190,3 +194,33 @@ async def test_native_serves_the_cipher_suites_of_the_environment(monkeypatch):
             _, writer = await connecting
             assert "CHACHA20" in writer.get_extra_info("cipher")[0]
             writer.close()
+
+
+class LookingServicer(transport.ExtProcServicer):
+    """Notes when it looks at the bodies that arrive."""
+
+    def __init__(self, body_idle_s):
+        super().__init__(
+            SimpleNamespace(settings=StreamSettings(max_streams=1, body_idle_s=body_idle_s))
+        )
+        self.looks = []
+
+    async def refuse_stalled(self):
+        """Note the time."""
+        self.looks.append(asyncio.get_running_loop().time())
+
+    async def drain_streams(self, within_s):
+        """There are none."""
+
+
+def test_a_shorter_idle_time_of_bodies_counts_within_a_second():
+    """A reload may shorten `body_idle_s` during the sleep that derives from the old one."""
+    servicer = LookingServicer(600.0)
+
+    async def run():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(servicer.follow_uploads(), 3.5)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+    assert servicer.looks == pytest.approx([1.0, 2.0, 3.0])
