@@ -111,7 +111,7 @@ def build(
         profile=resolved.profile,
         profiles=resolved,
         director=router,
-        scraping=_scraping(settings.scrape),
+        scraping=build_scraping(settings.scrape),
         flag_entries=pools.parse_entries(settings.pool, where=where),
         discovery=static_discovery.StaticDiscoverySettings(
             file=settings.pool.endpoints_file,
@@ -305,7 +305,8 @@ def _rest_interval_s(scrape: ScrapeSection) -> float:
     return max(scrape.idle_interval_s, min(2.0 * scrape.idle_interval_s, longest))
 
 
-def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
+def build_scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
+    """Return the settings of the scraper of a pool."""
     return scraper.ScraperSettings(
         path=scrape.path,
         timeout_s=scrape.timeout_s,

@@ -309,6 +309,13 @@ class Scraper:
         # Of the snapshot whose endpoints are scraped: the same object until endpoints change.
         self._positions: object = None
 
+    def reconfigure(self, settings: ScraperSettings) -> None:
+        """Applies other settings, from the next scrape of each endpoint on.
+
+        Paths are those of the settings before.
+        """
+        self.settings = settings
+
     async def run(self) -> None:
         """Follows the endpoint set and scrapes it until cancelled."""
         try:
@@ -317,6 +324,7 @@ class Scraper:
                     await self.step(tasks)
                     await asyncio.sleep(self.settings.follow_s)
         finally:
+            self._positions = None
             for watch in list(self.watches.values()):
                 self._stop(watch.address)
 

@@ -222,6 +222,7 @@ class PoolRuntime:
             if flow_control.enabled
             else None
         )
+        self.scraper = self._build_scraper()
         self._discovery = factory.build_discovery(
             self.parts,
             clock=shared.clock,
@@ -307,7 +308,7 @@ class PoolRuntime:
                 supervised = keep("discovery", self._discovery.run, instance=self.name)
                 tasks.create_task(supervised, name=f"discovery {self.name}")
             if self._settings.scrape.enabled:
-                supervised = keep("scrape", self._build_scraper().run, instance=f"pool {self.name}")
+                supervised = keep("scrape", self.scraper.run, instance=f"pool {self.name}")
                 tasks.create_task(supervised, name=f"scrape {self.name}")
             if self._kv_events is not None:
                 for loop in self._kv_events.loops():
@@ -353,6 +354,7 @@ class PoolRuntime:
             self._profiles = profiles
             self.parts.director.reconfigure(routing)
             self.parts.store.outlier_detector.reconfigure(plan.settings.health)
+            self.scraper.reconfigure(factory.build_scraping(plan.settings.scrape))
             self.match = plan.match
             if self.flow_controller is not None:
                 self.flow_controller.reconfigure(plan.settings.flow_control)

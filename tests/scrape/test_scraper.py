@@ -293,6 +293,22 @@ def test_a_hanging_endpoint_delays_no_other():
     asyncio.run(scene())
 
 
+def test_every_run_starts_the_loops():
+    """A pool that is run again is scraped again."""
+
+    async def scene():
+        scene = ScraperScene("10.0.0.1:1")
+        for _ in range(2):
+            task = asyncio.ensure_future(scene.subject.run())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert list(scene.subject.watches) == ["10.0.0.1:1"]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_the_loops_follow_the_endpoint_set():
     """New endpoints are scraped, removed ones are not, and the others keep their loop."""
 

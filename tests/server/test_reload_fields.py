@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from extproc.config import reloading
+from extproc.config import factory, reloading
 from extproc.decision import Deferral, Rejection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -456,3 +456,11 @@ def test_pools_discovered_later_use_the_new_settings():
         assert runtime.parts.settings.prefix.capacity_blocks == 7
 
     asyncio.run(scenario())
+
+
+def test_scrapes_follow_the_age_at_which_loads_turn_unknown():
+    """Intervals derive from `stale_after_s`; those of idle endpoints would outlast a shorter one."""
+    scene = ReloadingScene(read("scrape: {stale_after_s: 60}"))
+    shorter = read("scrape: {stale_after_s: 4}")
+    scene.read_again(shorter)
+    assert scene.runtime.scraper.settings == factory.build_scraping(shorter.scrape)
