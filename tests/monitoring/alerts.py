@@ -51,6 +51,7 @@ class Alert(msgspec.Struct, frozen=True):
     action: str
 
 
+#: `> 0` leaves out the NaN quantile of an idle pool, which would make each mean over it NaN.
 RECORDING_RULES: Sequence[RecordingRule] = (
     RecordingRule(
         "pool:extproc_requests:rate5m",
@@ -66,14 +67,13 @@ RECORDING_RULES: Sequence[RecordingRule] = (
     RecordingRule(
         "pool:extproc_request_ttft_seconds:p95_rate5m",
         "95th percentile of the time from the start of a request to its first token.",
-        "histogram_quantile(0.95, sum by (le, namespace, pool)"
-        " (rate(extproc_request_ttft_seconds_bucket[5m])))",
+        "histogram_quantile(0.95, sum by (le, namespace, pool) (rate(extproc_request_ttft_seconds_bucket[5m]))) > 0",
     ),
     RecordingRule(
         "pool:extproc_flow_control_request_queue_duration_seconds:p95_rate5m",
         "95th percentile of the time in the queue.",
         "histogram_quantile(0.95, sum by (le, namespace, pool)"
-        " (rate(extproc_flow_control_request_queue_duration_seconds_bucket[5m])))",
+        " (rate(extproc_flow_control_request_queue_duration_seconds_bucket[5m]))) > 0",
     ),
     RecordingRule(
         "pool:extproc_matched_tokens:ratio_rate5m",

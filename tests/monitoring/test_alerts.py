@@ -200,16 +200,6 @@ FAULTS = {
     "ExtprocNoLeader": {f'extproc_leader{{{_WHERE},instance="a"}}': gauge(1, 0)},
 }
 
-#: Further ones, of alerts with several conditions: an engine that is given so little that it answers
-#: as early as the others, and computes slowly.
-MORE_FAULTS = [
-    (
-        "ExtprocEndpointSlow",
-        endpoint_series("extproc_endpoint_slowness_ratio", gauge(1, 5), gauge(1)),
-    )
-]
-
-
 #: Counts from before the hour, which no alert is for.
 OLD = {
     f'extproc_exceptions_total{{{_WHERE},instance="a",type="KeyError",place="y.py:1"}}': gauge(3),
@@ -241,6 +231,26 @@ def with_failed_scrapes(series):
                 values[minute] = failed
         result[name] = " ".join(values)
     return result
+
+
+def with_pause(series):
+    """The same counters with ten idle minutes."""
+    result = {}
+    for name, text in series.items():
+        values = list(_values(text))
+        result[name] = " ".join([*values[:20], *[values[20]] * 10, *values[20:]])
+    return result
+
+
+#: Further ones: an engine that is given so little that it answers as early as the others, and computes
+#: slowly; and a pool that was idle before.
+MORE_FAULTS = [
+    (
+        "ExtprocEndpointSlow",
+        endpoint_series("extproc_endpoint_slowness_ratio", gauge(1, 5), gauge(1)),
+    ),
+    ("ExtprocFirstTokenSlow", with_pause(FAULTS["ExtprocFirstTokenSlow"])),
+]
 
 
 def run_rules(folder, series, *checks, only=""):
