@@ -1,6 +1,7 @@
 """Problems of a running picker in words: endpoints, queues, configuration; the worst first.
 
-The conditions are those of the alerts (docs/operations/alerts.md), over the last minute.
+Thresholds are those of the alerts (docs/operations/alerts.md), over the last minute; one refused
+request is enough.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ RECORDING_RULES: Sequence[RecordingRule] = (
     RecordingRule(
         "pool:extproc_flow_control_request_queue_duration_seconds:p95_rate5m",
         "95th percentile of the time in the queue.",
-        "histogram_quantile(0.95, sum by (le, namespace, pool)"
-        " (rate(extproc_flow_control_request_queue_duration_seconds_bucket[5m]))) > 0",
+        "histogram_quantile(0.95, sum by (le, namespace, pool) (rate(extproc_flow_control_request_queue_duration_seconds_bucket[5m]))) > 0",
     ),
     RecordingRule(
         "pool:extproc_matched_tokens:ratio_rate5m",
@@ -90,11 +89,9 @@ RECORDING_RULES: Sequence[RecordingRule] = (
     ),
     RecordingRule(
         "endpoint:extproc_endpoint_response_headers_seconds:mean_rate5m",
-        "Mean time from the choice of the endpoint to response headers.",
-        "sum by (namespace, pool, endpoint)"
-        " (rate(extproc_endpoint_response_headers_seconds_sum[5m]))\n"
-        "  / (sum by (namespace, pool, endpoint)"
-        " (rate(extproc_endpoint_response_headers_seconds_count[5m])) > 0)",
+        "Mean time from the choice of the endpoint to response headers; where more than one a minute came.",
+        "sum by (namespace, pool, endpoint) (rate(extproc_endpoint_response_headers_seconds_sum[5m]))\n"
+        "  / (sum by (namespace, pool, endpoint) (rate(extproc_endpoint_response_headers_seconds_count[5m])) > 1 / 60)",
     ),
     RecordingRule(
         "endpoint:extproc_endpoint_response_headers_seconds:ratio_rate5m",
@@ -109,10 +106,10 @@ RECORDING_RULES: Sequence[RecordingRule] = (
 def _new_or_more(metric: str, window: str) -> str:
     """An expression for a counter that rose; the first count of a series is a rise as well.
 
-    A scrape that fails neither hides a new series nor makes an old one new.
+    Neither a failed scrape nor an hour without Prometheus hides a new series or makes an old count new.
     """
-    now, before = f"last_over_time({metric}[2m])", f"last_over_time({metric}[5m] offset {window})"
-    return f"increase({metric}[{window}]) > 0\n  or {now} > 0 unless {before}"
+    now, before = f"last_over_time({metric}[2m])", f"last_over_time({metric}[1h] offset {window})"
+    return f"increase({metric}[{window}]) > 0\n  or {now} > 0 unless {now} == {before}"
 
 
 def _gauge(metric: str) -> str:
@@ -186,9 +183,12 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocRequestsFail",
         severity="critical",
         for_="5m",
-        expr="pool:extproc_failed_requests:ratio_rate5m > 0.05",
+        expr=(
+            "pool:extproc_failed_requests:ratio_rate5m > 0.05\n"
+            "  and pool:extproc_failed_requests:ratio_rate5m * pool:extproc_requests:rate5m > 1 / 60"
+        ),
         summary="{{ $value | humanizePercentage }} of the requests of pool {{ $labels.pool }} fail",
-        meaning="Clients get 5xx of engines, or extproc rejects their requests with 429 or 503.",
+        meaning="Clients get 5xx of engines, or extproc rejects their requests with 429 or 503: for more than 5 % of the requests and more than one a minute.",
         look="Board [Overview](dashboards.md#overview), panels Requests by status, Rejections by cause and Server errors; `extproc explain --failed`; [troubleshooting](troubleshooting.md#by-status-code).",
         action="By cause: `busy` and `queue-full` need engines, `no-endpoints` a look at discovery, errors of one endpoint its log.",
     ),
@@ -270,11 +270,11 @@ ALERTS: Sequence[Alert] = (
         severity="critical",
         for_="2m",
         expr=(
-            "sum by (namespace, pool)"
-            ' (rate(extproc_rejection_causes_total{cause=~"queue-full|displaced|queue-timeout"}[5m])) > 0'
+            'sum by (namespace, pool) (rate(extproc_rejection_causes_total{cause=~"queue-full|displaced|queue-timeout"}[5m]))\n'
+            "  > clamp_min(0.01 * pool:extproc_requests:rate5m, 1 / 60)"
         ),
         summary="Requests of pool {{ $labels.pool }} find no room in the queue, or wait in vain",
-        meaning="The fleet cannot serve what arrives: the queue is full, or waits expire. Clients get 429 with `Retry-After`.",
+        meaning="The fleet cannot serve what arrives: the queue is full, or waits expire. Clients get 429 with `Retry-After`: for more than 1 % of the requests and more than one a minute, since single clients may shorten their wait.",
         look="Board [Scaling and queue](dashboards.md#scaling-and-queue), panels Requests in the queue, Departures from the queue and Missing replicas.",
         action="Add engines; let the [autoscaler](../guides/autoscaling/index.md) have a higher maximum; give batch traffic a priority below 0.",
     ),

@@ -783,7 +783,7 @@ SLOW = Board(
                     "Slow engines",
                     "Time to compute a request alone, learned, over that of the quicker quarter of engines like it;"
                     " and time to the first byte over that of the quicker quarter of its pool, which strategies"
-                    " that look at load even out. 1 is usual; above 3 an alert fires.",
+                    " that look at load even out. 1 is usual; above 3 an alert fires, of first bytes with more than one a minute.",
                     "short",
                     [
                         Query(

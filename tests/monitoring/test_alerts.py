@@ -31,6 +31,11 @@ def gauge(before, after=None):
     return f"{before}x{STAGED - 1} {after}x{_END - STAGED}"
 
 
+def seldom(amount=1):
+    """A counter that rises by so much every fourth minute."""
+    return " ".join(str(minute // 4 * amount) for minute in range(_END + 1))
+
+
 def endpoint_series(name, *values, **labels):
     """A series for each endpoint; the last value is that of further ones."""
     more = "".join(f',{key}="{value}"' for key, value in labels.items())
@@ -50,8 +55,20 @@ def histogram(name, labels, shares, before, after=None, late="+Inf"):
     return result
 
 
+#: A pool at night: its few requests fail, and one engine is slow to answer its own.
+NIGHT = {
+    f'extproc_requests_total{{{_WHERE},instance="a",pool="night",model="m",status="429"}}': seldom(),
+    **{
+        f"extproc_endpoint_response_headers_seconds_{name}"
+        f'{{{_WHERE},instance="a",pool="night",endpoint="{endpoint}"}}': seldom(amount)
+        for endpoint, amounts in zip(_ENDPOINTS, ((1, 8), (1, 1), (1, 1), (1, 1)), strict=True)
+        for name, amount in zip(("count", "sum"), amounts, strict=True)
+    },
+}
+
 #: Four engines, two replicas of extproc of which one is replaced, a little of everything that is usual.
 HEALTHY = {
+    **NIGHT,
     f'up{{{_WHERE},instance="a"}}': gauge(1),
     f'up{{{_WHERE},instance="b"}}': "1x20 stale",
     f'up{{{_WHERE},instance="c"}}': f"_x20 1x{_END - 20}",
@@ -82,6 +99,10 @@ HEALTHY = {
     f'extproc_requests_total{{{_POOL},model="m",status="503"}}': counter(8),
     f'extproc_rejection_causes_total{{{_POOL},status="404",cause="unknown-model"}}': counter(3),
     f'extproc_rejection_causes_total{{{_POOL},status="429",cause="shed"}}': counter(1),
+    # One client did not want to wait.
+    f'extproc_rejection_causes_total{{{_POOL},status="429",cause="queue-timeout"}}': (
+        f"0x40 1x{_END - 41}"
+    ),
     f"extproc_prompt_tokens_total{{{_POOL}}}": counter(600000),
     f"extproc_matched_tokens_total{{{_POOL}}}": counter(400000),
     **histogram("extproc_request_ttft_seconds", _POOL, _BOUNDS, 2400),
@@ -145,7 +166,7 @@ FAULTS = {
         f"extproc_matched_tokens_total{{{_POOL}}}": counter(400000, 60000)
     },
     "ExtprocQueueFull": {
-        f'extproc_rejection_causes_total{{{_POOL},status="429",cause="queue-full"}}': counter(0, 20)
+        f'extproc_rejection_causes_total{{{_POOL},status="429",cause="queue-full"}}': counter(0, 60)
     },
     "ExtprocQueueWaitLong": histogram(
         "extproc_flow_control_request_queue_duration_seconds", _POOL, _BOUNDS, 2400, 2400, late="60"
@@ -243,13 +264,21 @@ def with_pause(series):
 
 
 #: Further ones: an engine that is given so little that it answers as early as the others, and computes
-#: slowly; and a pool that was idle before.
+#: slowly; a pool that was idle before; and a counter of a process that began anew within the hour.
 MORE_FAULTS = [
     (
         "ExtprocEndpointSlow",
         endpoint_series("extproc_endpoint_slowness_ratio", gauge(1, 5), gauge(1)),
     ),
     ("ExtprocFirstTokenSlow", with_pause(FAULTS["ExtprocFirstTokenSlow"])),
+    (
+        "ExtprocXdsRejected",
+        {
+            f'extproc_xds_nacks_total{{{_WHERE},instance="a",type="clusters"}}': (
+                f"3x50 _x40 1x{_END - 91}"
+            )
+        },
+    ),
 ]
 
 
@@ -292,6 +321,20 @@ def test_failed_scrapes_raise_no_alert(tmp_path):
         {"expr": expr, "eval_time": f"{minute}m", "exp_samples": []} for minute in range(22, 96)
     ]
     run_rules(tmp_path, with_failed_scrapes({**HEALTHY, **OLD}), *checks)
+
+
+def test_an_outage_of_prometheus_makes_no_old_count_new(tmp_path):
+    """Series that were missing for seven minutes have the counts that they had before."""
+    series = {}
+    for name, text in {**HEALTHY, **OLD}.items():
+        values = list(_values(text))
+        series[name] = " ".join([*values[:STAGED], *["_"] * 7, *values[STAGED + 7 :]])
+    named = "|".join(alert.name for alert in alerts.ALERTS if "increase(" in alert.expr)
+    expr = f'ALERTS{{alertname=~"{named}",alertstate="firing"}}'
+    checks = [
+        {"expr": expr, "eval_time": f"{minute}m", "exp_samples": []} for minute in range(22, 96)
+    ]
+    run_rules(tmp_path, series, *checks)
 
 
 @pytest.mark.parametrize("has_failed_scrapes", [False, True])
