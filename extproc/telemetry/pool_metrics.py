@@ -165,7 +165,7 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
     ),
     (
         "extproc_endpoint_queued_tokens",
-        "Uncached prompt tokens routed to the endpoint and not yet computed, estimated.",
+        "Uncached prompt tokens on the endpoint not yet computed, also of others, estimated.",
         lambda member, now: member.account.queued(now) + member.foreign_tokens,
     ),
     (

@@ -51,7 +51,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             none.
         in_flight: Open requests of this replica on it (count).
         prompt_tokens: Estimated prompt tokens of these.
-        queued_tokens: Uncached prompt tokens that are probably not computed yet.
+        queued_tokens: Of these, uncached ones that are probably not computed yet.
         foreign: Requests of others at the last scrape (count); None when it is to be worked out of
             the others.
         age_s: Seconds since the last scrape; None when there was none. A state written by hand

@@ -34,6 +34,11 @@ _SPEED = (
 
 #: 0 for a pool, also for one without endpoints.
 _NONE = "0 * max by (namespace, pool) (extproc_pool_match_state{<pool>})"
+#: Endpoints of a pool that requests are sent to.
+_SERVING = (
+    "sum by (namespace, pool) (max by (namespace, pool, endpoint)"
+    " (extproc_endpoint_up{<pool>} * (1 - extproc_endpoint_ejected{<pool>})))"
+)
 _FIRST_BYTE = (
     "(sum by (namespace, pool, endpoint)"
     " (rate(extproc_endpoint_response_headers_seconds_sum{<pool>}[<rate>]))"
@@ -325,9 +330,7 @@ OVERVIEW = Board(
                             "{{pool}} all",
                         ),
                         Query(
-                            "sum by (namespace, pool) (max by (namespace, pool, endpoint)"
-                            " (extproc_endpoint_up{<pool>} * (1 - extproc_endpoint_ejected{<pool>})))"
-                            f" or {_NONE}",
+                            f"{_SERVING} or {_NONE}",
                             "{{pool}} serving",
                         ),
                     ],
@@ -381,12 +384,7 @@ OVERVIEW = Board(
                     "Failing loops",
                     "Background loops that fail and are retried: discovery, scraping, reloading and others.",
                     "short",
-                    [
-                        Query(
-                            "sum by (loop) (extproc_loop_degraded{<process>})",
-                            "{{loop}}",
-                        )
-                    ],
+                    [Query("sum by (loop) (extproc_loop_degraded{<process>})", "{{loop}}")],
                     width=6,
                     steps=_COUNT_BAD,
                 ),
@@ -505,7 +503,7 @@ ONE_POOL = Board(
                 ),
                 Panel(
                     "Requests of others",
-                    "Requests of other clients on the endpoint, as estimated from its page.",
+                    "Requests of other clients, and of other replicas that do not exchange theirs, on the endpoint.",
                     "short",
                     _gauge("extproc_endpoint_foreign_requests", "endpoint", fold="min"),
                 ),
@@ -531,9 +529,9 @@ ONE_POOL = Board(
                 _FIRST_BYTE_BY_ENDPOINT,
                 Panel(
                     "Prompt tokens to compute",
-                    "Uncached prompt tokens that were routed to the endpoint and are not computed yet.",
+                    "Uncached prompt tokens on the endpoint that are not computed yet, of all clients.",
                     "short",
-                    _gauge("extproc_endpoint_queued_tokens", "endpoint"),
+                    _gauge("extproc_endpoint_queued_tokens", "endpoint", fold="max"),
                 ),
             ],
         ),
@@ -635,7 +633,8 @@ ONE_POOL = Board(
                     "Share of the expected seconds that the choices of the shadow would save, by the profile"
                     " that expects them; below 0 they would cost more. Each profile likes its own choices.",
                     "percentunit",
-                    [
+                    is_signed=True,
+                    queries=[
                         Query(
                             "1 - sum by (pool, shadow, judge) (rate(extproc_shadow_expected_seconds_total"
                             '{<pool>,choice="preferred"}[<rate>]))'
@@ -812,7 +811,7 @@ SLOW = Board(
                     "s",
                     [
                         Query(
-                            "sum by (endpoint) (extproc_endpoint_queued_tokens{<pool>}"
+                            "max by (endpoint) (extproc_endpoint_queued_tokens{<pool>}"
                             " * extproc_endpoint_prefill_seconds_per_token{<pool>})",
                             "{{endpoint}}",
                         )
@@ -934,12 +933,12 @@ SCALING = Board(
                 _REJECTIONS,
                 Panel(
                     "Requests in flight per endpoint",
-                    "Requests that run, over endpoints that serve.",
+                    "Requests that run, over endpoints that serve: reachable and not ejected.",
                     "short",
                     [
                         Query(
-                            "sum by (pool) (extproc_endpoint_inflight_requests{<pool>})"
-                            " / (sum by (pool) (max by (pool, endpoint) (extproc_endpoint_up{<pool>})) > 0)",
+                            "sum by (namespace, pool) (extproc_endpoint_inflight_requests{<pool>})"
+                            f" / ({_SERVING} > 0)",
                             "{{pool}}",
                         )
                     ],

@@ -60,6 +60,7 @@ class Panel(msgspec.Struct, frozen=True):
         width: Columns of 24.
         steps: Colors by lower bound; the first bound is ignored.
         stacked: Whether series are stacked.
+        is_signed: Whether values may be below 0.
     """
 
     title: str
@@ -70,6 +71,7 @@ class Panel(msgspec.Struct, frozen=True):
     width: int = 8
     steps: Sequence[tuple[float, str]] = ((0.0, "green"),)
     stacked: bool = False
+    is_signed: bool = False
 
 
 class DashboardRow(msgspec.Struct, frozen=True):
@@ -229,7 +231,7 @@ def _panel(panel: Panel) -> Mapping[str, Any]:
     ]
     defaults: dict[str, Any] = {
         "unit": panel.unit,
-        "min": 0,
+        **({} if panel.is_signed else {"min": 0}),
         "thresholds": {"mode": "absolute", "steps": steps},
         "color": {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"},
     }

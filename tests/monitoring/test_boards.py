@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.docs import metrics_reference
-from tests.monitoring import alerts, boards, files, grafana
+from tests.monitoring import alerts, boards, files, grafana, test_alerts
 
 #: Metrics that no board and no alert shows: details for a look at a single picker.
 NOT_CHARTED = {
@@ -163,3 +163,71 @@ def test_every_metric_is_charted_or_listed():
     families = metrics_reference.families()
     hidden = {family.name for family in families if shown.isdisjoint(family.sample_names)}
     assert hidden == set(NOT_CHARTED)
+
+
+def series_of(name, instance, values):
+    """Gauges of one replica, by endpoint."""
+    return {
+        f'{name}{{namespace="models",instance="{instance}",pool="vllm",endpoint="{endpoint}"}}': (
+            test_alerts.gauge(value)
+        )
+        for endpoint, value in values.items()
+    }
+
+
+def check_panel(folder, board, title, series, labels, value):
+    """Let promtool compare the only query of a panel with a value, for all pools."""
+    (panel,) = [panel for panel in board.panels() if panel.title == title]
+    (query,) = panel.queries
+    expr = re.sub(r"\$(namespace|pool|model)", ".*", query.promql())
+    expected = [{"labels": labels, "value": value}]
+    check = {"expr": expr, "eval_time": "30m", "exp_samples": expected}
+    test_alerts.run_rules(folder, series, check, only="ExtprocDown")
+
+
+@pytest.mark.parametrize(
+    ("board", "title", "value"),
+    [
+        (boards.ONE_POOL, "Prompt tokens to compute", 10000),
+        (boards.SLOW, "Seconds of prompts ahead", 5),
+    ],
+)
+def test_tokens_on_an_endpoint_count_once(board, title, value, tmp_path):
+    """Each replica estimates all of them, those that others sent too."""
+    series = {
+        **series_of("extproc_endpoint_queued_tokens", "a", {"a:1": 10000}),
+        **series_of("extproc_endpoint_queued_tokens", "b", {"a:1": 9000}),
+        **series_of("extproc_endpoint_prefill_seconds_per_token", "a", {"a:1": 0.0005}),
+        **series_of("extproc_endpoint_prefill_seconds_per_token", "b", {"a:1": 0.0005}),
+    }
+    check_panel(tmp_path, board, title, series, '{endpoint="a:1"}', value)
+
+
+def test_ejected_endpoints_do_not_share_requests_in_flight(tmp_path):
+    """Both that serve have 20; the mean over all four would be 10."""
+    endpoints = ("a:1", "b:1", "c:1", "d:1")
+    series = {
+        **series_of("extproc_endpoint_up", "a", dict.fromkeys(endpoints, 1)),
+        **series_of(
+            "extproc_endpoint_ejected", "a", dict(zip(endpoints, (1, 1, 0, 0), strict=True))
+        ),
+        **series_of(
+            "extproc_endpoint_inflight_requests",
+            "a",
+            dict(zip(endpoints, (0, 0, 20, 20), strict=True)),
+        ),
+    }
+    title, labels = "Requests in flight per endpoint", '{namespace="models", pool="vllm"}'
+    check_panel(tmp_path, boards.SCALING, title, series, labels, 20)
+
+
+def test_a_loss_by_the_shadow_is_on_the_axis():
+    """Its panel has values below 0 and no lower bound; others begin at 0."""
+    bounds = {
+        panel["title"]: panel["fieldConfig"]["defaults"].get("min")
+        for panel in grafana.model(boards.ONE_POOL)["panels"]
+        if panel["type"] != "row"
+    }
+    assert [title for title, bound in bounds.items() if bound is None] == [
+        "Expected saving of the shadow"
+    ]
