@@ -67,7 +67,7 @@ class Installation:
 
     def __init__(self, arguments: Sequence[str], config: dict[str, Any], binary: str) -> None:
         self.lines: list[str] = []
-        self._said = asyncio.Event()
+        self._line_taken = asyncio.Event()
         self.children = stack.Stack(log=self._take_line)
         self.alarms: list[str] = []
         self._arguments = list(arguments)
@@ -78,7 +78,7 @@ class Installation:
 
     def _take_line(self, line: str) -> None:
         self.lines.append(line)
-        self._said.set()
+        self._line_taken.set()
 
     @property
     def port(self) -> int:
@@ -141,13 +141,13 @@ class Installation:
         """The first line of Envoy's access log with these fields; it is written a moment later."""
         async with asyncio.timeout(_VISIBLE_S):
             while True:
-                self._said.clear()
+                self._line_taken.clear()
                 for line in self.lines:
                     if line.startswith("envoy: {"):
                         entry: dict[str, Any] = json.loads(line.removeprefix("envoy: "))
                         if fields.items() <= entry.items():
                             return entry
-                await self._said.wait()
+                await self._line_taken.wait()
 
     async def settled(self) -> None:
         """Every account is back at exactly zero."""
