@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from multiprocessing import connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from extproc.config import loader, profile_builder, validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
+from extproc.scheduling.framework import Signal
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
 
@@ -45,6 +46,10 @@ class SimulationColumn(msgspec.Struct, frozen=True):
     client: Client | None = None
     autoscaling: scenario.ScenarioAutoscaling | None = None
     warnings: Sequence[str] = ()
+
+
+#: Signals that neither simulated requests nor simulated engines have.
+_NOT_SIMULATED: Final = frozenset({Signal.HEADERS, Signal.LABELS, Signal.EXTRA})
 
 
 class SimulationPlan(msgspec.Struct, frozen=True):
@@ -138,9 +143,14 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
     if variant.strategy:
         overrides.append(loader.FlagOverride(("scheduling", "strategy"), variant.strategy, spot))
     settings = loader.settings(document, overrides)
-    profile_builder.resolve_all(settings, where=spot)
+    needs = profile_builder.resolve_all(settings, where=spot).profile.needs
+    warnings = [*document.warnings]
+    if unknown := sorted(absent.value for absent in needs & _NOT_SIMULATED):
+        warnings.append(
+            f"plugins that read {', '.join(unknown)} have no effect: simulations have none of that"
+        )
     return SimulationColumn(
-        variant.name, settings, variant.client, variant.autoscaling, document.warnings
+        variant.name, settings, variant.client, variant.autoscaling, tuple(warnings)
     )
 
 

@@ -114,6 +114,20 @@ def test_variants_are_configurations_with_something_put_over(small):
     assert fast.settings.scrape.busy_interval_s == 0.1
 
 
+def test_plugins_that_simulations_have_nothing_for_are_a_warning(small):
+    """Simulated requests have no headers, and engines no labels."""
+    sticky = small.parent / "sticky.yaml"
+    sticky.write_text(
+        "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+        "scheduling: {profile: {scorers: [{kind: session-affinity-scorer}, {kind: in-flight}]}}\n"
+    )
+    columns = planned(small, strategies=["round-robin"], configs=[sticky]).columns
+    assert [column.warnings for column in columns] == [
+        (),
+        ("plugins that read headers have no effect: simulations have none of that",),
+    ]
+
+
 def test_warnings_of_a_configuration_are_told(small, capsys):
     """Settings of an upstream file that have no effect are listed as warnings."""
     theirs = small.parent / "theirs.yaml"
