@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from extproc import distribution
 from extproc.errors import ConfigError
+
+#: Kinds of completion of shtab, by the last word of what stands for a value in the help.
+_COMPLETED: Final[Mapping[str, str]] = {
+    "FILE": "FILE",
+    "FOLDER": "DIRECTORY",
+    "SCENARIO": "FILE",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +39,25 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "completion",
             wanted="the Python package shtab",
-            got="it is not installed",
+            got="none",
             fix=distribution.install_command("completion"),
         ) from None
     from extproc.cli import main
 
-    print(shtab.complete(main.build_parser(main.COMMANDS), shell=args.shell))
+    parser = main.build_parser(main.COMMANDS)
+    for action in _find_actions(parser):
+        kind = _COMPLETED.get(str(action.metavar).rpartition("|")[2])
+        if kind:
+            setattr(action, "complete", getattr(shtab, kind))  # noqa: B010 - where shtab looks for it
+    print(shtab.complete(parser, shell=args.shell))
     return 0
+
+
+def _find_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Flags and arguments of a command line, and of all its commands."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for command in action.choices.values():
+                yield from _find_actions(command)
+        else:
+            yield action

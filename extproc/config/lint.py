@@ -21,7 +21,10 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _peers(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
-        yield "there are no endpoints: every request is refused with 503"
+        yield (
+            "there are no endpoints: serve refuses to start; add --endpoints ip:port,..., "
+            "--endpoints-file, --pool-name or a pool section"
+        )
     if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
         yield (
             "scrape.stale_after_s is below idle_interval_s plus timeout_s: loads of idle endpoints "

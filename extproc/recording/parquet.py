@@ -215,6 +215,6 @@ def _missing_error(path: str | Path) -> ConfigError:
     return ConfigError(
         str(path),
         wanted="the Python package pyarrow, as the file is Parquet",
-        got="it is not installed",
+        got="none",
         fix=distribution.install_command("parquet"),
     )

@@ -143,7 +143,7 @@ def build_client(settings: PeerSyncSection) -> Redis:
         raise ConfigError(
             "peer_sync.url",
             wanted="the Python package redis",
-            got="it is not installed",
+            got="none",
             fix=f"{distribution.install_command('redis')}, or leave peer_sync.url empty",
         ) from None
     try:

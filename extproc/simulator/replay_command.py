@@ -313,7 +313,7 @@ def _notes(loaded: replay.Replay) -> Iterator[str]:
     if loaded.is_reconfigured:
         yield "reconfigured: settings changed meanwhile; estimates are of the last ones"
     if loaded.since_s:
-        yield f"warm-up: the first {loaded.since_s:.0f} s are not counted"
+        yield f"warm-up: the first {loaded.since_s:.3g} s are not counted"
 
 
 def _agreement_line(agreement: AgreementSummary) -> str:

@@ -54,7 +54,7 @@ def require(flag: str = "--plots") -> None:
         raise ConfigError(
             flag,
             wanted="matplotlib",
-            got="it is not installed",
+            got="none",
             fix=f"install the extra: {distribution.install_command('plots')}",
         )
 

@@ -170,6 +170,15 @@ def test_completion_knows_commands_and_flags(shell, capsys):
     assert "envoy-config" in output
 
 
+def test_completion_offers_files(capsys):
+    """Values that the help calls FILE are completed from the folder."""
+    pytest.importorskip("shtab", reason="the group dev of pyproject.toml has it")
+    assert main.main(["completion", "bash"]) == 0
+    output = capsys.readouterr().out
+    assert "_shtab_extproc_serve___config_file_COMPGEN=_shtab_compgen_files" in output
+    assert "_shtab_extproc_replay_pos_0_COMPGEN=_shtab_compgen_files" in output
+
+
 def test_completion_without_its_extra_names_the_extra(capsys, monkeypatch):
     """The hint is a command that works."""
     monkeypatch.setitem(sys.modules, "shtab", None)

@@ -3,7 +3,10 @@ from __future__ import annotations
 import pathlib
 from collections import deque
 
+import pytest
+
 from extproc.demo import stack
+from extproc.errors import ConfigError
 
 
 def test_a_port_that_another_process_was_given_is_not_given(monkeypatch):
@@ -21,3 +24,22 @@ def test_matches_are_bounded():
     for _ in range(stack.MAX_CLAIMS + 10):
         stack.free_port()
     assert len(list(descriptors.iterdir())) <= before + stack.MAX_CLAIMS
+
+
+def test_a_variable_that_names_no_envoy_is_an_error(monkeypatch):
+    """The error names the variable and the path."""
+    monkeypatch.setenv("EXTPROC_ENVOY", "/nonexistent/envoy")
+    with pytest.raises(ConfigError, match="EXTPROC_ENVOY: expected an Envoy binary, got /nonex"):
+        stack.find_envoy()
+
+
+@pytest.mark.parametrize(
+    ("text", "difference"),
+    [("a: 1", "without an admin"), ("x: [", "is no YAML"), ("[]", "is no mapping")],
+)
+def test_an_envoy_file_unlike_the_shipped_ones_is_an_error(tmp_path, text, difference):
+    """The error names the file and what it lacks."""
+    file = tmp_path / "envoy.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=difference):
+        stack.envoy_config(file, stack.EnvoyPorts(1, 2, 3))

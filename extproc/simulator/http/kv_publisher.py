@@ -266,7 +266,7 @@ def _load_zmq() -> Any:
         raise errors.ConfigError(
             "KV events",
             wanted="the Python package pyzmq",
-            got="it is not installed",
+            got="none",
             fix=distribution.install_command("kv-events"),
         ) from None
     return zmq
