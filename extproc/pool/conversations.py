@@ -38,7 +38,7 @@ class LastTurn(msgspec.Struct, eq=False, gc=False):
     """The latest prompt of a conversation.
 
     Attributes:
-        account: Account of the endpoint it was sent to; a weak reference, so that removed endpoints
+        account: Account of the endpoint that answers it; a weak reference, so that removed endpoints
             are freed.
         times: When it was sent, and when its request ended, monotonic seconds; infinity while it is
             open. Packed: Python makes a float of the memory of the last one that was freed, so tens
@@ -56,6 +56,11 @@ class LastTurn(msgspec.Struct, eq=False, gc=False):
     def end(self, now: float) -> None:
         """Mark the end of its request."""
         self.times = _pack_times(self.at, now)
+
+    def move(self, account: InflightLoad) -> None:
+        """Mark its request as open on another endpoint."""
+        self.account = weakref.ref(account)
+        self.times = _pack_times(self.at, math.inf)
 
     @property
     def at(self) -> float:

@@ -37,7 +37,6 @@ _MAX_RECENT = 64
 #: beside it.
 _BUDGET_TOKENS = 2048
 
-
 #: How much longer than the prompts before it take a request waits that waits for something else (a
 #: factor): their number and the speed of the engine are estimates.
 _HELD_UP: Final = 2.0
@@ -51,6 +50,9 @@ class Turn(Protocol):
 
     def end(self, now: float) -> None:
         """Mark the end of its request."""
+
+    def move(self, account: InflightLoad) -> None:
+        """Mark its request as open on another endpoint."""
 
 
 class InflightLoad:
@@ -363,16 +365,6 @@ class InflightLoad:
         self.done = min(max(self.done, admitted - largest + computed), most)
         return bool(waiting) and not lacks_memory and waited_s > _HELD_UP * usual_s
 
-    def _replace(self, placeholder: Reservation, reservation: Reservation) -> None:
-        """Put a reservation in the place of one that was just opened for it."""
-        del self._open[placeholder]
-        reservation.uncached_tokens, reservation.sent, reservation.context = (
-            placeholder.uncached_tokens,
-            placeholder.sent,
-            None,
-        )
-        self._open[reservation] = None
-
     def _drain(self, now: float) -> None:
         passed = now - self.at
         if passed > 0.0:
@@ -519,8 +511,11 @@ class Reservation(msgspec.Struct, eq=False):
             self.last_turn.end(now)
         account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
 
-    def move(self, to: InflightLoad, now: float) -> None:
+    def move(self, to: InflightLoad, now: float, *, cached_tokens: int) -> None:
         """Charge another endpoint: it answers in place of the one that was chosen.
+
+        Args:
+            cached_tokens: Prompt tokens that count as cached there.
 
         Raises:
             RuntimeError: The reservation was closed before.
@@ -529,10 +524,12 @@ class Reservation(msgspec.Struct, eq=False):
         moved = to.open(
             self.target,
             self.prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=cached_tokens,
             now=now,
-            prompt_bytes=self.prompt_bytes,
             from_peers=self.from_peers,
         )
-        to._replace(moved, self)
-        self._account, self.endpoint = to, to.endpoint
+        to._open[self] = to._open.pop(moved)  # noqa: SLF001 - the two halves of one thing
+        self._account, self.endpoint, self.context = to, to.endpoint, None
+        self.uncached_tokens, self.sent = moved.uncached_tokens, moved.sent
+        if self.last_turn is not None:
+            self.last_turn.move(to)

@@ -16,7 +16,7 @@ from extproc.pool.outlier_detection import classify_status
 from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
-from extproc.prefix_cache.cache_model import CacheModel, index_key
+from extproc.prefix_cache.cache_model import CacheModel
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
@@ -82,7 +82,6 @@ class Director:
         self._store = store
         self._exact = exact
         self.prompt_listener: PromptListener | None = None
-        self._index = index
         self._cache_model = cache_model
         self._tokens = schedule.tokens
         self._counts = counts or plugin_guard.PluginCounters()
@@ -184,13 +183,10 @@ class Director:
             may_defer=may_defer,
             with_prompt=prepared.with_prompt,
         )
-        return (
-            request_preparer.attach_model_rewrite(
-                outcome, raw, prepared.parsed, prepared.upstream_model
-            )
-            if prepared.upstream_model
-            else outcome
-        )
+        model = prepared.upstream_model
+        if not model:
+            return outcome
+        return request_preparer.attach_model_rewrite(outcome, raw, prepared.parsed, model)
 
     def route_fallback(self, raw: HttpRequest, *, why: str) -> Outcome:
         """Choose the endpoint with least requests in flight, after `route` failed with a bug.
@@ -261,13 +257,11 @@ class Director:
             tokens = request.prompt_tokens
         if decision.match_source == "estimate":
             return CachedTokens(tokens, tokens)
+        size = PromptSize.from_request(request)
         estimated = self.estimate_cached_tokens(
-            member,
-            decision.block_hashes,
-            target=request.target,
-            size=PromptSize.from_request(request),
+            member, decision.block_hashes, target=request.target, size=size
         )
-        return CachedTokens(tokens, min(estimated, request.prompt_tokens))
+        return CachedTokens(tokens, estimated)
 
     def charge(
         self,
@@ -335,12 +329,10 @@ class Director:
 
         None where no profile needs to know.
         """
+        if not self.routing.tracks_conversations:
+            return None
         known = self._conversation_tracker
-        return (
-            (known.continuation_ratio, known.idle_per_open(self._store.foreign_traffic.share))
-            if self.routing.tracks_conversations
-            else None
-        )
+        return known.continuation_ratio, known.idle_per_open(self._store.foreign_traffic.share)
 
     @property
     def max_blocks(self) -> int:
@@ -355,14 +347,15 @@ class Director:
         target: str,
         size: PromptSize,
     ) -> int:
-        """Prompt tokens of a chain that are predicted as cached on an endpoint.
+        """Tokens of a prompt that are predicted as cached on an endpoint.
 
         Args:
             member: Member of the current pool.
-            chain: A prompt's block hashes, root first, `max_blocks` at most.
+            chain: The prompt's block hashes, root first, `max_blocks` at most.
         """
         ratio = self._store.bytes_per_token.mean_ratio(target, size)
-        return self.scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
+        cached = self.scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
+        return min(cached, size.tokens)
 
     def on_response_headers(
         self, reservation: Reservation, status: str, now: float, *, served: str = ""
@@ -373,7 +366,7 @@ class Director:
             status: `:status` as text.
             served: Address of the endpoint that answered, where the data plane says so.
         """
-        chosen, blocks = reservation.endpoint, reservation.blocks
+        chosen = reservation.endpoint
         outcome = classify_status(status)
         known = served == chosen.host_port
         # An unknown name is an address that the data plane writes in another way.
@@ -387,8 +380,6 @@ class Director:
             reservation.refuse()
             self._retract_prefix(reservation)
         reservation.forget_blocks()
-        if self._event_listener is not None and reservation.endpoint is not chosen:
-            self._event_listener.on_moved(reservation, blocks)
 
     def _move(
         self,
@@ -402,10 +393,28 @@ class Director:
             reservation.endpoint, _FAILED, sent_at=reservation.at, now=now, cause="passed-over"
         )
         self._retract_prefix(reservation)
-        reservation.move(served.account, now)
-        if reservation.blocks:
-            self._index.record(index_key(served.endpoint), reservation.blocks)
+        chain, target, size = reservation.blocks, reservation.target, reservation.prompt_size
+        cached = self.estimate_cached_tokens(served, chain, target=target, size=size)
+        credited = cached if self.routing.credits_prefixes else 0
+        context = reservation.context
+        reservation.move(served.account, now, cached_tokens=credited)
+        reservation.set_estimated_tokens(cached)
+        if context is not None:
+            served.account.track_context(
+                reservation, context.blocks, self._tokens, growth=context.growth
+            )
+        if self.routing.hashes_prompts and size.tokens:
+            self._cache_model.record_sent(
+                served.endpoint,
+                chain,
+                prompt_tokens=size.tokens,
+                cached_tokens=cached,
+                answer_tokens=served.rates.output_tokens,
+                bytes_per_token=self._store.bytes_per_token.mean_ratio(target, size),
+            )
         self._store.record_outcome(served.endpoint, outcome, sent_at=reservation.at, now=now)
+        if self._event_listener is not None:
+            self._event_listener.on_moved(reservation, chain)
 
     def _retract_prefix(self, reservation: Reservation) -> None:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""

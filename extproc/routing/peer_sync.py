@@ -381,7 +381,6 @@ class PeerReplica:
         # predictions of others it would never be corrected, and those of the replicas would differ
         # more and more.
         cached = director.estimate_cached_tokens(member, blocks, target=target, size=size)
-        cached = min(cached, size.tokens)
         reservation = director.charge(
             member,
             blocks,

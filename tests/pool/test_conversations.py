@@ -116,12 +116,14 @@ def test_no_conversation_is_idle_while_engines_fill():
 
 
 def test_a_reservation_records_its_end():
-    """However its request ended, and the last time where it was moved."""
+    """However its request ended; where it was moved, the conversation goes on at that endpoint."""
     known = ConversationTracker()
     last_turn = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
     reservation = HERE.open("m", 100, cached_tokens=0, now=1.0, last_turn=last_turn)
     assert last_turn.ended == math.inf
-    reservation.move(THERE, 2.0)
+    reservation.move(THERE, 2.0, cached_tokens=0)
+    assert last_turn.ended == math.inf
+    assert known.last_endpoint([1, 2]) is THERE
     reservation.close(5.0, answered=False)
     assert last_turn.ended == 5.0
 

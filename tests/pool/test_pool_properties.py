@@ -49,6 +49,12 @@ class Fleets(RuleBasedStateMachine):
         self.open.append(reservation)
         return reservation
 
+    @rule(ticket=tickets, address=st.sampled_from(ADDRESSES), cached=st.integers(0, 9))
+    def move(self, ticket: Reservation | None, address: str, cached: int) -> None:
+        member = self.store.pool.find(address)
+        if ticket is not None and member is not None:
+            ticket.move(member.account, 0.0, cached_tokens=cached)
+
     @rule(ticket=consumes(tickets))
     def end(self, ticket: Reservation | None) -> None:
         if ticket is not None:

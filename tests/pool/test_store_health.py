@@ -144,7 +144,7 @@ def test_a_reservation_moves_with_all_its_counts():
     store = fleet_of(FIRST, SECOND)
     first, second = (member.account for member in store.pool.members)
     reservation = first.open("m", 100, cached_tokens=40, now=0.0, prompt_bytes=400)
-    reservation.move(second, 1.0)
+    reservation.move(second, 1.0, cached_tokens=30)
     assert (first.in_flight, first.prompt_tokens, first.adapters, first.queued(1.0)) == (
         0,
         0,
@@ -152,11 +152,11 @@ def test_a_reservation_moves_with_all_its_counts():
         0,
     )
     assert (second.in_flight, second.prompt_tokens, second.adapters) == (1, 100, {"m": 1})
-    assert (reservation.uncached_tokens, reservation.endpoint) == (100, second.endpoint)
+    assert (reservation.uncached_tokens, reservation.endpoint) == (70, second.endpoint)
     reservation.close(2.0)
     assert (second.in_flight, second.answered, first.answered) == (0, 1, 0)
     with pytest.raises(RuntimeError):
-        reservation.move(first, 3.0)
+        reservation.move(first, 3.0, cached_tokens=0)
 
 
 def test_conditions_that_change_in_turns_leave_the_counts_of_a_pool_right():

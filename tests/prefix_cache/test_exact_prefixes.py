@@ -293,7 +293,7 @@ def test_a_sent_prompt_arrives_until_its_request_ends():
     arriving = prefixes.match(chain(SYSTEM)).prompt.sent["a"].is_arriving
     assert arriving("a", 100.0)
     other = InflightLoad(Endpoint("b"))
-    request.move(other, 100.0)
+    request.move(other, 100.0, cached_tokens=0)
     assert not arriving("a", 100.0)
     request.close(100.0)
     assert not arriving("a", 100.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -46,6 +47,16 @@ class Sent:
 
     def complete(self, *, answered: bool = True) -> None:
         self.pool_fixture.director.release(self.ticket, self.pool_fixture.now, answered=answered)
+
+
+def other_than(address: str) -> str:
+    return SECOND if address == FIRST else FIRST
+
+
+def blocks_at(house: PoolFixture, address: str, chain: Sequence[int]) -> int:
+    endpoint = member(house, address).endpoint
+    slot = house.index.slot((endpoint.address, endpoint.incarnation))
+    return house.index.match(chain)[slot]
 
 
 def member(house: PoolFixture, address: str) -> EndpointSnapshot:
@@ -144,24 +155,66 @@ def test_the_serving_endpoint_is_charged():
     """If another endpoint answered, it gets the request, the prediction and the success."""
     pool_fixture = PoolFixture({FIRST: None, SECOND: None}, fallbacks=1)
     sent = Sent(pool_fixture)
-    other = SECOND if sent.address == FIRST else FIRST
+    other = other_than(sent.address)
     blocks = sent.decision.block_hashes
     sent.respond("200", served=other)
     named, served = member(pool_fixture, sent.address), member(pool_fixture, other)
     assert (named.account.in_flight, served.account.in_flight) == (0, 1)
     assert named.condition.state is HealthState.SUSPECT
     assert sent.ticket.endpoint.address == other
-    depths = pool_fixture.index.match(blocks)
-    queued = {
-        snapshot.endpoint.address: depths[
-            pool_fixture.index.slot((snapshot.endpoint.address, snapshot.endpoint.incarnation))
-        ]
-        for snapshot in (named, served)
-    }
-    assert queued == {sent.address: 0, other: len(blocks)}
+    assert blocks_at(pool_fixture, sent.address, blocks) == 0
+    assert blocks_at(pool_fixture, other, blocks) == len(blocks)
     sent.complete()
     assert pool_fixture.in_flight == 0
     assert served.account.answered == 1
+
+
+@pytest.mark.parametrize("status", ["200", "503", "429"])
+def test_a_fallback_keeps_what_was_cached_there_before(status: str):
+    """A moved request counts as cached there what is; a refusal takes back only what it added."""
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None}, fallbacks=1)
+    for _ in range(2):
+        sent = Sent(pool_fixture)
+        sent.respond("200", served=other_than(sent.address))
+        sent.complete()
+        pool_fixture.now += 2.0  # an endpoint that was passed over is doubted for a second
+    chain = sent.decision.block_hashes
+    sent = Sent(pool_fixture, chat(800))
+    fallback = other_than(sent.address)
+    held = blocks_at(pool_fixture, fallback, chain)
+    assert held > 0
+    sent.respond(status, served=fallback)
+    ticket = sent.ticket
+    assert 0 < ticket.cached_tokens == ticket.prompt_tokens - ticket.uncached_tokens
+    assert blocks_at(pool_fixture, fallback, chain) == held
+    longer = sent.decision.block_hashes
+    assert (blocks_at(pool_fixture, fallback, longer) == len(longer)) is (status == "200")
+    assert 0 < blocks_at(pool_fixture, sent.address, longer) < len(longer)
+    known = pool_fixture.cache_model.state_of(ticket.endpoint).calibration
+    known.observe_counters(2.0 * ticket.prompt_tokens, 0.0)
+    assert known.predicted == (ticket.cached_tokens if status == "200" else 0.0)
+    sent.complete()
+    now = pool_fixture.now
+    for account in (snapshot.account for snapshot in pool_fixture.store.pool.members):
+        assert (account.in_flight, account.prompt_tokens, account.queued(now)) == (0, 0, 0.0)
+
+
+def test_a_moved_request_takes_its_context_along():
+    """Its blocks count as held by the endpoint that serves it until it ends."""
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None}, fallbacks=1, profile="adaptive")
+    sent = Sent(pool_fixture)
+    named, served = (
+        member(pool_fixture, address).account
+        for address in (sent.address, other_than(sent.address))
+    )
+    held = named.active_context_tokens
+    assert held > 0.0
+    sent.respond("200", served=served.endpoint.address)
+    assert (named.active_context_tokens, served.active_context_tokens) == (0.0, held)
+    assert served.count_open_blocks(sent.decision.block_hashes) == len(sent.decision.block_hashes)
+    sent.complete()
+    assert (named.active_context_tokens, served.active_context_tokens) == (0.0, 0.0)
+    assert served.count_open_blocks(sent.decision.block_hashes) == 0
 
 
 def test_an_unknown_serving_endpoint_is_ignored():
