@@ -317,6 +317,8 @@ def _stored(event: _StoredArray) -> BlockStored:
     adapter, salt = _name(event.lora_name)
     if isinstance(event, _StoredMap) and event.cache_salt:
         salt = _encode(event.cache_salt)
+    if event.parent_block_hash is not None:
+        salt = b""  # SGLang repeats it in each event of a chain, and the first block has it already
     if not adapter and event.lora_id:
         adapter = f"#{event.lora_id}"
     return BlockStored(

@@ -167,9 +167,9 @@ def test_stored_blocks_carry_what_keeps_them_apart():
     assert event.extras == ()
     (event,) = decode([0.0, [_MAP | {"lora_id": 3}]])
     assert event.adapter == "#3"
-    (event,) = decode([0.0, [_MAP | {"cache_salt": "s"}]])
+    (event,) = decode([0.0, [_MAP | {"parent_block_hash": None, "cache_salt": "s"}]])
     assert event.extras == (_encode("s"), b"")
-    metadata = ["BlockStored", [1, 2], 5, _TOKENS, 16, None, "GPU", {"cache_salt": "s"}]
+    metadata = ["BlockStored", [1, 2], None, _TOKENS, 16, None, "GPU", {"cache_salt": "s"}]
     (event,) = decode([0.0, [metadata]])
     assert event.adapter == ""
     assert event.extras == (_encode("s"), b"")
@@ -181,8 +181,18 @@ def test_stored_blocks_carry_what_keeps_them_apart():
 )
 def test_salts_have_a_key_in_every_form(fields):
     """Those of a prompt are the same; a salt is in its first block only."""
-    (event,) = decode([0.0, [_MAP | fields]])
+    (event,) = decode([0.0, [_MAP | {"parent_block_hash": None} | fields]])
     assert list(event.extras) == kv_events.block_extras((), 4, 2, salt="s")
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": "s"}, {"lora_name": {"cache_salt": "s"}}])
+def test_a_salt_that_later_events_of_a_chain_repeat_counts_once(fields):
+    """SGLang publishes an event per page, each with the salt; prompts have it in their first block."""
+    page = _MAP | fields | {"extra_keys": None}
+    first = page | {"block_hashes": [4], "parent_block_hash": None, "token_ids": _TOKENS[:16]}
+    second = page | {"block_hashes": [5], "parent_block_hash": 4, "token_ids": _TOKENS[16:]}
+    extras = [extra for event in decode([0.0, [first, second]]) for extra in event.extras or [b""]]
+    assert extras == kv_events.block_extras((), 16, 2, salt="s")
 
 
 def test_images_have_a_key_in_every_form():
