@@ -86,8 +86,8 @@ class LocalTokenizer:
         if self._template is None:
             return None
         try:
-            messages = self._messages(request.get("messages"))
-            if messages is None:
+            messages = _read_messages(request.get("messages"), reads_parts=self._reads_parts)
+            if None in messages:
                 return None
             text = self._template.render(
                 {
@@ -126,27 +126,6 @@ class LocalTokenizer:
         except BaseException as error:  # noqa: BLE001 - a panic of Rust is no Exception
             raise ValueError(f"the tokenizer failed: {error}") from None
         return array("I", encoding.ids)
-
-    def _messages(self, messages: object) -> Sequence[Mapping[str, Any]] | None:
-        """Messages as templates get them; None where a part is not text."""
-        if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
-            raise ValueError("no messages")
-        known = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, list):
-                texts = [_text_part(part) for part in content]
-                if None in texts:
-                    return None
-                joined: object = "\n".join(text for text in texts if text is not None)
-                if self._reads_parts:
-                    joined = [{"type": "text", "text": text} for text in texts]
-                message = {**message, "content": joined}  # noqa: PLW2901 - the client's, completed
-            if message.get("tool_calls"):
-                calls = [_with_arguments(call) for call in message["tool_calls"]]
-                message = {**message, "tool_calls": calls}  # noqa: PLW2901 - the same
-            known.append(message)
-        return known
 
 
 def is_available(folder: str) -> bool:
@@ -208,23 +187,57 @@ def _text_of(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
+def _read_messages(messages: object, *, reads_parts: bool) -> list[Mapping[str, Any] | None]:
+    if not isinstance(messages, list):
+        raise ValueError("no messages")  # noqa: TRY004 - the request is at fault
+    return [_read_message(message, reads_parts=reads_parts) for message in messages]
+
+
+def _read_message(message: Mapping[str, Any], *, reads_parts: bool) -> Mapping[str, Any] | None:
+    """A message as vLLM gives it to templates; None where a part is not text."""
+    role, content = message["role"], message.get("content")
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    texts = [text for part in parts if (text := _text_part(part)) is not None]
+    if len(texts) < len(parts):
+        return None
+    read: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if reads_parts and role != "tool":
+        read["content"] = [{"type": "text", "text": text} for text in texts]
+    if isinstance(message.get("name"), str):
+        read["name"] = message["name"]
+    if role == "tool" and "tool_call_id" in message:
+        read["tool_call_id"] = message["tool_call_id"]
+    if role == "developer":
+        read["tools"] = message.get("tools")
+    if role == "assistant":
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            read["reasoning"] = read["reasoning_content"] = reasoning
+        if message.get("tool_calls"):
+            read["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    return read
+
+
 def _text_part(part: object) -> str | None:
-    if isinstance(part, str):
-        return part
     if isinstance(part, dict) and part.get("type") == "text":
-        return str(part.get("text", ""))
-    return None
+        part = part.get("text")
+    return part if isinstance(part, str) else None
 
 
-def _with_arguments(call: object) -> object:
-    """A tool call whose arguments are a mapping, as templates expect them."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        return call
+def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool call whose arguments are decoded, as templates expect them; malformed ones are {}."""
+    function = call["function"]
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    return {**call, "function": {**function, "arguments": _decode(arguments or "{}")}}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    elif not isinstance(arguments, dict | list):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _unreadable(folder: str, why: str) -> ConfigError:

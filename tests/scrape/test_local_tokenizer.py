@@ -31,7 +31,8 @@ TEMPLATE = """\
 {% if add_generation_prompt %}assistant : {% endif %}"""
 
 PARTS = (
-    "{% for m in messages %}{% for part in m['content'] %}{{ part.text }} {% endfor %}{% endfor %}"
+    "{% for m in messages %}{% if m.content is string %}tools {{ m.content }}{% else %}"
+    "{% for part in m['content'] %}{{ part.text }} {% endfor %}{% endif %}{% endfor %}"
 )
 
 
@@ -127,8 +128,9 @@ def test_completions_are_their_text_or_tokens(local, prompt, fields, expected):
         ("chat", b"[" * 100_000),
         ("chat", b"{}"),
         ("chat", chat("text")),
-        ("chat", chat({"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]})),
-        ("chat", chat({"role": "user", "tool_calls": 7})),
+        ("chat", chat({"role": "assistant", "tool_calls": [{"arguments": "{}"}]})),
+        ("chat", chat({"role": "assistant", "tool_calls": 7})),
+        ("chat", chat({"content": "a"})),
         ("completions", b'{"prompt": [-1]}'),
         ("completions", json.dumps({"prompt": "a" * 5_000_000}).encode()),
     ],
@@ -174,10 +176,65 @@ def test_a_template_is_found_in_the_configuration(write):
     assert LocalTokenizer(write("", config={})).tokenize("chat", chat(user("a"))) is None
 
 
-def test_a_template_may_read_the_parts_of_a_message(write):
-    """They are not joined then."""
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (user(["hello", "world"]), "hello world"),
+        (user("hello world"), "hello world"),
+        (user(None), ""),
+        ({"role": "tool", "content": ["a", "b"]}, "tools a b"),
+        ({"role": "tool", "content": "a"}, "tools a"),
+    ],
+)
+def test_a_template_may_read_the_parts_of_a_message(write, message, expected):
+    """They are not joined then, and a text is one part; those of tools are a text always."""
     local = LocalTokenizer(write(PARTS))
-    assert words(local.tokenize("chat", chat(user(["hello", "world"])))) == "hello world"
+    assert words(local.tokenize("chat", chat(message))) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": [{"type": "text", "text": None}]}, None),
+        ({"content": 7}, None),
+        ({"content": "a", "reasoning": "b"}, "a b b"),
+        ({"content": "a", "reasoning_content": "b"}, "a b b"),
+        ({"content": "a", "tool_calls": []}, "a"),
+        ({"content": "a", "unknown": "b"}, "a"),
+        ({"content": "a", "name": "b"}, "a b"),
+    ],
+)
+def test_messages_are_read_like_vllm_reads_them(write, fields, expected):
+    """No content is an empty one, reasoning has two names, and other fields are left out."""
+    template = (
+        "{% for m in messages %}{{ m.content }} {{ m.reasoning }} {{ m.reasoning_content }} "
+        "{{ m.unknown }} {{ m.name }} {% if m.tool_calls is defined %}tools{% endif %}{% endfor %}"
+    )
+    local = LocalTokenizer(write(template))
+    assert words(local.tokenize("chat", chat({"role": "assistant", **fields}))) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ("[1]", "[1]"),
+        ('"x"', '"x"'),
+        ("", "{}"),
+        ("{", "{}"),
+        (None, "{}"),
+        ({"a": 1}, '{"a": 1}'),
+    ],
+)
+def test_arguments_of_tool_calls_are_decoded(write, arguments, expected):
+    """Of any kind; malformed ones are an empty mapping."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    text = "messages[0].tool_calls[0].function.arguments | tojson"
+    template = f"{{% if {text} == {expected!r} %}}a{{% else %}}b{{% endif %}}"
+    message = {"role": "assistant", "tool_calls": [call]}
+    assert words(LocalTokenizer(write(template)).tokenize("chat", chat(message))) == "a"
 
 
 @pytest.mark.parametrize(
