@@ -32,6 +32,9 @@ _UNKNOWN: Final = frozenset(
 #: A template that reads the parts of a content itself, as `for part in message.content`.
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
 
+#: Tags round what an assistant generates.
+_GENERATION: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation\b")
+
 #: Tokens of the tokenizer's configuration that templates use.
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -165,13 +168,22 @@ def _compile(source: str, folder: str) -> Any:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     try:
-        return environment.from_string(source)
+        # Training marks answers by a tag of Hugging Face's, which renders its body in a scope.
+        return environment.from_string(_GENERATION.sub(r"\1\2with", source))
     except jinja2.TemplateError as error:
         raise _unreadable(folder, f"its chat template: {error}") from None
 
 
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - the order of Hugging Face's filter
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 - the same
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:
@@ -243,7 +255,7 @@ def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def _unreadable(folder: str, why: str) -> ConfigError:
     return ConfigError(
         "kv_events.tokenizer_path",
-        wanted="a folder with the tokenizer.json of the model",
+        wanted="a folder with the tokenizer.json of the model, and a chat template that Jinja reads",
         got=f"{folder}: {why}",
         fix="name such a folder, or leave it empty: engines are asked for tokens then",
     )

@@ -262,6 +262,37 @@ def test_templates_have_the_filters_of_hugging_face(write):
     assert len(tokens) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", '{"b": "ü", "a": [1, 2]}'),
+        ("separators=(',', ':')", '{"b":"ü","a":[1,2]}'),
+        ("sort_keys=True", '{"a": [1, 2], "b": "ü"}'),
+        ("ensure_ascii=True", '{"b": "\\u00fc", "a": [1, 2]}'),
+        ("True", '{"b": "\\u00fc", "a": [1, 2]}'),
+        ("indent=0", '{\n"b": "ü",\n"a": [\n1,\n2\n]\n}'),
+    ],
+)
+def test_json_of_templates_has_the_form_that_they_ask_for(write, arguments, expected):
+    """With the arguments of Hugging Face's filter, in their order."""
+    value = "{'b': 'ü', 'a': [1, 2]}"
+    template = f"{{% if {value} | tojson({arguments}) == {expected!r} %}}a{{% endif %}}"
+    assert words(LocalTokenizer(write(template)).tokenize("chat", chat(user("x")))) == "a"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %} b", "a b"),
+        ("{%- generation -%} {{ messages[0].content }} {%- endgeneration -%} b", "<unk>"),
+        ("{% set x = 'a' %}{% generation %}{% set x = 'b' %}{% endgeneration %}{{ x }}", "a"),
+    ],
+)
+def test_templates_may_mark_what_is_generated(write, template, expected):
+    """By the tag of Hugging Face, which renders its body; names that are set in it end with it."""
+    assert words(LocalTokenizer(write(template)).tokenize("chat", chat(user("a")))) == expected
+
+
 def test_a_folder_that_cannot_be_read_is_refused(write, tmp_path, monkeypatch):
     """At the start, and so are missing packages."""
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
