@@ -13,7 +13,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
@@ -32,8 +32,15 @@ _UNKNOWN: Final = frozenset(
 #: A template that reads the parts of a content itself, as `for part in message.content`.
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
 
+#: A template that reads the effort of reasoning, or whether to reason, which some versions of vLLM derive
+#: from the effort.
+_READS_EFFORT: Final = re.compile(r"\b(reasoning_effort|enable_thinking)\b")
+
 #: Tags round what an assistant generates.
 _GENERATION: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation\b")
+
+#: Fields of a function among the tools of a request, in the order in which templates get them.
+_FUNCTION_FIELDS: Final = ("name", "description", "parameters")
 
 #: Tokens of the tokenizer's configuration that templates use.
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -45,6 +52,12 @@ _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _MAX_TOKENS: Final = 262_144
 _MAX_TOKENS_BYTES: Final = 2 * 1024 * 1024
 _MAX_FEATURES_BYTES: Final = 64 * 1024
+
+
+class _ChatTemplate(NamedTuple):
+    compiled: Any
+    reads_parts: bool
+    reads_effort: bool
 
 
 class LocalTokenizer:
@@ -60,14 +73,15 @@ class LocalTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
             config = _read_config(path)
-            source = _template_of(path, config)
+            sources = _templates_of(path, config)
         except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare ones
             raise _unreadable(folder, str(error)) from None
         self._names = {
             name: _text_of(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None
         }
-        self._reads_parts = bool(_READS_PARTS.search(source))
-        self._template = _compile(source, folder) if source else None
+        self._templates = {
+            name: _compile(source, folder, name) for name, source in sources.items() if source
+        }
 
     def tokenize(self, api: str, body: bytes) -> array[int] | None:
         """Tokens of a request; None where only its engine knows them.
@@ -86,25 +100,37 @@ class LocalTokenizer:
             return None
         if api != "chat":
             return self._tokenize_completion(request)
-        if self._template is None:
-            return None
         try:
-            messages = _read_messages(request.get("messages"), reads_parts=self._reads_parts)
-            if None in messages:
-                return None
-            text = self._template.render(
-                {
-                    **self._names,
-                    **(request.get("chat_template_kwargs") or {}),
-                    "messages": messages,
-                    "tools": request.get("tools") or None,
-                    "documents": request.get("documents"),
-                    "add_generation_prompt": request.get("add_generation_prompt", True),
-                }
-            )
+            text = self._render(request)
         except Exception as error:  # noqa: BLE001 - of a template, on messages of any kind
             raise ValueError(f"the template refuses the request: {error}") from None
+        if text is None:
+            return None
         return self._encode(text, add_special_tokens=bool(request.get("add_special_tokens")))
+
+    def _render(self, request: Mapping[str, Any]) -> str | None:
+        """The prompt of a chat; None where only its engine knows it."""
+        tools = [_read_tool(tool) for tool in request.get("tools") or ()]
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
+        if template is None or None in tools:
+            return None
+        if template.reads_effort and request.get("reasoning_effort") is not None:
+            return None
+        messages = _read_messages(request.get("messages"), reads_parts=template.reads_parts)
+        if None in messages:
+            return None
+        text: str = template.compiled.render(
+            {
+                **self._names,
+                **(request.get("chat_template_kwargs") or {}),
+                "messages": messages,
+                "tools": tools or None,
+                "documents": request.get("documents"),
+                "add_generation_prompt": request.get("add_generation_prompt", True),
+            }
+        )
+        return text
 
     def _tokenize_completion(self, request: Mapping[str, Any]) -> array[int] | None:
         prompt = request.get("prompt")
@@ -146,19 +172,23 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return _decode(file.read_bytes()) if file.exists() else {}
 
 
-def _template_of(path: Path, config: Mapping[str, Any]) -> str:
-    """The chat template of a folder; empty for none. Of several by name it is the default one."""
+def _templates_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Chat templates of a folder by name: `default`, and `tool_use` for requests with tools."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template") or ""
+        sources = {"default": file.read_text(encoding="utf-8")}
+        file = path / "additional_chat_templates" / "tool_use.jinja"
+        if file.exists():
+            sources["tool_use"] = file.read_text(encoding="utf-8")
+        return sources
+    template = config.get("chat_template") or []
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", "")
-    return str(template)
+        named = {entry["name"]: str(entry["template"]) for entry in template}
+        return {name: named[name] for name in ("default", "tool_use") if name in named}
+    return {"default": str(template)}
 
 
-def _compile(source: str, folder: str) -> Any:
+def _compile(source: str, folder: str, name: str) -> _ChatTemplate:
     """A template, which reaches nothing but what it is given."""
     jinja2, sandbox = _load("jinja2"), _load("jinja2.sandbox")
     environment = sandbox.ImmutableSandboxedEnvironment(
@@ -169,9 +199,12 @@ def _compile(source: str, folder: str) -> Any:
     environment.globals["strftime_now"] = _now
     try:
         # Training marks answers by a tag of Hugging Face's, which renders its body in a scope.
-        return environment.from_string(_GENERATION.sub(r"\1\2with", source))
+        compiled = environment.from_string(_GENERATION.sub(r"\1\2with", source))
     except jinja2.TemplateError as error:
-        raise _unreadable(folder, f"its chat template: {error}") from None
+        raise _unreadable(folder, f"its chat template `{name}`: {error}") from None
+    return _ChatTemplate(
+        compiled, bool(_READS_PARTS.search(source)), bool(_READS_EFFORT.search(source))
+    )
 
 
 def _to_json(
@@ -230,6 +263,17 @@ def _read_message(message: Mapping[str, Any], *, reads_parts: bool) -> Mapping[s
         if message.get("tool_calls"):
             read["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
     return read
+
+
+def _read_tool(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A tool as vLLM gives it to templates; None for fields that its versions treat differently."""
+    function = tool["function"]
+    if tool.keys() - {"type", "function"} or function.keys() - set(_FUNCTION_FIELDS):
+        return None
+    return {
+        "type": tool.get("type", "function"),
+        "function": {name: function.get(name) for name in _FUNCTION_FIELDS},
+    }
 
 
 def _text_part(part: object) -> str | None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,7 @@ def user(content):
     return {"role": "user", "content": content}
 
 
+TOOL = {"function": {"name": "f"}}
 CALL = {"function": {"name": "f", "arguments": '{"a": "b"}'}}
 
 
@@ -84,7 +86,10 @@ CALL = {"function": {"name": "f", "arguments": '{"a": "b"}'}}
         (chat(user("hello world")), "<s> user : hello world assistant :"),
         (chat(user("a"), add_generation_prompt=False), "<s> user : a"),
         (chat(user("a"), add_special_tokens=True), "<s> <s> user : a assistant :"),
-        (chat(user("a"), tools=[{"x": 1}]), "<s> user : a tools assistant :"),
+        (chat(user("a"), tools=[TOOL]), "<s> user : a tools assistant :"),
+        (chat(user("a"), tools=[TOOL | {"x": 1}]), None),
+        (chat(user("a"), tools=[{"function": {"name": "f", "strict": True}}]), None),
+        (chat(user("a"), reasoning_effort="high"), "<s> user : a assistant :"),
         (chat(user("a"), chat_template_kwargs={"kind": "b"}), "<s> user : a b assistant :"),
         (chat(user([{"type": "text", "text": "a"}, "b"])), "<s> user : a b assistant :"),
         (
@@ -131,6 +136,7 @@ def test_completions_are_their_text_or_tokens(local, prompt, fields, expected):
         ("chat", chat({"role": "assistant", "tool_calls": [{"arguments": "{}"}]})),
         ("chat", chat({"role": "assistant", "tool_calls": 7})),
         ("chat", chat({"content": "a"})),
+        ("chat", chat(user("a"), tools=[{"x": 1}])),
         ("completions", b'{"prompt": [-1]}'),
         ("completions", json.dumps({"prompt": "a" * 5_000_000}).encode()),
     ],
@@ -161,7 +167,7 @@ def test_any_request_has_tokens_or_none_or_is_refused(local, document):
 
 
 def test_a_template_is_found_in_the_configuration(write):
-    """The default one of several; without any, chats are left to engines."""
+    """The default one of several, or that for tools; without any, chats are left to engines."""
     config = {"chat_template": "{{ messages[0].content }} b", "bos_token": "<s>"}
     assert (
         words(LocalTokenizer(write("", config=config)).tokenize("chat", chat(user("a")))) == "a b"
@@ -170,10 +176,52 @@ def test_a_template_is_found_in_the_configuration(write):
         {"name": "tool_use", "template": "b"},
         {"name": "default", "template": "{{ bos_token }} a"},
     ]
-    assert words(LocalTokenizer(write("", config=config)).tokenize("chat", chat(user("x")))) == (
-        "<s> a"
-    )
+    local = LocalTokenizer(write("", config=config))
+    assert words(local.tokenize("chat", chat(user("x")))) == "<s> a"
+    assert words(local.tokenize("chat", chat(user("x"), tools=[TOOL]))) == "b"
     assert LocalTokenizer(write("", config={})).tokenize("chat", chat(user("a"))) is None
+
+
+def test_a_template_for_tools_is_found_in_its_own_file(write):
+    """Beside `chat_template.jinja`; the configuration is not read then."""
+    folder = write("a", config={"chat_template": [{"name": "tool_use", "template": "hello"}]})
+    assert words(LocalTokenizer(folder).tokenize("chat", chat(user("x"), tools=[TOOL]))) == "a"
+    file = Path(folder) / "additional_chat_templates" / "tool_use.jinja"
+    file.parent.mkdir()
+    file.write_text("b")
+    assert words(LocalTokenizer(folder).tokenize("chat", chat(user("x"), tools=[TOOL]))) == "b"
+    file.write_text("{% for %}")
+    with pytest.raises(ConfigError, match="`tool_use`"):
+        LocalTokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "enable_thinking"])
+def test_a_template_that_reads_the_effort_leaves_it_to_engines(write, name):
+    """Versions of vLLM differ in the settings that they derive from the effort of a request."""
+    local = LocalTokenizer(write(f"{{{{ {name} }}}} a"))
+    assert words(local.tokenize("chat", chat(user("x")))) == "a"
+    assert local.tokenize("chat", chat(user("x"), reasoning_effort="high")) is None
+    tokens = local.tokenize("chat", chat(user("x"), chat_template_kwargs={name: "b"}))
+    assert words(tokens) == "b a"
+
+
+@pytest.mark.parametrize(
+    ("tool", "parameters"),
+    [
+        (TOOL, "null"),
+        (
+            {"function": {"parameters": {"b": 1, "a": 2}, "name": "f"}, "type": "function"},
+            '{"b": 1, "a": 2}',
+        ),
+    ],
+)
+def test_tools_are_read_like_vllm_reads_them(write, tool, parameters):
+    """In its order of fields, with null for those that are absent."""
+    function = f'{{"name": "f", "description": null, "parameters": {parameters}}}'
+    expected = f'{{"type": "function", "function": {function}}}'
+    template = f"{{% if tools[0] | tojson == {expected!r} %}}a{{% endif %}}"
+    tokens = LocalTokenizer(write(template)).tokenize("chat", chat(user("x"), tools=[tool]))
+    assert words(tokens) == "a"
 
 
 @pytest.mark.parametrize(
@@ -255,11 +303,12 @@ def test_templates_are_confined(write, template):
 
 def test_templates_have_the_filters_of_hugging_face(write):
     """JSON without escapes for HTML."""
-    local = LocalTokenizer(
-        write("{% for x in [1, 2] %}{% break %}{% endfor %}{{ tools | tojson }}")
+    template = (
+        "{% for x in [1, 2] %}{% break %}{% endfor %}"
+        "{% if messages[0].content | tojson == '\"<>\"' %}a{% endif %}"
     )
-    tokens = local.tokenize("chat", chat(user("a"), tools=["<a>"]))
-    assert len(tokens) == 1
+    local = LocalTokenizer(write(template))
+    assert words(local.tokenize("chat", chat(user("<>")))) == "a"
 
 
 @pytest.mark.parametrize(
