@@ -67,27 +67,34 @@ def _test(args: argparse.Namespace) -> int:
                 name = f"{plugin_file.origin}: {_ROLES[method]} {cls.kind}"  # type: ignore[attr-defined]  # from_file saw it
                 try:
                     contract.CHECKS[method](cls)
+                    timing = _time_method(cls, method)
                 except AssertionError as error:
                     print(f"{name}: {error}", file=sys.stderr)
                     broken += 1
                 else:
-                    print(f"{name} is in order; {_time_method(cls(), method)}")
+                    print(f"{name} is in order; {timing}")
     return 1 if broken else 0
 
 
-def _time_method(plugin: Any, method: str) -> str:
-    """Measured time of one call, compared with the budget."""
+def _time_method(cls: type[Any], method: str) -> str:
+    """Measured time of one call, compared with the budget.
+
+    Raises:
+        AssertionError: A call raised.
+    """
     from extproc.scheduling import plugin_guard
     from extproc.testing import builders, probes
 
+    plugin = probes.build_plugin(cls)
     candidates, context = builders.loaded_candidates(_ENDPOINTS), probes.probe_context()
     extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
     named = {"count": 1} if method == "pick" else {}
     durations_s = []
-    for _ in range(_CALLS):
-        started = time.perf_counter()
-        getattr(plugin, method)(context, candidates, *extra, **named)
-        durations_s.append(time.perf_counter() - started)
+    with probes.report_errors(f"{plugin.kind} with {_ENDPOINTS} endpoints", f"{_CALLS} answers"):
+        for _ in range(_CALLS):
+            started = time.perf_counter()
+            getattr(plugin, method)(context, candidates, *extra, **named)
+            durations_s.append(time.perf_counter() - started)
     median_s, budget_s = statistics.median(durations_s), plugin_guard.GuardLimits().budget_s
     timing = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
     return (

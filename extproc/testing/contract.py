@@ -24,7 +24,7 @@ from extproc.scheduling.framework import (
     Signal,
 )
 from extproc.testing import builders, probes
-from extproc.testing.probes import demand, probe_context, short
+from extproc.testing.probes import AnswerT, CallT, Role, demand, probe_context, short
 
 #: Numbers of endpoints.
 SIZES = (1, 2, 7, 100, 1000)
@@ -83,7 +83,7 @@ def check_filter(make: Callable[[], Filter]) -> None:
         result = probes.stable_answer(
             make, call, candidates, about=about, check_answer=check_answer
         )
-        reversed_result = builders.names(call(make(), probe_context(), candidates[::-1])[::-1])
+        reversed_result = builders.names(_answer_reversed(make, call, candidates, about)[::-1])
         _demand_order_independence(
             builders.names(result) == reversed_result,
             builders.names(result),
@@ -117,7 +117,7 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
         scores = probes.stable_answer(
             make, type(plugin).score, candidates, about=about, check_answer=check_answer
         )
-        reversed_result = make().score(probe_context(), candidates[::-1])[::-1]
+        reversed_result = _answer_reversed(make, type(plugin).score, candidates, about)[::-1]
         _demand_order_independence(
             _is_close(scores, reversed_result), scores, reversed_result, about=about
         )
@@ -144,7 +144,7 @@ def check_cost(make: Callable[[], CostModel]) -> None:
         costs = probes.stable_answer(
             make, type(plugin).cost, candidates, about=about, check_answer=check_answer
         ).costs
-        reversed_result = make().cost(probe_context(), candidates[::-1]).costs[::-1]
+        reversed_result = _answer_reversed(make, type(plugin).cost, candidates, about).costs[::-1]
         _demand_order_independence(
             _is_close(costs, reversed_result), costs, reversed_result, about=about
         )
@@ -193,6 +193,17 @@ def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
             )
 
 
+def _answer_reversed(
+    make: Callable[[], Role],
+    call: CallT[Role, AnswerT],
+    candidates: list[Candidate],
+    about: str,
+) -> AnswerT:
+    """Return the answer of a new plugin for the candidates in reversed order."""
+    plugin = probes.build_plugin(make)
+    return probes.call_plugin(call, plugin, probe_context(), candidates[::-1], about)
+
+
 def _check_picks(
     make: Callable[[], Picker], candidates: list[Candidate], count: int, *, about: str
 ) -> None:
@@ -217,22 +228,24 @@ def _shares(make: Callable[[], Picker], step: int) -> list[float]:
     """Each endpoint's share of many picks, the candidates in their order or backwards."""
     loaded = builders.loaded_candidates(4)
     candidates, totals = loaded[::step], [1.0, 2.0, 3.0, 4.0][::step]
-    context, plugin = probe_context(), make()
+    context, plugin = probe_context(), probes.build_plugin(make)
     counts = {candidate.endpoint.address: 0 for candidate in loaded}
-    for _ in range(_PICKS):
-        endpoint = candidates[plugin.pick(context, candidates, totals, count=1)[0]].endpoint
-        counts[endpoint.address] += 1
-        if isinstance(plugin, Observer):
-            plugin.on_committed(
-                Decision(context.request, [endpoint], candidates=candidates), context.now
-            )
+    with probes.report_errors(f"{plugin.kind} with 4 endpoints", f"{_PICKS} picks in a row"):
+        for _ in range(_PICKS):
+            endpoint = candidates[plugin.pick(context, candidates, totals, count=1)[0]].endpoint
+            counts[endpoint.address] += 1
+            if isinstance(plugin, Observer):
+                plugin.on_committed(
+                    Decision(context.request, [endpoint], candidates=candidates), context.now
+                )
     return [round(count / _PICKS, 4) for count in counts.values()]
 
 
 def _check_neutral(plugin: Scorer) -> None:
     """Check that unknown values are imputed (`extproc.scheduling.framework`)."""
     candidates = builders.identical_candidates(200)
-    scores = plugin.score(probe_context(), candidates)
+    about = f"{plugin.kind} with 200 endpoints that differ in scraped values only"
+    scores = probes.call_plugin(type(plugin).score, plugin, probe_context(), candidates, about)
     low, high = min(scores), max(scores)
     unknown = [
         score
@@ -241,16 +254,18 @@ def _check_neutral(plugin: Scorer) -> None:
     ]
     demand(
         low == high or all(low < score < high for score in unknown),
-        f"{plugin.kind} with 200 endpoints that differ in scraped values only",
+        about,
         f"endpoints never scraped between the worst ({low:g}) and the best ({high:g})",
         unknown,
     )
-    scores_of_unknown = plugin.score(
-        probe_context(), builders.identical_candidates(9, scraped=False)
+    candidates = builders.identical_candidates(9, scraped=False)
+    about = f"{plugin.kind} with 9 endpoints of which nothing was scraped"
+    scores_of_unknown = probes.call_plugin(
+        type(plugin).score, plugin, probe_context(), candidates, about
     )
     demand(
         max(scores_of_unknown) - min(scores_of_unknown) <= _ROUNDING,
-        f"{plugin.kind} with 9 endpoints of which nothing was scraped",
+        about,
         "one score for all",
         scores_of_unknown,
     )

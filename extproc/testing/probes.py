@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,15 +72,31 @@ def probe_context(seed: int = 1) -> SchedulingContext:
     )
 
 
+@contextlib.contextmanager
+def report_errors(about: str, expected: str, advice: str = "") -> Iterator[None]:
+    """Report whatever a plugin raises, an exit as well, as a breach of the contract."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raised = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise AssertionError(f"{about}: expected {expected}, got {raised}{advice}") from error
+
+
+def build_plugin(make: Callable[[], Role]) -> Role:
+    """Build a plugin."""
+    with report_errors(
+        getattr(make, "__name__", str(make)),
+        "a plugin that can be built without parameters",
+        "; give every parameter a default, or pass a function that builds one",
+    ):
+        return make()
+
+
 def build_checked(make: Callable[[], Role]) -> Role:
     """Build a plugin and check its declaration: kind, needs, frozen and strict parameters."""
-    try:
-        plugin = make()
-    except Exception as error:
-        raise AssertionError(
-            f"{getattr(make, '__name__', make)}: expected a plugin that can be built without parameters, got "
-            f"{_error_text(error)}; give every parameter a default, or pass a function that builds one"
-        ) from error
+    plugin = build_plugin(make)
     cls: Any = type(plugin)
     about: str = cls.__name__
     demand(
@@ -119,11 +136,11 @@ def stable_answer(
     Raises:
         AssertionError: The plugin breaks a rule.
     """
-    arguments, plugin, other = list(candidates), make(), make()
+    arguments, plugin, other = list(candidates), build_plugin(make), build_plugin(make)
     answer = _call_without_effect(call, plugin, arguments, about)
     check_answer(answer)
     for seed in seeds:
-        again = _call(call, plugin, probe_context(seed), arguments, about)
+        again = call_plugin(call, plugin, probe_context(seed), arguments, about)
         demand(
             again == answer,
             about,
@@ -133,14 +150,15 @@ def stable_answer(
         )
     _call_optional_methods(plugin, candidates[0], about)
     demand(
-        _call(call, other, probe_context(), arguments, about) == answer,
+        call_plugin(call, other, probe_context(), arguments, about) == answer,
         about,
         "the same answer of a second instance: no shared state, no chance but the rng of the context",
         "another answer",
     )
     _call_optional_methods(other, candidates[0], about)
     first, second = (
-        _call(call, instance, probe_context(), arguments, about) for instance in (plugin, other)
+        call_plugin(call, instance, probe_context(), arguments, about)
+        for instance in (plugin, other)
     )
     check_answer(first)
     demand(
@@ -158,7 +176,7 @@ def _call_without_effect(
     """Answer of a plugin, which must change neither the candidates nor the context."""
     context, order = probe_context(), list(map(id, candidates))
     before = _encode_arguments(candidates, context)
-    answer = _call(call, plugin, context, candidates, about)
+    answer = call_plugin(call, plugin, context, candidates, about)
     demand(
         list(map(id, candidates)) == order,
         about,
@@ -174,39 +192,30 @@ def _call_without_effect(
     return answer
 
 
-def _call(
+def call_plugin(
     call: CallT[Role, AnswerT],
     plugin: Role,
     context: SchedulingContext,
     candidates: list[Candidate],
     about: str,
 ) -> AnswerT:
-    try:
+    """Return the answer of a plugin in a situation."""
+    with report_errors(about, "an answer"):
         return call(plugin, context, candidates)
-    except Exception as error:
-        raise AssertionError(f"{about}: expected an answer, got {_error_text(error)}") from error
 
 
 def _call_optional_methods(plugin: Plugin, chosen: Candidate, about: str) -> None:
     """Call the optional methods of a plugin: keys, answer headers, `on_committed`."""
-    context, keys = probe_context(), NO_KEYS
-    try:
+    context, keys, pairs = probe_context(), NO_KEYS, list[tuple[str, str]]()
+    with report_errors(about, "on_committed, keys and answer_headers to accept any decision"):
         if isinstance(plugin, RequestKeyProvider):
-            keys = plugin.keys(context)
-            _check_texts(keys.items(), f"{about}, keys")
+            keys = dict(plugin.keys(context))
         if isinstance(plugin, ResponseHeaderProvider):
-            _check_texts(
-                plugin.answer_headers(context, chosen.endpoint), f"{about}, answer_headers"
-            )
+            pairs = list(plugin.answer_headers(context, chosen.endpoint))
         if isinstance(plugin, Observer):
             plugin.on_committed(_decision(context, chosen, keys), context.now)
-    except AssertionError:
-        raise
-    except Exception as error:
-        raise AssertionError(
-            f"{about}: expected on_committed, keys and answer_headers to accept any decision, got "
-            f"{_error_text(error)}"
-        ) from error
+    _check_texts(keys.items(), f"{about}, keys")
+    _check_texts(pairs, f"{about}, answer_headers")
 
 
 def _decision(context: SchedulingContext, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
@@ -229,7 +238,3 @@ def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
 def _encode_arguments(candidates: Sequence[Candidate], context: SchedulingContext) -> bytes:
     """Arguments of a plugin as bytes, to detect mutation."""
     return msgspec.json.encode([candidates, context.request, context.headers, context.blocks])
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -106,3 +106,36 @@ def test_a_slow_plugin_is_reported(tmp_path, capsys):
     file.write_text(template("scorer", capsys).replace("        soft =", slow))
     assert main(["plugin", "test", str(file)]) == 0
     assert "endpoints, above the budget of 2 ms" in capsys.readouterr().out
+
+
+#: Exits at the tenth call of an instance, which the checks do not reach.
+EXITING_LATE = """        self.calls.append(1)
+        if len(self.calls) == 10:
+            raise SystemExit
+        soft ="""
+CALLS = """    @functools.cached_property
+    def calls(self):
+        return []
+
+    def score("""
+
+
+def test_a_plugin_that_exits_is_reported(tmp_path, capsys):
+    """An exit is a breach of the contract, and the plugins after it are tested."""
+    text = template("scorer", capsys)
+    late = text.replace("my-scorer", "late").replace("import msgspec", "import functools, msgspec")
+    late = late.replace("kw_only=True", "dict=True").replace("    def score(", CALLS)
+    texts = {
+        "early": text.replace("        soft =", "        raise SystemExit(0)\n        soft ="),
+        "late": late.replace("        soft =", EXITING_LATE),
+        "sound": text.replace("my-scorer", "sound"),
+    }
+    files = [tmp_path / f"{name}.py" for name in texts]
+    for file, content in zip(files, texts.values(), strict=True):
+        file.write_text(content)
+    assert main(["plugin", "test", *map(str, files)]) == 1
+    output = capsys.readouterr()
+    early, late = output.err.splitlines()
+    assert early.endswith("some of them scraped: expected an answer, got SystemExit: 0")
+    assert late.endswith("late with 100 endpoints: expected 51 answers, got SystemExit")
+    assert f"{files[-1]}: scorer sound is in order; " in output.out

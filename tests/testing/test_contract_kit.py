@@ -1,5 +1,6 @@
 import functools
 import itertools
+import sys
 from functools import cached_property
 from typing import ClassVar
 
@@ -72,6 +73,7 @@ TICKS = itertools.count()
         (lambda context, items: (0.5,) * len(items), "expected a list of scores, got tuple"),
         (lambda context, items: None, "expected a list of scores, got NoneType"),
         (lambda context, items: [1 / 0], "expected an answer, got ZeroDivisionError"),
+        (lambda context, items: sys.exit(0), "expected an answer, got SystemExit: 0"),
         (lambda context, items: [c.load.waiting / 100 for c in items], "got TypeError"),
         (by_place, "the same result for each endpoint in any order"),
         (sorts, "unchanged order of the candidates"),
@@ -95,6 +97,52 @@ def test_unknown_values_may_not_score_best_or_worst(fill):
 
     odd = scorer(answer, frozenset({Signal.WAITING}))
     assert "never scraped between the worst" in complaint(contract.check_scorer, odd)
+
+
+CALLS = ("first", "reversed", "unknown values")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_exits_are_reported_in_every_check(call):
+    """A plugin that exits breaks the contract, in the calls of every check."""
+
+    def answer(context, items):
+        reads = {
+            "first": True,
+            "reversed": len(items) > 1 and items[0].endpoint.name > items[1].endpoint.name,
+            "unknown values": len(items) == 200,
+        }
+        return sys.exit() if reads[call] else [0.5] * len(items)
+
+    odd = scorer(answer, frozenset({Signal.WAITING}))
+    assert "expected an answer, got SystemExit" in complaint(contract.check_scorer, odd)
+
+
+def test_exits_of_constructors_and_optional_methods_are_reported():
+    """A plugin may exit neither when it is built nor when a decision is committed."""
+
+    class Leaves(AlternatingScorer, frozen=True):
+        def __post_init__(self):
+            raise SystemExit
+
+    class Forgets(AlternatingScorer, frozen=True):
+        def on_committed(self, decision, now):
+            raise SystemExit
+
+    message = complaint(contract.check_scorer, Leaves)
+    assert "Leaves: expected a plugin that can be built without parameters, got SystemEx" in message
+    message = complaint(contract.check_scorer, Forgets)
+    assert "answer_headers to accept any decision, got SystemExit" in message
+
+
+def test_an_interrupt_is_no_breach():
+    """An interrupt of the user ends the check."""
+
+    def answer(context, items):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        contract.check_scorer(scorer(answer))
 
 
 def test_declarations_are_checked():
@@ -308,3 +356,16 @@ def test_an_invalid_answer_after_on_committed_is_reported():
             return [float(2 * len(self.addresses))] * len(candidates)
 
     assert "numbers from 0 to 1, got [2.0]" in complaint(contract.check_scorer, Grows)
+
+
+def test_an_exit_after_many_picks_is_reported():
+    """The shares of a picker are counted over many picks, each of which may fail."""
+    picks = itertools.count()
+
+    def answer(context, items, totals, count):
+        if len(items) == 4 and next(picks) > 100:
+            sys.exit()
+        return context.rng.sample(range(len(items)), min(count, len(items)))
+
+    message = complaint(contract.check_picker, picking(answer))
+    assert "odd with 4 endpoints: expected 3000 picks in a row, got SystemExit" in message
