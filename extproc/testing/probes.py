@@ -11,6 +11,7 @@ import msgspec
 
 from extproc.decision import NO_KEYS, Decision
 from extproc.endpoint import Candidate
+from extproc.scheduling import plugin_guard
 from extproc.scheduling.framework import (
     Observer,
     Plugin,
@@ -216,6 +217,13 @@ def _call_optional_methods(plugin: Plugin, chosen: Candidate, about: str) -> Non
             plugin.on_committed(_decision(context, chosen, keys), context.now)
     _check_texts(keys.items(), f"{about}, keys")
     _check_texts(pairs, f"{about}, answer_headers")
+    invalid = [pair for pair in pairs if not plugin_guard.is_valid_header(*pair)]
+    demand(
+        not invalid,
+        f"{about}, answer_headers",
+        "headers for responses, names in lower case and values in visible ASCII",
+        invalid,
+    )
 
 
 def _decision(context: SchedulingContext, chosen: Candidate, keys: Mapping[str, str]) -> Decision:

@@ -334,6 +334,20 @@ def test_keys_and_answer_headers_are_text():
     contract.check_scorer(Sessions)
 
 
+@pytest.mark.parametrize(
+    "header", [("X-Upper", "v"), ("x-lines", "v\n1"), (":status", "200"), ("content-length", "1")]
+)
+def test_answer_headers_can_be_sent(header):
+    """Headers that the guard drops while serving are reported."""
+
+    class Answers(AlternatingScorer, frozen=True):
+        def answer_headers(self, context, chosen):
+            return [("x-place", "5"), header]
+
+    message = complaint(contract.check_scorer, Answers)
+    assert f"values in visible ASCII, got [{header}]" in message
+
+
 def test_state_is_not_shared_between_instances():
     """Instances of a plugin must not share state."""
     decisions = []
