@@ -108,6 +108,20 @@ def test_a_slow_plugin_is_reported(tmp_path, capsys):
     assert "endpoints, above the budget of 2 ms" in capsys.readouterr().out
 
 
+def test_a_slow_generator_is_reported(tmp_path, capsys):
+    """A filter that answers with a generator works while its answer is read, which is timed."""
+    file = tmp_path / "mine.py"
+    text = template("filter", capsys).replace(
+        "[c for c in candidates if", "(c for c in work(candidates) if"
+    )
+    text = text.replace("c.load.kv_usage <= bound]", "c.load.kv_usage <= bound)")
+    file.write_text(
+        f"{text}\n\ndef work(candidates):\n    sum(range(400_000))\n    yield from candidates\n"
+    )
+    assert main(["plugin", "test", str(file)]) == 0
+    assert "endpoints, above the budget of 2 ms" in capsys.readouterr().out
+
+
 #: Exits at the tenth call of an instance, which the checks do not reach.
 EXITING_LATE = """        self.calls.append(1)
         if len(self.calls) == 10:
