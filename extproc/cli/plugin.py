@@ -86,7 +86,9 @@ def _time_method(cls: type[Any], method: str) -> str:
     from extproc.testing import builders, probes
 
     plugin = probes.build_plugin(cls)
-    candidates, context = builders.loaded_candidates(_ENDPOINTS), probes.probe_context()
+    metrics = probes.read_extra_metrics(plugin)
+    candidates = builders.loaded_candidates(_ENDPOINTS, extra_metrics=metrics)
+    context = probes.probe_context()
     extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
     named = {"count": 1} if method == "pick" else {}
     durations_s = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from random import Random
 from typing import Any
 
@@ -91,7 +91,9 @@ def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
     return [item.endpoint.name if isinstance(item, Candidate) else item.name for item in chosen]
 
 
-def loaded_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list[Candidate]:
+def loaded_candidates(
+    size: int, *, scraped: bool = True, seed: int = 7, extra_metrics: Collection[str] = ()
+) -> list[Candidate]:
     """Build candidates with varied loads, of which every fifth, or all, was never scraped."""
     rng = Random(seed)
     loaded = []
@@ -108,16 +110,18 @@ def loaded_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list
         if i % 3:
             fields["rates"] = StepTimeModel(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
         if scraped and i % 5:
-            fields |= with_load(rng)
+            fields |= with_load(rng, extra_metrics)
         loaded.append(candidate(f"10.0.{i // 250}.{i % 250}", **fields))
     return loaded
 
 
-def identical_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list[Candidate]:
+def identical_candidates(
+    size: int, *, scraped: bool = True, seed: int = 7, extra_metrics: Collection[str] = ()
+) -> list[Candidate]:
     """Build candidates that differ in scraped values only; every fifth, or all, have none."""
     rng = Random(seed)
     identical = [
-        candidate(f"10.0.{i // 250}.{i % 250}", **(with_load(rng) if i % 5 else {}))
+        candidate(f"10.0.{i // 250}.{i % 250}", **(with_load(rng, extra_metrics) if i % 5 else {}))
         for i in range(size)
     ]
     same: dict[str, Any] = (
@@ -126,8 +130,8 @@ def identical_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> l
     return [msgspec.structs.replace(item, **same) for item in identical]
 
 
-def with_load(rng: Random) -> dict[str, Any]:
-    """Return random scraped values of an endpoint."""
+def with_load(rng: Random, extra_metrics: Collection[str] = ()) -> dict[str, Any]:
+    """Return random scraped values of an endpoint, with shares as extra metrics."""
     return {
         "engine": "vllm",
         "waiting": rng.randrange(60),
@@ -138,4 +142,5 @@ def with_load(rng: Random) -> dict[str, Any]:
         "adapter_slots": rng.choice((2, 4, None)),
         "kv_blocks": rng.choice((2000, 20_000, None)),
         "block_tokens": 16,
+        "extra": {name: rng.random() for name in sorted(extra_metrics)},
     }

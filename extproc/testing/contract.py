@@ -185,7 +185,9 @@ def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
     """Candidates, a description of the situation, and True if some of them were scraped."""
     for size in SIZES:
         for is_scraped in (True, False):
-            candidates = builders.loaded_candidates(size, scraped=is_scraped)
+            candidates = builders.loaded_candidates(
+                size, scraped=is_scraped, extra_metrics=probes.read_extra_metrics(plugin)
+            )
             yield (
                 candidates,
                 probes.describe_situation(plugin, candidates, is_scraped=is_scraped),
@@ -243,7 +245,8 @@ def _shares(make: Callable[[], Picker], step: int) -> list[float]:
 
 def _check_neutral(plugin: Scorer) -> None:
     """Check that unknown values are imputed (`extproc.scheduling.framework`)."""
-    candidates = builders.identical_candidates(200)
+    metrics = probes.read_extra_metrics(plugin)
+    candidates = builders.identical_candidates(200, extra_metrics=metrics)
     about = f"{plugin.kind} with 200 endpoints that differ in scraped values only"
     scores = probes.call_plugin(type(plugin).score, plugin, probe_context(), candidates, about)
     low, high = min(scores), max(scores)

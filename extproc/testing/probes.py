@@ -107,6 +107,12 @@ def build_checked(make: Callable[[], Role]) -> Role:
         isinstance(signal, Signal) for signal in plugin.needs
     )
     demand(signals, about, "needs as a frozenset of Signal", plugin.needs)
+    demand(
+        isinstance(read_extra_metrics(plugin), frozenset),
+        about,
+        "extra_metrics as a frozenset of names, because needs has Signal.EXTRA",
+        read_extra_metrics(plugin),
+    )
     demand(isinstance(plugin, msgspec.Struct), about, "a msgspec struct", cls.__bases__)
     config = cls.__struct_config__
     demand(config.frozen, about, "frozen=True", "fields that can be set")
@@ -117,6 +123,11 @@ def build_checked(make: Callable[[], Role]) -> Role:
         "unknown fields ignored",
     )
     return plugin
+
+
+def read_extra_metrics(plugin: Plugin) -> Any:
+    """The names of the extra metrics that a plugin reads; None for a plugin that declares none."""
+    return getattr(plugin, "extra_metrics", None if Signal.EXTRA in plugin.needs else frozenset())
 
 
 def stable_answer(

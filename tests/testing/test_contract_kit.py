@@ -99,6 +99,22 @@ def test_unknown_values_may_not_score_best_or_worst(fill):
     assert "never scraped between the worst" in complaint(contract.check_scorer, odd)
 
 
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+def test_unknown_extra_metrics_may_not_score_best_or_worst(fill):
+    """The metrics that a scorer declares have values in the check."""
+
+    def answer(context, items):
+        known = [c.load.extra.get("offload") for c in items]
+        return [fill if value is None else 0.1 + 0.8 * value for value in known]
+
+    odd = scorer(answer, frozenset({Signal.EXTRA}))
+    assert "expected extra_metrics as a frozenset of names, because needs has" in complaint(
+        contract.check_scorer, odd
+    )
+    odd.extra_metrics = frozenset({"offload"})
+    assert "never scraped between the worst" in complaint(contract.check_scorer, odd)
+
+
 CALLS = ("first", "reversed", "unknown values")
 
 
