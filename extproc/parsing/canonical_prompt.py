@@ -267,6 +267,8 @@ def _part(part: object, *, counts_media: bool = True) -> bytes:
             return TEXT + text
         if type(text) is str and type(kind) is str and kind in TEXT_PARTS:
             return TEXT + text.encode()
+        if kind is None:
+            part = media.add_type(part)
     return item(part, counts_media=counts_media)
 
 

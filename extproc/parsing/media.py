@@ -52,6 +52,11 @@ KINDS: Final[Mapping[str, MediaKind]] = {
     "input_audio": "audio",
     "audio": "audio",
 }
+#: Keys by which vLLM tells the type of a part that has none, in its order.
+_TYPE_KEYS: Final = (
+    *("image_url", "image_pil", "image_embeds"),
+    *("audio_url", "input_audio", "video_url"),
+)
 #: Keys under which a part holds its item, where it is not its type.
 _ITEM_KEYS: Final = {"input_image": "image_url", "input_video": "video_url", "image": "source"}
 
@@ -91,6 +96,12 @@ _MAX_FRAME_TOKENS: Final = 768
 #: Size of an item: width and height in pixels, or seconds and 0.
 Size = tuple[int, int]
 _UNKNOWN: Final[Size] = (0, 0)
+
+
+def add_type(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part without a type, with the one that its keys tell, in the place that clients use."""
+    key = next((key for key in _TYPE_KEYS if key in part), None)
+    return part if key is None else {"type": None, **part} | {"type": key}
 
 
 def field(part: Mapping[str, Any], kind: MediaKind) -> bytes:

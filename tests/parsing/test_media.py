@@ -95,6 +95,17 @@ def test_images_are_counted_on_every_surface(surface):
         assert 4 * 999 <= len(request.prompt) < 4 * 999 + 200
 
 
+@pytest.mark.parametrize("kind", ["image_url", "image_embeds", "video_url", "input_audio"])
+def test_parts_without_a_type_go_by_their_key(kind):
+    """A part without a type counts as the one that its key tells, as in vLLM."""
+    item = {kind: {"url": url(png(1024, 768))}}
+    typed, untyped = ask({"type": kind, **item}), ask(item)
+    assert (untyped.media, untyped.prompt_tokens) == (typed.media, typed.prompt_tokens)
+    assert ask({"type": None, **item}).prompt == typed.prompt
+    assert not ask({"type": "x", **item}).media
+    assert not ask({"type": "tool_use", "input": item}).media
+
+
 def test_text_is_counted_beside_images():
     """Text has the tokens that it has alone."""
     words = "four words of text " * 20
@@ -314,5 +325,6 @@ def test_forged_fields_are_bounded():
 @pytest.mark.parametrize("kind", sorted(media.KINDS))
 def test_media_among_many_parts_have_tokens(kind):
     """Long lists of parts are encoded many at a time where they hold no media."""
-    parts = [{"type": "x", "n": n} for n in range(100)] + [{"type": kind}]
-    assert media.MARKER in canonical_prompt.content(parts)
+    parts = [{"type": "x", "n": n} for n in range(100)]
+    assert media.MARKER in canonical_prompt.content([*parts, {"type": kind}])
+    assert media.MARKER in canonical_prompt.content([*parts, {"image_url": "https://a.example/b"}])
