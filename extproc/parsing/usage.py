@@ -34,7 +34,7 @@ _decode = json.JSONDecoder().raw_decode
 
 #: Member `id` of an object; a quote inside of a text has a backslash before it. Longer ids are none.
 _ID_KEY = b'"id"'
-_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\\0]{1,256})"')
 
 #: Where ids are looked for: bytes from the beginning, as most engines write them first, and from the
 #: last mark on, as llama.cpp writes the id of an answer behind `usage`.
@@ -55,6 +55,9 @@ def read(tail: bytes) -> Mapping[str, int]:
     (`prompt_tokens_details.multimodal_tokens`). Reads OpenAI chat, completions and responses,
     Anthropic messages and SGLang's `/generate`, whole or as SSE. Chunk borders do not matter, since
     the bytes are joined before.
+
+    Args:
+        tail: The answer; of a long one the beginning and the end, with a NUL between them.
 
     Returns:
         The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports

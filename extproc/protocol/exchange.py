@@ -181,7 +181,7 @@ class Exchange(msgspec.Struct):
     Attributes:
         pending: The complete request while it waits for its outcome, else None.
         status: HTTP status of the response as text; empty until it is known.
-        tail: The end of the response body, where it is visible.
+        tail: The end of the response body, and the beginning of a long one, where it is visible.
         edited: Whether the request body was given another model name.
         is_response_streamed: Whether the response body is to be shown chunk by chunk.
         rejection: Why an immediate response was sent; None if none was.

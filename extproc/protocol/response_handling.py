@@ -1,6 +1,7 @@
 """Response handling: replies to response messages, tail of the body, and request cost.
 
-Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
+Usage stands at the end of an answer, whole or streamed, so the tail is kept. Some engines write it at
+the beginning, before what may be long, so a few bytes of that are kept as well.
 """
 
 from __future__ import annotations
@@ -36,19 +37,24 @@ from extproc.protocol.model_name_restorer import ModelNameRestorer
 #: for prompt log-probabilities and tool calls after it.
 TAIL_BYTES = 65536
 
+#: Bytes of the beginning that are kept of an answer with a longer body. vLLM writes the `usage` of
+#: reranked documents before them, and Anthropic that of the prompt in the first event.
+HEAD_BYTES = 2048
+
 #: Largest answer that is asked for in one message. It must stay below Envoy's buffer limit
 #: (1 MiB), above which a buffered answer becomes a 500.
 MAX_RESPONSE_BYTES = 262144
 
 
 class TailBuffer:
-    """Buffer of the last bytes of a body."""
+    """Buffer of the last bytes of a body, and of the first where the last are not all."""
 
-    __slots__ = ("_chunks", "_size_bytes")
+    __slots__ = ("_chunks", "_head", "_size_bytes")
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
         self._size_bytes = 0
+        self._head = b""
 
     def add(self, chunk: bytes) -> None:
         """Add the next chunk."""
@@ -57,11 +63,18 @@ class TailBuffer:
         self._chunks.append(chunk)
         self._size_bytes += len(chunk)
         while self._size_bytes - len(self._chunks[0]) >= TAIL_BYTES:
-            self._size_bytes -= len(self._chunks.popleft())
+            dropped = self._chunks.popleft()
+            self._size_bytes -= len(dropped)
+            if len(self._head) < HEAD_BYTES:
+                self._head += dropped[: HEAD_BYTES - len(self._head)]
 
     def joined(self) -> bytes:
-        """The tail: at least the last `TAIL_BYTES` bytes, or the complete body if shorter."""
-        return b"".join(self._chunks)
+        """The complete body, or its first `HEAD_BYTES` bytes, a NUL, and at least its last `TAIL_BYTES`.
+
+        JSON has no NUL, so that nothing is read which begins before the gap and ends behind it.
+        """
+        gap = b"\0" if len(self._head) == HEAD_BYTES else b""
+        return b"".join((self._head, gap, *self._chunks))
 
 
 _NONE = BodyMode.NONE

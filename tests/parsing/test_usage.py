@@ -50,6 +50,7 @@ OPENAI = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17'
         (b'{"usage":' + b'{"a":' * 5000, {}),
         (b'{"usage":{"a":' + b"[" * 1000 + b"]" * 1000 + b"}}", {}),
         (b"", {}),
+        (OPENAI + b'},"results":[{"te\0xt":"a"}]}', {"prompt": 7, "completion": 10}),
         (b'{"usage":{"prompt_tokens":7,"completion_tokens":' + b"9" * 400 + b"}}", {"prompt": 7}),
         (b'{"usage":{"prompt_tokens":7,"completion_tokens":"8"}}', {"prompt": 7}),
         (b'{"usage":{"prompt_tokens":true,"completion_tokens":8}}', {"completion": 8}),

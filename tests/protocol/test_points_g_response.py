@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from extproc.parsing import usage
+from extproc.protocol import response_handling
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.scheduling import session_affinity
 from extproc.scheduling.pickers import MaxScorePicker
@@ -312,6 +313,32 @@ def test_102_usage_at_the_end_of_a_long_answer():
     text = b'data: {"choices":[{"text":"hi"}]}\n\n' * 1000
     event = f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n".encode()
     assert counted(*[text] * 5, event) == COUNTED
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 5000, 40_000])
+def test_102_usage_at_the_beginning_of_a_long_answer(piece_bytes: int):
+    """Usage that stands before many reranked documents is counted."""
+    document = {"index": 0, "document": {"text": "word " * 200}, "relevance_score": 0.5}
+    answer = {"id": "r", "model": "m", "usage": {"prompt_tokens": 9}, "results": [document] * 100}
+    data = json.dumps(answer).encode()
+    pieces = [data[at : at + piece_bytes] for at in range(0, len(data), piece_bytes)]
+    assert counted(*pieces) == {"prompt": 9}
+
+
+def test_102_usage_in_two_events_of_a_long_answer():
+    """Prompt tokens of the first event are counted with completion tokens of the last one."""
+    first = b'data: {"message":{"usage":{"input_tokens":9,"output_tokens":0}}}\n\n'
+    text = b'data: {"delta":{"text":"hi"}}\n\n' * 1000
+    last = b'data: {"usage":{"output_tokens":12}}\n\n'
+    assert counted(first, *[text] * 5, last) == {"prompt": 9, "completion": 12}
+
+
+def test_102_usage_is_not_read_over_a_gap():
+    """A number that begins in the kept beginning does not go on with the end of the answer."""
+    start = b'{"usage":{"prompt_tokens":1'.rjust(response_handling.HEAD_BYTES)
+    end = b"2}}".ljust(response_handling.TAIL_BYTES)
+    assert counted(start + end) == {"prompt": 12}
+    assert counted(start, b"0" * 10, end) == {}
 
 
 def test_103_a_response_without_body():

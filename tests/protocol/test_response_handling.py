@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from extproc.protocol import response_handling
 from extproc.protocol.messages import (
@@ -13,6 +15,7 @@ from extproc.protocol.messages import (
     ProcessingRequest,
     WithRequestCost,
 )
+from tests.support.seeded import examples
 
 NONE, STREAMED, BUFFERED = BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
@@ -49,6 +52,24 @@ def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, wa
         )
         is mode
     )
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.lists(st.integers(0, 40_000), max_size=8), st.integers(1, 3000))
+def test_the_beginning_and_the_end_of_a_body_are_kept(sizes, least):
+    """A body that is not much longer is kept whole, and of any other a bounded part."""
+    body = bytes(range(1, 251)) * (sum(sizes, least) // 250 + 1)
+    tail, at = response_handling.TailBuffer(), 0
+    for size in (*sizes, *[least] * 3):
+        tail.add(body[at : at + size])
+        at += size
+    body, joined = body[:at], tail.joined()
+    head_bytes, tail_bytes = response_handling.HEAD_BYTES, response_handling.TAIL_BYTES
+    assert joined.endswith(body[-tail_bytes:])
+    assert joined.startswith(body[:head_bytes])
+    assert len(joined) <= head_bytes + 1 + tail_bytes + max([*sizes, least])
+    if b"\0" not in joined:
+        assert joined == body
 
 
 def test_the_last_reply_carries_the_cost():
