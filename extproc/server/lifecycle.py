@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -56,12 +55,23 @@ async def _serve_and_end(
 ) -> None:
     status = 1
     try:
-        await serve(settings, source, announce=functools.partial(print, flush=True))
+        await serve(settings, source, announce=_write_line)
         status = 0
     finally:
         # The event loop waits for its threads without end, and one may read a file of a mount that
         # stalls.
         threading.Thread(target=_abandon_threads, args=(ended, status), daemon=True).start()
+
+
+def _write_line(line: str) -> None:
+    """Write a line to standard output; one that is closed or full must not end the process."""
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        _log.warning("standard output cannot be written and gets no more lines: %s", error.strerror)
+        # Python would write the line once more when it exits, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _abandon_threads(ended: threading.Event, status: int) -> None:

@@ -1,6 +1,8 @@
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,22 @@ def test_the_command_configures_grpc_before_import():
         [sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True
     )
     assert ended.stdout.split()[0] == "True", ended
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_does_not_end_the_server():
+    """A warning says so once; the server goes on until a signal ends it with status 0."""
+    words = [sys.executable, "-m", "extproc", "serve", "--endpoints", "127.0.0.1:9"]
+    words += ["--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"]
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(words, stdout=full, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            assert any("standard output" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+            assert process.wait() == 0, rest
+        finally:
+            process.kill()
+    assert "standard output" not in rest
