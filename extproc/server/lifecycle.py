@@ -89,7 +89,8 @@ async def serve(
 
     SIGTERM drains: readiness turns false at once, streams are served while a data plane
     can open them, for `drain_timeout_s` at most, then those still open end with OK, which leaves
-    their answers running. SIGINT, or a second signal, does not wait.
+    their answers running. SIGINT, a second signal, or one before the first sync is over, does not
+    wait.
 
     Args:
         source: Source of the configuration, reloaded on SIGHUP and when files change.
@@ -107,7 +108,10 @@ async def serve(
     asyncio.get_running_loop().set_exception_handler(supervisor.handle)
     try:
         addresses = await picker.start()
-        await picker.sync()
+        if not await _sync(picker, stop):
+            hurry.set()  # it was never ready: a data plane need not find out that it ends
+            await supervisor.attempt("drain", picker.drain(hurry))
+            return
         # What lives now lives to the end: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
@@ -154,6 +158,22 @@ def install_signal_handlers(
     loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGINT, interrupt)
     loop.add_signal_handler(signal.SIGHUP, again)
+
+
+async def _sync(picker: EndpointPickerProcess, stop: asyncio.Event) -> bool:
+    """Wait for `picker.sync`; returns False, and cancels it, if the process has to stop before."""
+    syncing = asyncio.ensure_future(picker.sync())
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({syncing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not syncing.done():
+            return False
+        syncing.result()  # raises what it raised
+        return True
+    finally:
+        syncing.cancel()
+        stopping.cancel()
+        await asyncio.wait({syncing, stopping})
 
 
 async def _ready(readiness: health.Readiness, stop: asyncio.Event) -> None:

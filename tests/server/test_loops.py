@@ -177,6 +177,38 @@ async def test_an_error_at_the_start_ends_the_process(monkeypatch, stage):
         await lifecycle.serve(scene.settings, source, announce=scene.announce)
 
 
+async def test_a_signal_ends_a_start_that_waits(monkeypatch, caplog):
+    """An API server that does not answer at the start keeps neither SIGTERM nor SIGINT waiting."""
+    entered, answered = asyncio.Event(), asyncio.Event()
+    ends = []
+
+    async def sync(_):
+        entered.set()
+        try:
+            await answered.wait()
+            ends.append("answered")
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    monkeypatch.setattr(app.EndpointPickerProcess, "sync", sync)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # a drain takes all of its time
+    settings = serving.settings("127.0.0.11:9", drain_timeout_s=300.0)
+    scene = ServeTask(monkeypatch, settings)
+    source = reload.ConfigSource(lambda _: [], lambda: reload.ReadConfiguration(settings))
+    task = asyncio.ensure_future(lifecycle.serve(settings, source, announce=scene.announce))
+    await entered.wait()
+    scene.stop.set()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    is_hurried = scene.hurry.is_set()
+    answered.set()
+    scene.hurry.set()
+    await task
+    assert (ends, is_hurried) == (["cancelled"], True)
+    assert "drain is over" in caplog.text
+
+
 async def test_an_exit_ends_the_process(monkeypatch):
     """An exit that a loop raises ends the process."""
 
