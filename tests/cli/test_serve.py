@@ -60,3 +60,14 @@ def test_output_that_cannot_be_written_does_not_end_the_server():
         finally:
             process.kill()
     assert "standard output" not in rest
+
+
+def test_signals_of_the_start_are_handled(tmp_path):
+    """SIGHUP is ignored while the configuration is read, and SIGTERM ends the process with status 0."""
+    config = tmp_path / "config.yaml"
+    os.mkfifo(config)
+    words = [sys.executable, "-m", "extproc", "serve", "--config-file", str(config)]
+    with subprocess.Popen(words) as process, config.open("w"):  # which waits for the reader
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
