@@ -18,7 +18,6 @@ import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 from extproc import distribution
@@ -72,6 +71,9 @@ examples:
 
 `extproc COMMAND --help` shows the flags of a command."""
 
+#: Highest standard descriptor, that of standard error.
+_STDERR = 2
+
 #: Exit status of a program whose reader is gone, as shells report it.
 _BROKEN_PIPE = 141
 
@@ -101,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # closed by the caller, who wants no output
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end of the process
+    _open_standard_streams()
     for output in (sys.stdout, sys.stderr):
         if isinstance(
             output, io.TextIOWrapper
@@ -127,6 +128,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     return status
+
+
+def _open_standard_streams() -> None:
+    """Open the null device for each standard stream that the caller closed.
+
+    Sockets would get the free descriptors, and libuv aborts where it has to close one of these.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115 - to the end of the process
+    if sys.stderr is None:
+        sys.stderr = open(_STDERR, "w", encoding="utf-8")  # noqa: SIM115 - the same
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -139,6 +139,20 @@ def test_a_caller_may_close_the_output():
     assert ran.stderr == ""
 
 
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_descriptors_that_the_caller_closed_are_not_taken(closed, tmp_path):
+    """No socket gets a standard descriptor; an error of the configuration keeps its status."""
+    code = (
+        "import os, pathlib, sys; from extproc.cli import main; status = main.main(['srve']); "
+        "free = os.open(os.devnull, os.O_RDONLY); "
+        "pathlib.Path(sys.argv[1]).write_text(f'{status} {free > 2}')"
+    )
+    result = tmp_path / "result"
+    command = f'{sys.executable} -c "{code}" {result} {closed}'
+    subprocess.run(["sh", "-c", command], check=True)
+    assert result.read_text() == "2 True"
+
+
 class Screen(io.StringIO):
     """A terminal."""
 
