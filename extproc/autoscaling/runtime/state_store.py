@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,7 +61,14 @@ class StateStore(ABC):
         if text is None:
             return None
         self._logged = ""
-        return decode_states(text, self._clock(), self._time())
+        states, lead_s, malformed = decode_states(text, self._clock(), self._time())
+        if malformed:
+            message = (
+                f"autoscaling: {self._title}: expected what extproc saved, got malformed {malformed}; "
+                "scaling starts without it, and the next save drops it"
+            )
+            _log.warning("%s%s", message, self._keep_malformed())
+        return states, lead_s
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
         """Write all states; a failed write is logged and left to the next save."""
@@ -74,6 +82,10 @@ class StateStore(ABC):
     @abstractmethod
     async def _write(self, text: str) -> bool:
         """Write the encoded states; returns whether that worked."""
+
+    def _keep_malformed(self) -> str:
+        """Keep malformed content from the next save; returns the end of a message."""
+        return ""
 
     def _log_failure(self, action: str, reason: str) -> None:
         message = f"autoscaling: {self._title} cannot be {action}: {reason}"
@@ -110,6 +122,14 @@ class FileStateStore(StateStore):
             self._log_failure("written", str(error.strerror))
             return False
         return True
+
+    def _keep_malformed(self) -> str:
+        copy_path = self._path.with_name(f"{self._path.name}.broken")
+        try:
+            shutil.copyfile(self._path, copy_path)
+        except OSError as error:
+            return f"; {copy_path} cannot be written: {error.strerror}"
+        return f"; {copy_path} keeps it"
 
 
 class ConfigMapStateStore(StateStore):
@@ -171,20 +191,24 @@ def encode_states(pools: Mapping[str, LoopState], now: float, time: float) -> st
     return msgspec.json.encode(StoredState(now, time, raw)).decode()
 
 
-def decode_states(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float]:
-    """Decode states, and the lead of our clock in seconds; malformed states are dropped."""
+def decode_states(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float, str]:
+    """Decode states, and the lead of our clock in seconds; malformed states are dropped and named."""
     states: dict[str, LoopState] = {}
+    if not text:
+        return states, 0.0, ""
     try:
-        stored = msgspec.json.decode(text or "{}", type=StoredState)
+        stored = msgspec.json.decode(text, type=StoredState)
     except objects.BROKEN:
-        return states, 0.0
+        return states, 0.0, "content"
+    malformed = []
     for name, raw in stored.pools.items():
         try:
             states[name] = msgspec.json.decode(raw, type=LoopState)
         except objects.BROKEN:
-            continue
+            malformed.append(repr(name))
     # A clock that was set back must not put observations into the future.
-    return states, now - stored.at - max(0.0, time - stored.time)
+    lead_s = now - stored.at - max(0.0, time - stored.time)
+    return states, lead_s, f"state of {', '.join(malformed)}" if malformed else ""
 
 
 class _ConfigMap(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ def test_states_are_restored_on_another_clock():
     """Monotonic clocks differ; the time of day says by how much."""
     watched = Watched()
     text = state_store.encode_states({"p": watched.state}, 60.0, 1000.0)
-    states, shift_s = state_store.decode_states(text, 7.0, 1010.0)
+    states, shift_s, _ = state_store.decode_states(text, 7.0, 1010.0)
     # 10 s later by the time of day: what was at 60 is at -3 on this clock.
     assert shift_s == -63.0
     other = Watched(until=-1)
@@ -49,16 +49,17 @@ def test_states_are_restored_on_another_clock():
 def test_a_clock_set_back_gives_no_future_times():
     """Recorded times then count as now."""
     text = state_store.encode_states({}, 60.0, 1000.0)
-    assert state_store.decode_states(text, 7.0, 900.0) == ({}, -53.0)
+    assert state_store.decode_states(text, 7.0, 900.0) == ({}, -53.0, "")
 
 
 def test_unreadable_states_are_skipped():
     """Of one pool or of all; another's state is still read."""
-    assert state_store.decode_states("", 1.0, 1.0) == ({}, 0.0)
-    assert state_store.decode_states("{", 1.0, 1.0) == ({}, 0.0)
+    assert state_store.decode_states("", 1.0, 1.0) == ({}, 0.0, "")
+    assert state_store.decode_states("{", 1.0, 1.0) == ({}, 0.0, "content")
     good = state_store.encode_states({"p": Watched().state}, 60.0, 1000.0)
     broken = good.replace('"pools":{', '"pools":{"q":{"scaler":1},')
-    assert list(state_store.decode_states(broken, 60.0, 1000.0)[0]) == ["p"]
+    states, _, malformed = state_store.decode_states(broken, 60.0, 1000.0)
+    assert (list(states), malformed) == (["p"], "state of 'q'")
 
 
 class ConfigMapCluster:
@@ -136,3 +137,35 @@ async def test_an_unwritable_file_is_logged_once(tmp_path, caplog):
     subject = state_store.FileStateStore(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
     assert await subject.load() is None
     assert "cannot be read: Is a directory" in caplog.text
+
+
+async def test_a_malformed_file_is_kept_beside_the_next_save(tmp_path, caplog):
+    """A warning names the copy, or why there is none; the state is then saved as usual."""
+    path = tmp_path / "state.json"
+    subject = state_store.FileStateStore(path, clock=lambda: 0.0, time=lambda: 0.0)
+    path.write_bytes(b"{garbage\xff")
+    assert await subject.load() == ({}, 0.0)
+    (message,) = caplog.messages
+    assert f"{path}: expected what extproc saved, got malformed content" in message
+    assert f"{path}.broken keeps it" in message
+    await subject.save({})
+    assert (tmp_path / "state.json.broken").read_bytes() == b"{garbage\xff"
+    caplog.clear()
+    assert await subject.load() == ({}, 0.0)
+    assert not caplog.messages
+    (tmp_path / "state.json.broken").unlink()
+    (tmp_path / "state.json.broken").mkdir()
+    path.write_text("{")
+    assert await subject.load() == ({}, 0.0)
+    assert "state.json.broken cannot be written: Is a directory" in caplog.text
+
+
+async def test_a_malformed_config_map_is_logged(caplog):
+    """The pool whose state is dropped is named."""
+    cluster = ConfigMapCluster()
+    subject = config_map_store(cluster)
+    text = state_store.encode_states({"p": Watched().state}, 60.0, 1000.0)
+    cluster.data = {"pools.json": text.replace('"pools":{', '"pools":{"q":{"scaler":1},')}
+    states, _ = await subject.load()
+    assert list(states) == ["p"]
+    assert "ConfigMap n/m: expected what extproc saved, got malformed state of 'q'" in caplog.text
