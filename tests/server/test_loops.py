@@ -10,6 +10,7 @@ import re
 import types
 
 import aiohttp
+import grpc
 import msgspec
 import pytest
 
@@ -290,6 +291,27 @@ async def test_a_drain_waits_for_further_streams_of_a_data_plane(transport, is_o
             del stream  # or its connection outlives the channel
         skip_drain.set()
         await draining
+
+
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+async def test_a_drain_fails_requests_that_do_not_become_complete(transport, monkeypatch):
+    """Envoy must not go on without an endpoint: the stream ends with UNAVAILABLE, not with OK."""
+    monkeypatch.setattr(app, "_STREAM_END_S", 0.01)
+    settings = serving.settings("127.0.0.11:9", transport=transport)
+    async with serving.running(settings) as running:
+        await running.sync()
+        async with running.channel() as channel:
+            stream = serving.Stream(channel)
+            headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+            await stream.say(ext_proc_script.request_headers(headers, ends=False))
+            async with asyncio.timeout(300):
+                while not running.picker.counters.streams_open:
+                    await asyncio.sleep(0.01)
+            skip_drain = asyncio.Event()
+            skip_drain.set()
+            await running.picker.drain(skip_drain)
+            assert await stream.call.code() is grpc.StatusCode.UNAVAILABLE
+            del stream  # or its connection outlives the channel
 
 
 async def test_a_drain_on_grpcio_waits_for_a_data_plane_that_only_checks_health():
