@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from extproc.cli import flags, main
 from extproc.config import pools
-from extproc.config.settings import Settings
+from extproc.config.settings import ServerSection, Settings
 from extproc.discovery.static_discovery import FileStamp
 from extproc.errors import ConfigError
 from extproc.recording import recorder
@@ -138,10 +137,8 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     record = settings.decisions.record
     if record is not None:
         steps.append(lambda: recorder.require(record.file))
-    if settings.server.cert_path and settings.server.secure_serving:
-        steps.append(lambda: _read_certificate(settings.server.cert_path))
-    if settings.server.transport == "native" and settings.server.secure_serving:
-        steps.append(_check_cipher_suites)
+    if settings.server.secure_serving:
+        steps.append(lambda: _check_tls(settings.server))
     problems = []
     for step in steps:
         try:
@@ -168,23 +165,15 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
             yield f"{flag}: something on this machine listens on port {port} already"
 
 
-def _check_cipher_suites() -> None:
-    """Check a choice of cipher suites that the native transport is to serve TLS with."""
+def _check_tls(server: ServerSection) -> None:
+    """Check the certificate, and for the native transport also the choice of cipher suites."""
     from extproc.server import tls
 
-    cipher_suites = tls.find_cipher_suites(os.environ)
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ciphers(cipher_suites)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            tls.CIPHER_SUITES,
-            wanted="cipher suites of TLS 1.2, as OpenSSL names them",
-            got=cipher_suites,
-            fix="correct it, or unset it; grpcio (server.transport) may know other names",
-        ) from error
-
-
-def _read_certificate(folder: str) -> None:
-    from extproc.server import tls
-
-    tls.KeyPair(Path(folder)).read()
+    # grpcio takes every pair that can be read.
+    build: Callable[[tuple[bytes, bytes]], object] = tuple
+    if server.transport == "native":
+        build = tls.build_context
+    if server.cert_path:
+        tls.KeyPair(Path(server.cert_path), build).read()
+    else:
+        build(tls.self_signed_pair())

@@ -413,20 +413,15 @@ def load_credentials(server: ServerSection) -> grpc.ServerCredentials | None:
 
     if not server.cert_path:
         return grpc.ssl_server_credentials([tls.self_signed_pair()])
-    files = tls.KeyPair(Path(server.cert_path))
-    first = files.read()
+    folder = Path(server.cert_path)
     if not server.enable_cert_reload:
-        return grpc.ssl_server_credentials([first])
-
-    def fetch_changed() -> grpc.ServerCertificateConfiguration | None:
-        pair = files.changed(tls.log_reload)
-        return None if pair is None else grpc.ssl_server_certificate_configuration([pair])
-
+        return tls.KeyPair(folder, lambda pair: grpc.ssl_server_credentials([pair])).read()
+    files = tls.KeyPair(folder, lambda pair: grpc.ssl_server_certificate_configuration([pair]))
     # gRPC takes None for "no change"; its stubs do not say so.
-    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch_changed)
-    return grpc.dynamic_ssl_server_credentials(
-        grpc.ssl_server_certificate_configuration([first]), fetch
+    fetch = cast(
+        "Callable[[], grpc.ServerCertificateConfiguration]", lambda: files.changed(tls.log_reload)
     )
+    return grpc.dynamic_ssl_server_credentials(files.read(), fetch)
 
 
 def register_health(server: grpc.aio.Server, readiness: health.Readiness) -> None:

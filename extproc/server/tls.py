@@ -10,7 +10,7 @@ import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -22,6 +22,9 @@ from extproc.discovery.static_discovery import FileStamp, file_stamp, open_regul
 from extproc.errors import ConfigError
 
 _log = logging.getLogger("extproc.server")
+
+#: Object that a transport serves a pair with, such as a TLS context.
+_Served = TypeVar("_Served")
 
 #: Environment variable by which operators choose the suites of TLS 1.2, as grpcio reads it.
 CIPHER_SUITES: Final = "GRPC_SSL_CIPHER_SUITES"
@@ -72,10 +75,23 @@ def build_context(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
 
     Args:
         pair: Key and certificate, PEM.
+
+    Raises:
+        ConfigError: The environment names unknown cipher suites.
+        OSError: OpenSSL refuses the pair (`ssl.SSLError`), or no file can be opened.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers(find_cipher_suites(os.environ))
+    cipher_suites = find_cipher_suites(os.environ)
+    try:
+        context.set_ciphers(cipher_suites)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            CIPHER_SUITES,
+            wanted="cipher suites of TLS 1.2, as OpenSSL names them",
+            got=cipher_suites,
+            fix="correct it, or unset it; grpcio (server.transport) may know other names",
+        ) from error
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2"])
     private, public = pair
@@ -102,22 +118,20 @@ def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:
     """Load the TLS context of `tls.crt` and `tls.key` in a folder (a mounted Kubernetes Secret).
 
     Args:
-        reload: Check the files on each new connection; a pair that cannot be read leaves the old
-            one in place.
+        reload: Check the files on each new connection; a pair that cannot be read or served leaves
+            the old one in place.
 
     Raises:
-        ConfigError: The files are missing or no key pair.
+        ConfigError: The files are missing, or no key pair that OpenSSL serves.
     """
-    files = KeyPair(Path(folder))
-    first = build_context(files.read())
+    files = KeyPair(Path(folder), build_context)
+    first = files.read()
     if reload:
         latest = first
 
         def choose(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
             nonlocal latest
-            pair = files.changed(log_reload)
-            if pair is not None:
-                latest = build_context(pair)
+            latest = files.changed(log_reload) or latest
             connection.context = latest
 
         # OpenSSL calls this with every ClientHello, also of clients that name no server.
@@ -130,18 +144,24 @@ def log_reload(result: str) -> None:
     _log.info("certificate: %s", result)
 
 
-class KeyPair:
-    """A certificate and its key on disk."""
+class KeyPair(Generic[_Served]):
+    """A certificate and its key on disk.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        build: Builds the object that the transport serves from key and certificate, PEM; an
+            OSError refuses them.
+    """
+
+    def __init__(self, folder: Path, build: Callable[[tuple[bytes, bytes]], _Served]) -> None:
         self._folder = folder
+        self._build = build
         self._stamps: Sequence[FileStamp] = ()
 
-    def read(self) -> tuple[bytes, bytes]:
-        """Key and certificate, in that order, PEM.
+    def read(self) -> _Served:
+        """Read the files, and build the object that the transport serves.
 
         Raises:
-            ConfigError: The files are missing or no key pair.
+            ConfigError: The files are missing, or no key pair that can be served.
         """
         stamps = self._read_stamps()
         try:
@@ -162,20 +182,30 @@ class KeyPair:
                 got=f"two that do not match in {self._folder}",
                 fix="replace both files",
             )
+        try:
+            served = self._build((private, public))
+        except OSError as error:
+            raise ConfigError(
+                "--cert-path",
+                wanted=f"a certificate chain and a key in {self._folder} that can be served",
+                got=f"{type(error).__name__}: {error}",
+                fix="replace both files; every certificate of tls.crt must be whole, and RSA keys "
+                "have 2048 bits or more",
+            ) from error
         self._stamps = stamps
-        return private, public
+        return served
 
-    def changed(self, on_reload: Callable[[str], None]) -> tuple[bytes, bytes] | None:
+    def changed(self, on_reload: Callable[[str], None]) -> _Served | None:
         """Read the files again if they changed; None if they did not or are invalid."""
         if self._read_stamps() == self._stamps:
             return None
         try:
-            pair = self.read()
+            served = self.read()
         except Exception as error:  # noqa: BLE001 - a new connection calls this; the old pair must go on serving
             on_reload(str(error) if isinstance(error, ConfigError) else type(error).__name__)
             return None
         on_reload("reloaded")
-        return pair
+        return served
 
     def _read_file(self, name: str) -> bytes:
         with open(self._folder / name, "rb", opener=open_regular) as file:

@@ -9,6 +9,7 @@ import pytest
 from extproc.cli import check, main
 from extproc.config import loader
 from extproc.scheduling import registry
+from extproc.server import tls
 
 CONFIG = """
 apiVersion: extproc/v1alpha1
@@ -337,6 +338,21 @@ def test_missing_extras_and_files_are_refused_before_serving(
     err = capsys.readouterr().err
     for fact in ("pip install 'extproc-epp[redis]'", "tls.crt and tls.key", "admin_token_file"):
         assert fact in err
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_a_certificate_chain_that_openssl_refuses_is_refused_before_serving(
+    command, tmp_path, capsys
+):
+    """Also where the certificate of the server, the first one, is whole; grpcio takes it."""
+    private, public = tls.self_signed_pair()
+    (tmp_path / "tls.key").write_bytes(private)
+    broken = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    (tmp_path / "tls.crt").write_bytes(public + broken)
+    words = ["--endpoints", "10.0.0.1:1", "--cert-path", str(tmp_path)]
+    assert main.main([command, *words]) == 2
+    assert "--cert-path: expected a certificate chain and a key" in capsys.readouterr().err
+    assert main.main(["check", *words, "--transport", "grpcio"]) == 0
 
 
 def test_an_unreadable_address_of_a_peer_is_refused(capsys):
