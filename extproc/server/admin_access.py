@@ -21,8 +21,10 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from extproc.discovery.static_discovery import file_stamp, open_regular
+from extproc.discovery.static_discovery import FileStamp, file_stamp, open_regular
 from extproc.errors import ConfigError
+
+_log = logging.getLogger("extproc.server")
 
 _OPEN = frozenset({"/", "/metrics", "/healthz", "/readyz"})
 
@@ -49,11 +51,12 @@ def read_token(path: str, *, where: str = "server.admin_token_file", once: bool 
     """
     if not path:
         return ""
+    cause: Exception | None = None
     try:
         with open(path, encoding="ascii", opener=None if once else open_regular) as file:
             token = file.read().strip()
     except (OSError, ValueError) as error:
-        token, actual = "", str(error)
+        token, actual, cause = "", str(error), error
     else:
         actual = "a file without a token"
     if not token or not token.isprintable():
@@ -62,7 +65,7 @@ def read_token(path: str, *, where: str = "server.admin_token_file", once: bool 
             wanted="a file with a token or password of printable ASCII",
             got=actual,
             fix="write one, such as the output of `openssl rand -hex 32`, or leave it out",
-        )
+        ) from cause
     return token
 
 
@@ -83,16 +86,15 @@ class AdminToken:
 
     Args:
         path: Path of the file; empty for none.
-        on_reload: Called with the result of a reload: `reloaded`, or the error.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.
     """
 
-    def __init__(self, path: str, *, on_reload: Callable[[str], None]) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._on_reload = on_reload
-        self._stamp = file_stamp(path)
+        self._error = ""
+        self._stamp: FileStamp | None = file_stamp(path)
         self._token = read_token(path)
 
     def current(self) -> str:
@@ -104,9 +106,15 @@ class AdminToken:
             try:
                 self._token = read_token(self.path)
             except ConfigError as error:
-                self._on_reload(str(error))
+                is_passing = isinstance(error.__cause__, OSError)
+                if is_passing:  # it may be readable soon, without a change
+                    self._stamp = None
+                if not is_passing or str(error) != self._error:
+                    _log.warning("the token in force stays: %s", error)
+                self._error = str(error)
             else:
-                self._on_reload("reloaded")
+                self._error = ""
+                _log.info("server.admin_token_file: reloaded")
         return self._token
 
 
@@ -204,8 +212,6 @@ def _is_loopback(address: str) -> bool:
     except ValueError:
         return False
 
-
-_log = logging.getLogger("extproc.server")
 
 #: Connections at most (count), and the share of the open files of the process.
 MAX_CONNECTIONS: Final = 1024

@@ -118,7 +118,7 @@ class EndpointPickerProcess:
         self._elector = leader_elector.build_elector(
             settings, can_lead=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
-        self.admin_token = _admin_token(settings)
+        self.admin_token = admin_access.AdminToken(settings.server.admin_token_file)
         self.control_planes = self._build_control_planes()
         self._peers = PeerDirectory(settings, self._current_token)
         self.autoscaler = self._build_autoscaler()
@@ -351,7 +351,7 @@ class EndpointPickerProcess:
         apply_pools = self.pool_registry.prepare_reload(settings)
         token = self.admin_token
         if settings.server.admin_token_file != token.path:
-            token = _admin_token(settings)
+            token = admin_access.AdminToken(settings.server.admin_token_file)
         exchange, streams = factory.build_exchange_settings(settings), _stream_settings(settings)
         apply_pools()
         self.admin_token = token
@@ -493,13 +493,6 @@ class EndpointPickerProcess:
                 runtime.parts.index.bytes_estimate() for runtime in runtimes.values()
             ),
         }
-
-
-def _admin_token(settings: Settings) -> admin_access.AdminToken:
-    return admin_access.AdminToken(
-        settings.server.admin_token_file,
-        on_reload=lambda what: _log.info("server.admin_token_file: %s", what),
-    )
 
 
 def _log_discovery_event(event: DiscoveryEvent) -> None:

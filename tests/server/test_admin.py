@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 
 import pytest
@@ -124,32 +126,53 @@ def test_a_token_file_without_a_token_is_refused(tmp_path):
     assert admin_access.read_token("") == ""
 
 
-def test_a_token_file_is_read_again_when_it_changes(tmp_path):
+def test_a_token_file_is_read_again_when_it_changes(tmp_path, caplog):
     """A renewed Secret is in force at the next request; one that cannot be read opens nothing."""
-    file, reloads = tmp_path / "token", []
+    caplog.set_level(logging.INFO, "extproc.server")
+    file = tmp_path / "token"
     file.write_text("first")
-    token = admin_access.AdminToken(str(file), on_reload=reloads.append)
-    assert (token.current(), reloads) == ("first", [])
+    token = admin_access.AdminToken(str(file))
+    assert (token.current(), caplog.messages) == ("first", [])
     draft = tmp_path / "draft"
     draft.write_text("second\n")
     draft.rename(file)
-    assert (token.current(), token.current(), reloads) == ("second", "second", ["reloaded"])
+    assert (token.current(), token.current()) == ("second", "second")
+    assert caplog.messages == ["server.admin_token_file: reloaded"]
     draft.write_text("")
     draft.rename(file)
     assert (token.current(), token.current()) == ("second", "second")
     file.unlink()
-    assert token.current() == "second"
+    assert (token.current(), token.current()) == ("second", "second")
     os.mkfifo(file)
-    assert token.current() == "second"
-    assert [len(reloads), "without a token" in reloads[1], "No such file" in reloads[2]] == [
-        4,
-        True,
-        True,
-    ]
-    assert "a pipe, which is no regular file" in reloads[3]
+    assert (token.current(), token.current()) == ("second", "second")
+    warnings = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+    assert len(warnings) == 3
+    assert "without a token" in warnings[0]
+    assert "No such file" in warnings[1]
+    assert "a pipe, which is no regular file" in warnings[2]
     file.unlink()
     file.write_text("third")
     assert token.current() == "third"
+
+
+def test_a_token_that_cannot_be_read_for_a_passing_reason_is_read_again(
+    tmp_path, monkeypatch, caplog
+):
+    """Though its file does not change any more: such as while too many files are open."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    token = admin_access.AdminToken(str(file))
+    file.write_text("renewed")
+
+    def fail(name: str, _flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(admin_access, "open_regular", fail)
+        assert (token.current(), token.current()) == ("old", "old")
+    assert len(caplog.messages) == 1
+    assert "Too many open files" in caplog.messages[0]
+    assert token.current() == "renewed"
 
 
 def test_a_configuration_without_its_token_file_is_refused(tmp_path):
