@@ -418,9 +418,7 @@ def load_credentials(server: ServerSection) -> grpc.ServerCredentials | None:
         return tls.KeyPair(folder, lambda pair: grpc.ssl_server_credentials([pair])).read()
     files = tls.KeyPair(folder, lambda pair: grpc.ssl_server_certificate_configuration([pair]))
     # gRPC takes None for "no change"; its stubs do not say so.
-    fetch = cast(
-        "Callable[[], grpc.ServerCertificateConfiguration]", lambda: files.changed(tls.log_reload)
-    )
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", files.changed)
     return grpc.dynamic_ssl_server_credentials(files.read(), fetch)
 
 

@@ -131,17 +131,12 @@ def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:
 
         def choose(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
             nonlocal latest
-            latest = files.changed(log_reload) or latest
+            latest = files.changed() or latest
             connection.context = latest
 
         # OpenSSL calls this with every ClientHello, also of clients that name no server.
         first.sni_callback = choose
     return first
-
-
-def log_reload(result: str) -> None:
-    """Log the result of reading a certificate again: `reloaded`, or the error."""
-    _log.info("certificate: %s", result)
 
 
 class KeyPair(Generic[_Served]):
@@ -155,7 +150,9 @@ class KeyPair(Generic[_Served]):
     def __init__(self, folder: Path, build: Callable[[tuple[bytes, bytes]], _Served]) -> None:
         self._folder = folder
         self._build = build
+        #: Of the files that were read last, also of those that were refused.
         self._stamps: Sequence[FileStamp] = ()
+        self._error = ""
 
     def read(self) -> _Served:
         """Read the files, and build the object that the transport serves.
@@ -163,7 +160,8 @@ class KeyPair(Generic[_Served]):
         Raises:
             ConfigError: The files are missing, or no key pair that can be served.
         """
-        stamps = self._read_stamps()
+        # Taken before reading: what is written during the read makes another change.
+        self._stamps = self._read_stamps()
         try:
             private, public = self._read_file("tls.key"), self._read_file("tls.crt")
             key = serialization.load_pem_private_key(private, password=None)
@@ -183,7 +181,7 @@ class KeyPair(Generic[_Served]):
                 fix="replace both files",
             )
         try:
-            served = self._build((private, public))
+            return self._build((private, public))
         except OSError as error:
             raise ConfigError(
                 "--cert-path",
@@ -192,20 +190,31 @@ class KeyPair(Generic[_Served]):
                 fix="replace both files; every certificate of tls.crt must be whole, and RSA keys "
                 "have 2048 bits or more",
             ) from error
-        self._stamps = stamps
-        return served
 
-    def changed(self, on_reload: Callable[[str], None]) -> _Served | None:
-        """Read the files again if they changed; None if they did not or are invalid."""
+    def changed(self) -> _Served | None:
+        """Read the files again if they changed; None if they did not or are refused."""
         if self._read_stamps() == self._stamps:
             return None
         try:
             served = self.read()
         except Exception as error:  # noqa: BLE001 - a new connection calls this; the old pair must go on serving
-            on_reload(str(error) if isinstance(error, ConfigError) else type(error).__name__)
+            self._log_error(error)
             return None
-        on_reload("reloaded")
+        self._error = ""
+        _log.info("certificate: reloaded")
         return served
+
+    def _log_error(self, error: Exception) -> None:
+        text = str(error) if isinstance(error, ConfigError) else type(error).__name__
+        cause = error.__cause__ or error
+        is_passing = isinstance(cause, OSError | MemoryError) and not isinstance(
+            cause, ssl.SSLError
+        )
+        if is_passing:  # the files may be readable soon, without a change
+            self._stamps = ()
+        if not is_passing or text != self._error:
+            _log.warning("the certificate in force stays: %s", text)
+        self._error = text
 
     def _read_file(self, name: str) -> bytes:
         with open(self._folder / name, "rb", opener=open_regular) as file:

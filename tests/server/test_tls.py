@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 
 import pytest
@@ -11,7 +13,7 @@ from extproc.server import tls
 
 
 @pytest.mark.parametrize("raised", [RuntimeError(), UnsupportedAlgorithm("x"), MemoryError()])
-def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
+def test_no_exception_reaches_grpc(tmp_path, monkeypatch, caplog, raised):
     """An exception for a new connection keeps the old pair in place, and is logged."""
 
     def fail(*_, **__):
@@ -20,19 +22,19 @@ def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
     (tmp_path / "tls.key").write_text("key")
     (tmp_path / "tls.crt").write_text("certificate")
     monkeypatch.setattr(tls.serialization, "load_pem_private_key", fail)
-    results = []
-    assert tls.KeyPair(tmp_path, tls.build_context).changed(results.append) is None
-    assert len(results) == 1
-    assert type(raised).__name__ in results[0]
+    assert tls.KeyPair(tmp_path, tls.build_context).changed() is None
+    assert len(caplog.messages) == 1
+    assert type(raised).__name__ in caplog.messages[0]
 
 
-def test_a_pipe_in_place_of_a_key_does_not_block(tmp_path):
+def test_a_pipe_in_place_of_a_key_does_not_block(tmp_path, caplog):
     """The key is read when a client connects, in the thread that serves all."""
     os.mkfifo(tmp_path / "tls.key")
     (tmp_path / "tls.crt").write_text("certificate")
-    results = []
-    assert tls.KeyPair(tmp_path, tls.build_context).changed(results.append) is None
-    assert "a pipe, which is no regular file" in results[0]
+    files = tls.KeyPair(tmp_path, tls.build_context)
+    assert (files.changed(), files.changed()) == (None, None)
+    assert len(caplog.messages) == 1
+    assert "a pipe, which is no regular file" in caplog.messages[0]
 
 
 def test_a_chain_larger_than_a_usual_pipe_is_read():
@@ -46,16 +48,54 @@ def test_a_chain_larger_than_a_usual_pipe_is_read():
 BROKEN = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
-def test_a_pair_that_openssl_refuses_leaves_the_old_one_in_force(tmp_path):
-    """The error is logged rather than a reload, and no connection is cut off by it."""
+def write_pair(folder, pair):
+    """Write a key and a certificate."""
+    for name, data in zip(("tls.key", "tls.crt"), pair, strict=True):
+        (folder / name).write_bytes(data)
+
+
+def test_a_pair_that_openssl_refuses_leaves_the_old_one_in_force(tmp_path, caplog):
+    """The warning stands in the log once, rather than a reload, and no connection is cut off."""
+    caplog.set_level(logging.INFO, "extproc.server")
     private, public = tls.self_signed_pair()
-    (tmp_path / "tls.key").write_bytes(private)
-    (tmp_path / "tls.crt").write_bytes(public)
-    files, results = tls.KeyPair(tmp_path, tls.build_context), []
+    write_pair(tmp_path, (private, public))
+    files = tls.KeyPair(tmp_path, tls.build_context)
     assert files.read()
-    (tmp_path / "tls.crt").write_bytes(public + BROKEN)
-    assert files.changed(results.append) is None
-    assert "every certificate of tls.crt must be whole" in results[0]
-    (tmp_path / "tls.crt").write_bytes(public + public)
-    assert files.changed(results.append)
-    assert results[1:] == ["reloaded"]
+    write_pair(tmp_path, (private, public + BROKEN))
+    assert (files.changed(), files.changed()) == (None, None)
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert "every certificate of tls.crt must be whole" in caplog.messages[0]
+    write_pair(tmp_path, (private, public + public))
+    assert files.changed()
+    assert caplog.messages[1:] == ["certificate: reloaded"]
+
+
+def test_a_pair_that_is_refused_is_not_read_again_until_it_changes(tmp_path, monkeypatch, caplog):
+    """Connections cost two stats each and no line in the log, however many there are."""
+    reads = []
+    monkeypatch.setattr(
+        tls, "open_regular", lambda name, flags: reads.append(name) or os.open(name, flags)
+    )
+    write_pair(tmp_path, (tls.self_signed_pair()[0], tls.self_signed_pair()[1]))
+    files = tls.KeyPair(tmp_path, tls.build_context)
+    assert [files.changed() for _ in range(30)] == [None] * 30
+    assert len(reads) == 2
+    assert len(caplog.messages) == 1
+    assert "two that do not match" in caplog.messages[0]
+
+
+def test_a_pair_that_cannot_be_read_for_a_passing_reason_is_read_again(
+    tmp_path, monkeypatch, caplog
+):
+    """Though its files do not change any more: such as while too many files are open."""
+
+    def fail(name: str, _flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
+
+    write_pair(tmp_path, tls.self_signed_pair())
+    files = tls.KeyPair(tmp_path, tls.build_context)
+    with monkeypatch.context() as patch:
+        patch.setattr(tls, "open_regular", fail)
+        assert (files.changed(), files.changed()) == (None, None)
+    assert len(caplog.messages) == 1
+    assert files.changed()
