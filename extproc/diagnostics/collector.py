@@ -45,7 +45,9 @@ _ENVOY_BYTES: Final = 64 * 1024 * 1024
 _PICKER_BYTES: Final = 32 * 1024 * 1024
 
 #: Failures after which no other page of a server is read.
-_GONE: Final = frozenset({"timeout", "refused", "unreachable", "tls", "closed", "not HTTP"})
+_GONE: Final = frozenset(
+    {"timeout", "refused", "unreachable", client.TOO_MANY_FILES, "tls", "closed", "not HTTP"}
+)
 
 _JSON: Final = "application/json"
 

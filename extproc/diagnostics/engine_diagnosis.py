@@ -210,6 +210,7 @@ _UNREACHABLE: Final = {
     "timeout": "start the engine, or allow this address in firewalls and NetworkPolicies",
     "refused": "start the engine, or correct the port of the endpoint",
     "unreachable": "correct the address of the endpoint, or its network",
+    "too many open files": "raise the limit of open files of this machine (ulimit -n)",
     "closed": "see the log of the engine; it accepts connections and closes them",
     "tls": "write scrape: {scheme: http}, or scrape: {verify_tls: false} for a certificate that "
     "does not name the address",

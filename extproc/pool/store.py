@@ -26,6 +26,9 @@ from extproc.pool.snapshot import EndpointSnapshot, Pool, index_models, is_patch
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
 
+#: Scrape failure of this process, which says nothing about the endpoint.
+TOO_MANY_FILES = "too many open files"
+
 _NONE: frozenset[str] = frozenset()
 
 #: Share of requests of others below which engines are taken to be idle when nothing of ours is there.
@@ -288,10 +291,13 @@ class PoolStore:
         """Count a failed scrape; the last load stays and ages.
 
         Only a connection that was refused or timed out says that the engine is down. A page that
-        is missing or unreadable says nothing about its ability to serve.
+        is missing or unreadable says nothing about its ability to serve, but that it can be reached.
         """
         member = self._current(token)
         if member is None:
+            return
+        if reason == TOO_MANY_FILES:
+            self._replace_member(msgspec.structs.replace(member, failure=reason))
             return
         lost = reason in NO_CONNECTION
         failures = member.failures + 1 if lost else 0

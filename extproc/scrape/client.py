@@ -9,6 +9,7 @@ are kept up to a cap. Of an answer other than 200 only the status is read.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from typing import Final, cast
 from urllib.parse import urlsplit
@@ -26,6 +27,9 @@ _FRAMING_BYTES = 65_536
 
 #: Reason of a failure: a body, or what frames it, is above its bound.
 TOO_LARGE: Final = "too large"
+
+#: Reason of a failure: this process or machine may open no more connections.
+TOO_MANY_FILES: Final = "too many open files"
 
 #: Pieces of a body at most (count): a chunk of a byte costs as much as one of a page, and the event loop
 #: may read megabytes of them in one turn.
@@ -184,8 +188,8 @@ class FetchFailed(msgspec.Struct, frozen=True):
     """A fetch that returned no page.
 
     Attributes:
-        reason: `timeout`, `refused`, `unreachable`, `tls`, `closed`, `too large`, `encoded`,
-            `not HTTP` or `status NNN`; few enough to label a metric with.
+        reason: `timeout`, `refused`, `unreachable`, `too many open files`, `tls`, `closed`,
+            `too large`, `encoded`, `not HTTP` or `status NNN`; few enough to label a metric with.
     """
 
     reason: str
@@ -334,8 +338,9 @@ class ScrapeClient:
             return FetchedPage(failure="refused")
         except ssl.SSLError:
             return FetchedPage(failure="tls")
-        except OSError:
-            return FetchedPage(failure="unreachable")
+        except OSError as error:
+            is_ours = error.errno in (errno.EMFILE, errno.ENFILE)
+            return FetchedPage(failure=TOO_MANY_FILES if is_ours else "unreachable")
         return FetchedPage(answer.body, answer.failure, answer.date)
 
     def forget(self, where: ScrapeTarget) -> None:

@@ -28,7 +28,7 @@ INLINE_BYTES: Final = 256 * 1024
 BUG = "bug: "
 
 #: Outcomes of a scrape after which no other page is fetched: the list of models would fail as well.
-UNREACHABLE = frozenset({"timeout", "refused", "unreachable"})
+UNREACHABLE = frozenset({"timeout", "refused", "unreachable", client.TOO_MANY_FILES})
 
 #: Outcome of a scrape whose connection was refused.
 REFUSED = "refused"
@@ -171,7 +171,8 @@ class EndpointScraper:
         if outcome == "ok":
             self._set_failures(0)
         else:
-            self._set_failures(self.failures + 1)
+            # A lack of files is a fault of this machine: longer waits would spare no engine.
+            self._set_failures(self.failures + (outcome != client.TOO_MANY_FILES))
             for token in tokens:
                 scraper.store.scrape_failed(token, outcome, now)
         self.is_refused = outcome == REFUSED

@@ -155,8 +155,10 @@ _SPARE_STREAMS = 10_000
 #: nothing take some 200 MB.
 _MAX_CONNECTIONS = 10_000
 
-#: Share of the open files that a port may have; the others are for engines and files.
-_FILES_SHARE = 0.75
+#: Shares of the open files that the port of ext_proc and that of health may have; the others are for
+#: the metrics port, engines and files.
+_FILE_SHARE = 5 / 8
+_HEALTH_FILE_SHARE = 1 / 8
 
 #: Seconds that a unary call may take: its answer takes none, so it waits for its message.
 _UNARY_S = 60.0
@@ -183,7 +185,13 @@ class NativeTransport:
         budget = ReceiveBudget(settings.limits.max_assembly_bytes)
         routes = {**self.servicer.routes(), **(checks if server.health_checking else {})}
         main = build_server(routes, settings.limits, budget=budget, counts=self._counts)
-        probes = build_server(checks, settings.limits, budget=budget, counts=self._counts)
+        probes = build_server(
+            checks,
+            settings.limits,
+            budget=budget,
+            counts=self._counts,
+            file_share=_HEALTH_FILE_SHARE,
+        )
         try:
             grpc_port = bind(
                 main,
@@ -222,8 +230,13 @@ def build_server(
     budget: ReceiveBudget,
     counts: Counter[str],
     keepalive: Keepalive = _KEEPALIVE,
+    file_share: float = _FILE_SHARE,
 ) -> Http2Server:
-    """Build a server that does not listen anywhere yet."""
+    """Build a server that does not listen anywhere yet.
+
+    Args:
+        file_share: Share of the open files of the process that its connections may have.
+    """
     return Http2Server(
         routes,
         limits=Http2Limits(
@@ -233,16 +246,16 @@ def build_server(
         budget=budget,
         counts=counts,
         keepalive=keepalive,
-        max_connections=_find_max_connections(),
+        max_connections=_find_max_connections(file_share),
     )
 
 
-def _find_max_connections() -> int:
+def _find_max_connections(file_share: float) -> int:
     """Return the connections that a port may have, by the limit of open files."""
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if max_files == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
-    return min(_MAX_CONNECTIONS, int(max_files * _FILES_SHARE))
+    return min(_MAX_CONNECTIONS, int(max_files * file_share))
 
 
 def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | None = None) -> int:

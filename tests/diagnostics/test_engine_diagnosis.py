@@ -14,7 +14,7 @@ from extproc.config.settings import ScrapeSection, Settings
 from extproc.diagnostics import engine_diagnosis
 from extproc.diagnostics.pages import NO_PAGE, EnginePages
 from extproc.endpoint import Endpoint
-from extproc.scrape.client import FetchedPage
+from extproc.scrape.client import TOO_MANY_FILES, FetchedPage
 from tests.support.canary import CANARY
 
 #: A page of a real vLLM.
@@ -89,6 +89,10 @@ ALONE = {
     "refused": (
         engine(metrics=FetchedPage(failure="refused")),
         ("error", "engine_reachable", "correct the port"),
+    ),
+    "files": (
+        engine(metrics=FetchedPage(failure=TOO_MANY_FILES)),
+        ("error", "engine_reachable", "ulimit -n"),
     ),
     "hangs": (
         engine(metrics=FetchedPage(failure="timeout")),

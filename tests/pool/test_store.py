@@ -231,6 +231,8 @@ def test_a_scrape_token_of_a_removed_endpoint_is_ignored():
         (["refused", "timeout"], False),
         (["refused", "status", "refused"], True),
         (["status"] * 5, True),
+        (["too many open files"] * 5, True),
+        (["refused", "too many open files", "refused", "too many open files"], False),
         (["timeout"] * 5, False),
     ],
 )

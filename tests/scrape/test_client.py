@@ -1,4 +1,6 @@
 import asyncio
+import errno
+import os
 import socket
 
 import pytest
@@ -131,6 +133,27 @@ def test_a_closed_port_is_refused(run):
             return await subject().get(where)
 
         assert run(scene()) == client.FetchFailed("refused")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.EMFILE, "too many open files"),
+        (errno.ENFILE, "too many open files"),
+        (errno.EHOSTUNREACH, "unreachable"),
+    ],
+)
+def test_a_lack_of_files_is_no_unreachable_engine(monkeypatch, code, reason):
+    """It is the fault of this process or machine."""
+
+    async def scene():
+        async def fail(*_, **__):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fail)
+        return await subject().get(client.target("127.0.0.1", 1, path="/metrics"))
+
+    assert asyncio.run(scene()) == client.FetchFailed(reason)
 
 
 def test_a_page_over_the_cap_is_a_failure(run, http):

@@ -154,6 +154,28 @@ def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
     asyncio.run(scene())
 
 
+def test_a_lack_of_files_says_nothing_about_an_engine():
+    """It neither ejects nor readmits, and the next scrape comes as soon as ever."""
+
+    async def scene():
+        scene = ScraperScene("10.0.0.1:1")
+        watch = scene.watch()
+        for answer, failures, is_up in (
+            (client.TOO_MANY_FILES, 0, True),
+            ("refused", 1, True),
+            (client.TOO_MANY_FILES, 1, True),
+            ("refused", 2, False),
+            (client.TOO_MANY_FILES, 2, False),
+        ):
+            scene.fetcher.answers["p1"] = client.FetchFailed(answer)
+            await watch.step()
+            member = scene.store.pool.members[0]
+            assert (member.failure, member.failures, member.is_up) == (answer, failures, is_up)
+            assert watch.failures == failures
+
+    asyncio.run(scene())
+
+
 def test_117_each_rank_is_scraped_on_its_own_port():
     """Checklist 117: the endpoint's port is asked, unless its metrics-port label is a port."""
 

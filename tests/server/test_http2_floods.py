@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import resource
 import struct
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from extproc.http2.frames import ErrorCode
 from extproc.server import http2_protocol, native_server
 from extproc.server.transport import Keepalive
-from tests.support import http2_serving
+from tests.support import http2_serving, serving
 from tests.support.http2_client import Http2Client
 from tests.support.http2_floods import START, build_floods, encode_call, open_call
 from tests.support.http2_frames import (
@@ -211,6 +212,24 @@ async def test_thousands_of_messages_in_one_read_let_others_in():
         assert len(turns) > 10
         assert max(after - before for before, after in itertools.pairwise(turns)) <= 512
         writer.close()
+
+
+async def test_both_ports_together_leave_open_files_for_engines(monkeypatch):
+    """Five eighths are for ext_proc, and an eighth for health: 10 and 2 of 16."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+    async with (
+        asyncio.timeout(ANSWER_S),
+        serving.running(serving.settings("10.0.0.1:1", transport="native")) as picker,
+    ):
+        for port, most in ((picker.ports.health, 2), (picker.ports.grpc, 10)):
+            clients = [await Http2Client.connect(port) for _ in range(most)]
+            for client in clients:
+                await client.until(lambda client=client: client.has_settings)
+            refused = await Http2Client.connect(port)
+            await refused.until(lambda: False)
+            assert refused.goaway == ErrorCode.NO_ERROR
+            for client in (*clients, refused):
+                await client.close()
 
 
 async def test_connections_above_the_most_are_refused(caplog):
