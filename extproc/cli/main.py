@@ -15,6 +15,7 @@ import io
 import math
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
@@ -262,6 +263,8 @@ def _run(words: Sequence[str]) -> int:
         return 0
     if words and not name and not words[0].startswith("-"):
         raise _unknown_command_error(words[0])
+    if name == "serve":
+        _install_start_handlers()
     parser = build_parser([name])
     args, unknown = parser.parse_known_args(words)
     if not name:
@@ -271,6 +274,18 @@ def _run(words: Sequence[str]) -> int:
     args.unknown_flags = unknown
     command = cast("Command", importlib.import_module(COMMANDS[name][0]))
     return command.run(args)
+
+
+def _install_start_handlers() -> None:
+    """Install the signal handlers of a server that starts; those of its event loop replace them.
+
+    Without a handler, process 1 of a container ignores SIGTERM, and SIGHUP ends any other process.
+    Imports are most of a start, so this comes before those of the command.
+    """
+    # An exception would reach plugin files that are loaded, and nothing is open yet.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    # The configuration is about to be read; children would inherit SIG_IGN.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _unknown_command_error(word: str) -> ConfigError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: Flags or files are wrong.
     """
-    install_start_handlers()
     stamps = stamp_config_file(args)
     resolved = flags.resolve(args)
     settings = resolved.settings
@@ -54,17 +52,6 @@ def run(args: argparse.Namespace) -> int:
     from extproc.server import lifecycle
 
     return lifecycle.run(settings, build_source(args, resolved, stamps))
-
-
-def install_start_handlers() -> None:
-    """Install the signal handlers of the start; those of the server replace them.
-
-    Without a handler, process 1 of a container ignores SIGTERM, and SIGHUP ends any other process.
-    """
-    # An exception would reach plugin files that are loaded, and nothing is open yet.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    # The configuration is about to be read; children would inherit SIG_IGN.
-    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def stamp_config_file(args: argparse.Namespace) -> Mapping[str, FileStamp]:
