@@ -69,7 +69,7 @@ ADVISED = {
         settings.Settings(pool=ENDPOINTS, xds=settings.XdsSection(enabled=True)),
         "scheduling.fallbacks",
     ),
-    "no endpoints": (settings.Settings(), "503"),
+    "no endpoints": (settings.Settings(), "refuses to start"),
     "stale while idle": (
         settings.Settings(pool=ENDPOINTS, scrape=settings.ScrapeSection(stale_after_s=2)),
         "stale_after_s",
