@@ -144,11 +144,17 @@ class Http2Connection(FrameReader):
     def end_call(
         self, stream_id: int, status: GrpcStatus = GrpcStatus.OK, message: str = ""
     ) -> None:
-        """End a call after the messages that were sent; no event follows for it."""
+        """End a call after the messages that were sent; no event follows for it.
+
+        One that fails ends without the rest of messages that are built as the peer takes them: its
+        handler has returned what they hold of shared limits.
+        """
         open_stream = self._streams.open.get(stream_id)
         if open_stream is None or open_stream.trailers:
             return
         open_stream.assembler.release()
+        if status is not GrpcStatus.OK and open_stream.source is not None:
+            self._sender.drop(open_stream)
         if self._sender.finish(open_stream, status, message):
             self._close(open_stream)
 

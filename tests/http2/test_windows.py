@@ -337,6 +337,29 @@ def test_a_source_of_messages_is_closed_with_its_call():
     assert client.core.send_lazily(1, iter([(b"x",)]))
 
 
+def test_a_call_that_fails_ends_without_the_messages_that_were_not_built():
+    """Its handler has returned what they hold of limits; a peer without a window gets the status."""
+    client = RawClient()
+    client.send(frame(SETTINGS, 0, 0, setting(4, 100)))
+    client.call()
+    closed = []
+
+    def build():
+        try:
+            while True:
+                yield (bytes(20_000),)
+        finally:
+            closed.append(True)
+
+    assert not client.core.send_lazily(1, build())
+    client.core.end_call(1, GrpcStatus.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    client.read()
+    assert closed == [True]
+    assert client.send_budget.held_bytes == 0
+    assert client.core.num_streams == 0
+    assert any(answer.kind == HEADERS and answer.flags & END_STREAM for answer in client.frames)
+
+
 def test_section_6_5_3_settings_are_confirmed_before_the_data_that_they_allow():
     """The client has the larger window once it reads the confirmation, and not before."""
     client = RawClient()
