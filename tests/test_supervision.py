@@ -272,6 +272,7 @@ SHORT = {
     "server/control_plane_servers.py": "a stream's reader",
     "diagnostics/collector.py": "the pages of one look",
     "scrape/kv_event_connection.py": "the set-up of one accepted connection",
+    "server/native_server.py": "the TLS handshake of one accepted connection",
     "autoscaling/runtime/scale_subresource.py": "Events of one target, beside the look for its rivals",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -29,6 +30,9 @@ _log = logging.getLogger("extproc.server")
 
 #: Seconds of a TLS handshake, after which its connection is closed.
 _HANDSHAKE_S = 10.0
+
+#: Seconds after which accepting is tried again where it failed, as without open files.
+_ACCEPT_RETRY_S = 1.0
 
 #: Seconds between two log lines about connections that are refused.
 _LOG_S = 60.0
@@ -65,7 +69,7 @@ class Http2Server:
         self._max_connections = max_connections
         self._logged_at = -math.inf
         self._sockets: list[tuple[socket.socket, ssl.SSLContext | None]] = []
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[asyncio.Server | _TlsListener] = []
         self._gone: asyncio.Event = asyncio.Event()
 
     def bind(self, address: str, tls: ssl.SSLContext | None) -> int:
@@ -85,15 +89,14 @@ class Http2Server:
 
     async def start(self) -> None:
         """Accept connections."""
+        loop = asyncio.get_running_loop()
         for bound, tls in self._sockets:
             self._listeners.append(
-                await asyncio.get_running_loop().create_server(
-                    lambda: Http2Protocol(self),
-                    sock=bound,
-                    ssl=tls,
-                    ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
-                    backlog=transport.BACKLOG,
+                await loop.create_server(
+                    lambda: Http2Protocol(self), sock=bound, backlog=transport.BACKLOG
                 )
+                if tls is None
+                else _TlsListener(self, bound, tls)
             )
         self._sockets = []
 
@@ -127,8 +130,18 @@ class Http2Server:
 
     def on_connected(self, connection: Http2Protocol) -> bool:
         """Take a connection; False if it is to be closed, because there are too many."""
-        if len(self.connections) < self._max_connections:
+        if self.has_room():
             self.connections.add(connection)
+            return True
+        return False
+
+    def has_room(self, num_pending: int = 0) -> bool:
+        """Check if a connection may open; counts and logs it where there are too many.
+
+        Args:
+            num_pending: Connections that are not taken yet, which count too.
+        """
+        if len(self.connections) + num_pending < self._max_connections:
             return True
         self.counts["connections"] += 1
         now = asyncio.get_running_loop().time()
@@ -146,6 +159,62 @@ class Http2Server:
         self.connections.discard(connection)
         if self.is_stopping and not self.connections:
             self._gone.set()
+
+
+class _TlsListener:
+    """Accepts TLS connections; those whose handshake goes on count to the limit.
+
+    A server of asyncio calls nothing before the handshake, so peers that send no byte of it could
+    take all open files.
+    """
+
+    def __init__(self, server: Http2Server, bound: socket.socket, tls: ssl.SSLContext) -> None:
+        self._server = server
+        self._socket = bound
+        self._tls = tls
+        self._handshakes: set[asyncio.Task[None]] = set()
+        bound.setblocking(False)
+        bound.listen(transport.BACKLOG)
+        self._retry: asyncio.TimerHandle | None = None
+        self._read()
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._retry is not None:
+            self._retry.cancel()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _read(self) -> None:
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            accepted, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # the peer left
+        except OSError as error:
+            _log.warning("a connection cannot be accepted: %s", error.strerror)
+            loop.remove_reader(self._socket)
+            self._retry = loop.call_later(_ACCEPT_RETRY_S, self._read)
+            return
+        if not self._server.has_room(len(self._handshakes)):
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        handshake = loop.create_task(self._shake_hands(accepted))
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the peer left, is late, or speaks no TLS
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Http2Protocol(self._server),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=_HANDSHAKE_S,
+            )
 
 
 #: Streams of a connection beyond those that are answered with 429, so that many can be at once.

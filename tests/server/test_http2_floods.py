@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from extproc.http2.frames import ErrorCode
-from extproc.server import http2_protocol, native_server
+from extproc.server import http2_protocol, native_server, tls
 from extproc.server.transport import Keepalive
 from tests.support import http2_serving, serving
 from tests.support.http2_client import Http2Client
@@ -259,6 +259,31 @@ async def test_connections_above_the_most_are_refused(caplog):
         again = await Http2Client.connect(port)
         await again.until(lambda: again.has_settings)
         await again.close()
+
+
+async def test_connections_in_a_tls_handshake_count_to_the_most(caplog):
+    """Peers that send no byte of it cannot take more open files than others."""
+    routes = {PATH: http2_serving.EchoCall}
+    async with (
+        asyncio.timeout(ANSWER_S),
+        http2_serving.serve_native(routes, pair=tls.self_signed_pair(), max_connections=2) as (
+            server,
+            port,
+        ),
+    ):
+        silent = [await asyncio.open_connection(serving.LOCAL, port) for _ in range(4)]
+        for reader, _ in silent[2:]:
+            assert await read_to_end(reader) == b""
+        assert server.counts == {"connections": 2}
+        assert sum("a connection is refused" in line for line in caplog.messages) == 1
+        for _, writer in silent:
+            writer.close()
+        client = None
+        while client is None:
+            with contextlib.suppress(OSError):  # their ends are not noticed yet
+                client = await Http2Client.connect(port, with_tls=True)
+        await client.until(lambda: client.has_settings)
+        await client.close()
 
 
 async def test_answers_that_nobody_takes_are_bounded_over_all_connections():
