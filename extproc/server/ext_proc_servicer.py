@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -27,8 +26,6 @@ from extproc.server.stream_context import StreamContext, StreamResult
 from extproc.server.stream_handler import StreamHandler, open_stream
 from extproc.server.transport import BoundServers, ExtProcServicer, Keepalive
 from extproc.wire import codec
-
-_log = logging.getLogger("extproc.server")
 
 Context = grpc.aio.ServicerContext[ProcessingRequest, bytes]
 
@@ -129,7 +126,7 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
             task.uncancel()
         except ProtocolError as error:
             result = "protocol"
-            _log.warning("stream ended: %s", error)
+            self.log_violation(error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except grpc.aio.BaseError:
             # A write after the peer left; the end arrives as an error instead of a cancellation.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -29,8 +28,6 @@ from extproc.server.stream_context import StreamContext, StreamResult
 from extproc.server.stream_handler import open_stream
 from extproc.server.transport import ExtProcServicer
 from extproc.wire import codec
-
-_log = logging.getLogger("extproc.server")
 
 _encode, _decode = codec.encode, codec.decode
 
@@ -159,7 +156,7 @@ class ExtProcCall(ServerCall):
             if isinstance(replies, (tuple, list)):
                 encoded = [_encode(reply) for reply in replies]
         except ProtocolError as error:
-            _log.warning("stream ended: %s", error)
+            self._servicer.log_violation(error)
             if self._release("protocol"):
                 self.end(GrpcStatus.INVALID_ARGUMENT, str(error))
             return

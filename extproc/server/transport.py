@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
+import math
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -15,7 +17,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from extproc.config.settings import Settings
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, ProtocolError
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.server.health import Readiness
 from extproc.server.stream_context import StreamContext
@@ -33,6 +35,11 @@ StreamT = TypeVar("StreamT")
 
 #: Seconds between two looks of a drain whether a data plane is still connected.
 _LOOK_S = 0.1
+
+#: Seconds between two log lines about streams that broke the protocol.
+_VIOLATION_LOG_S: Final = 60.0
+
+_log = logging.getLogger("extproc.server")
 
 
 class Keepalive(msgspec.Struct, frozen=True):
@@ -160,6 +167,7 @@ class ExtProcServicer(ABC, Generic[StreamT]):
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
         self._uploads: UploadMonitor[StreamT] = UploadMonitor()
+        self._num_unlogged, self._logged_at = 0, -math.inf
 
     async def follow_uploads(self) -> None:
         """Reject requests whose body stopped arriving, until cancelled."""
@@ -175,6 +183,16 @@ class ExtProcServicer(ABC, Generic[StreamT]):
     @abstractmethod
     async def drain_streams(self, within_s: float) -> None:
         """End every open stream with OK, those that are not decided yet once they are."""
+
+    def log_violation(self, error: ProtocolError) -> None:
+        """Log a stream that broke the protocol; once a minute, because each request may do so."""
+        now = self.shared.clock()
+        if now - self._logged_at < _VIOLATION_LOG_S:
+            self._num_unlogged += 1
+            return
+        others = f" ({self._num_unlogged} more since the last line)" if self._num_unlogged else ""
+        self._num_unlogged, self._logged_at = 0, now
+        _log.warning("stream ended: %s%s", error, others)
 
     def find_stalled(self, arriving: Mapping[StreamT, int | None]) -> list[StreamT]:
         """Find the streams whose body stopped arriving, by bytes received; None where none arrives."""

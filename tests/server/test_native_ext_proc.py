@@ -160,3 +160,23 @@ async def test_too_many_waiting_messages_end_their_call():
     assert connection.log == ["paused", "receive_budget", GrpcStatus.RESOURCE_EXHAUSTED]
     assert scene.budget.held_bytes == 0
     assert scene.fixture.flow_controller.queue.count == 0
+
+
+async def test_streams_that_break_the_protocol_are_logged_once_a_minute(caplog):
+    """A data plane whose processing modes do not fit does so with each request."""
+    scene = NativeScene()
+
+    def break_protocol():
+        connection = ConnectionFake(scene.budget)
+        call = scene.servicer.open(connection, 1)
+        for message in (ANSWER_OF_ENVOY, ANSWER_OF_ENVOY):
+            call.on_message(message)
+        assert connection.log == [GrpcStatus.INVALID_ARGUMENT]
+
+    for _ in range(3):
+        break_protocol()
+    scene.fixture.pool_fixture.now += 60.0
+    break_protocol()
+    lines = [line for line in caplog.messages if line.startswith("stream ended")]
+    assert len(lines) == 2
+    assert lines[1].endswith("(2 more since the last line)")
