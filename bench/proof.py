@@ -3,7 +3,8 @@
     python -m bench.proof [--only NAME ...] [--columns NAME ...] [--seeds N] [--jobs N] [--write]
 
 Nothing is measured in real time: the same tree, scenario and seed give the same numbers anywhere.
-With --columns only these are run, and the others stay as they were written.
+With --columns only these are run, and the others stay as they were written; with --write, scenarios
+without a record are left out.
 The traces are read from the folder in $EXTPROC_TRACES; scenarios that need one are left out, with a
 line that says so, where it is not set.
 """
@@ -84,7 +85,7 @@ def measure(name: str, *, columns: list[str], seeds: int | None, jobs: int) -> d
 def merged(name: str, figures: dict) -> dict:
     """The columns that were run, in the place of those that were written."""
     before = bars.result(name)
-    assert before is not None, f"{name} was never written; run it without --columns"
+    assert before is not None, f"{name} has no record"
     assert before["seeds"] == figures["seeds"], "the seeds differ; run it without --columns"
     assert before["title"] == figures["title"], "the scenario differs; run it without --columns"
     return figures | {"columns": before["columns"] | figures["columns"]}
@@ -104,6 +105,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     for name in args.only:
+        if args.write and args.columns and bars.result(name) is None:
+            print(f"{name}: left out, it has no record to merge with; run it without --columns")
+            continue
         figures = measure(name, columns=args.columns, seeds=args.seeds, jobs=args.jobs)
         if figures is None:
             continue

@@ -1,5 +1,6 @@
 """Committed scenarios can be read, and pages and plots are what came of them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,13 @@ def test_a_plot_is_what_is_drawn():
     """The same bytes for the same results."""
     path = pages.PAGES / "k6.svg"
     assert path.read_bytes() == plots.draw_page("k6"), "run python -m bench.plots"
+
+
+def test_columns_of_a_scenario_without_a_record_are_left_out(monkeypatch, capsys):
+    """There is nothing to merge them with, and the scenarios after it are run."""
+    words = ["proof", "--only", "host-cache", "wallaroo-a", "--columns", "random", "--write"]
+    monkeypatch.setattr(sys, "argv", words)
+    proof.main()
+    host_cache, wallaroo = capsys.readouterr().out.splitlines()
+    assert host_cache.startswith("host-cache: left out, it has no record to merge with; ")
+    assert wallaroo.startswith("wallaroo-a: left out, ")
