@@ -58,7 +58,10 @@ def _test(args: argparse.Namespace) -> int:
     from extproc.config import plugin_loader
     from extproc.testing import contract
 
-    external_plugins = [plugin_loader.from_file(path, where=str(path)) for path in args.files]
+    external_plugins = [
+        plugin_loader.from_file(path, where=str(path), relative_to="the working directory")
+        for path in args.files
+    ]
     plugin_loader.combine(external_plugins)  # kinds that clash
     broken = 0
     for plugin_file in external_plugins:

@@ -147,8 +147,13 @@ def _points(_: tuple[str, ...]) -> Sequence[metadata.EntryPoint]:
     return sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
 
 
-def from_file(path: Path, *, where: str) -> ExternalPlugins:
+def from_file(
+    path: Path, *, where: str, relative_to: str = "the configuration file"
+) -> ExternalPlugins:
     """Load the plugins of a Python file; it runs only if its content changed since the last run.
+
+    Args:
+        relative_to: The base of relative paths, for the error of a file that cannot be read.
 
     Raises:
         ConfigError: It cannot be read, raises, or defines no plugin or a broken one.
@@ -162,7 +167,7 @@ def from_file(path: Path, *, where: str) -> ExternalPlugins:
             where,
             wanted="a readable Python file",
             got=f"{path}: {why}",
-            fix="correct the path; it is relative to the configuration file",
+            fix=f"correct the path; it is relative to {relative_to}",
         ) from None
     # A name of its own for each path: annotations written as text are looked up by module name,
     # and a reload then takes the place of what it replaces.

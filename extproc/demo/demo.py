@@ -132,8 +132,9 @@ def run(args: argparse.Namespace) -> int:
 async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, keep: bool) -> int:
     stack.stop_on_signals()
     total = len(talks) * _TURNS
+    held = "1 conversation" if len(talks) == 1 else f"{len(talks)} conversations"
     print(
-        f"{_ENGINES} simulated vLLM engines, {len(talks)} conversations of {_TURNS} turns, "
+        f"{_ENGINES} simulated vLLM engines, {held} of {_TURNS} turns, "
         f"{_AT_ONCE} at once, a quarter on {len(_ADAPTERS)} LoRA adapters."
     )
     runs = []

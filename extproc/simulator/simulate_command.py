@@ -145,7 +145,8 @@ class Progress:
             return
         took = time.monotonic() - self._began
         head = "\r\x1b[K" if self._live else ""
-        print(f"{head}{self._done} runs in {took:.1f} s", file=self._out, flush=True)
+        runs = "run" if self._done == 1 else "runs"
+        print(f"{head}{self._done} {runs} in {took:.1f} s", file=self._out, flush=True)
 
     def _show(self, what: str) -> None:
         if self._out is None or not self._live:

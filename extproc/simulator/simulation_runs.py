@@ -23,6 +23,7 @@ import msgspec
 from extproc.config import loader, profile_builder, validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
+from extproc.scheduling import registry
 from extproc.scheduling.framework import Signal
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
@@ -133,6 +134,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
                 fix="remove it; nothing would read it",
             )
         return SimulationColumn(variant.name, None, variant.client, variant.autoscaling)
+    _check_strategy(variant.strategy, where=spot)
     if variant.config:
         document = loader.read(folder / variant.config)
     else:
@@ -152,6 +154,18 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
     return SimulationColumn(
         variant.name, settings, variant.client, variant.autoscaling, tuple(warnings)
     )
+
+
+def _check_strategy(name: str, *, where: str) -> None:
+    # The check of configuration files does not know the clairvoyant one.
+    known = [*registry.profiles(), scenario.CLAIRVOYANT]
+    if name and name not in known:
+        raise ConfigError(
+            where,
+            wanted=f"one of {', '.join(known)}",
+            got=name,
+            fix=validation.suggest(name, known, "name one, or a variant of the scenario"),
+        )
 
 
 def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:

@@ -153,3 +153,9 @@ def test_a_plugin_that_exits_is_reported(tmp_path, capsys):
     assert early.endswith("some of them scraped: expected an answer, got SystemExit: 0")
     assert late.endswith("late with 100 endpoints: expected 51 answers, got SystemExit")
     assert f"{files[-1]}: scorer sound is in order; " in output.out
+
+
+def test_a_missing_file_is_looked_for_in_the_working_directory(capsys):
+    """No configuration file is read."""
+    assert main(["plugin", "test", "no-such-plugin.py"]) == 2
+    assert "it is relative to the working directory" in capsys.readouterr().err

@@ -192,6 +192,14 @@ def test_a_wrong_strategy_of_the_command_line_is_not_looked_for_in_the_scenario(
     assert "got nope" in message
 
 
+def test_a_misspelt_clairvoyant_is_suggested(small, capsys):
+    """It is a strategy of simulations only, which configurations do not know."""
+    assert main.main(["simulate", str(small), "--strategy", "clairvoyan"]) == 2
+    message = capsys.readouterr().err
+    assert "prefix-hash, clairvoyant, got clairvoyan" in message
+    assert "did you mean clairvoyant?" in message
+
+
 def test_a_wrong_scenario_ends_with_two(small, capsys):
     """As every command does with a wrong file."""
     small.write_text("workload: {}")
@@ -270,7 +278,7 @@ def test_a_terminal_sees_a_bar():
     assert "[#######" in out.getvalue()
     assert "1/4 random, seed 1" in out.getvalue()
     progress.close()
-    assert "1 runs in " in out.getvalue()
+    assert "1 run in " in out.getvalue()
 
 
 def test_a_file_sees_one_line():

@@ -283,6 +283,7 @@ async def _load_configuration(settings: settings.KubernetesSettings) -> client.A
             config.load_incluster_config(client_configuration=configuration)
         else:
             where = where or os.environ.get("KUBECONFIG", "") or "~/.kube/config"
+            _check_exists(where)
             await config.load_kube_config(
                 config_file=where,
                 context=settings.context or None,
@@ -298,6 +299,18 @@ async def _load_configuration(settings: settings.KubernetesSettings) -> client.A
             got=f"{_error_text(error)} ({where})",
             fix="run inside a pod with a service account, or name a kubeconfig file",
         ) from error
+
+
+def _check_exists(paths: str) -> None:
+    """Check that a kubeconfig file is there; the client would miss a key of it instead.
+
+    Raises:
+        FileNotFoundError: None of the paths is.
+    """
+    named = (path for path in paths.split(os.pathsep) if path)
+    # Path.expanduser raises where the user has no home.
+    if not any(pathlib.Path(os.path.expanduser(path)).exists() for path in named):  # noqa: PTH111
+        raise FileNotFoundError("no such file")
 
 
 def _in_cluster_token() -> bool:
