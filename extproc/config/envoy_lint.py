@@ -1,16 +1,16 @@
 """Lints an Envoy configuration for what ends, misleads or loses requests.
 
 Input is the static part of an Envoy file, or a config dump: every HTTP connection manager with an
-ext_proc filter, its routes, and the clusters they name (`envoy_cluster_lint`). Defaults are Envoy's
-(docs/spec/envoy.md#time-limits, docs/spec/envoy.md#large-bodies).
+ext_proc filter, that filter (`envoy_filter_lint`), its routes, and the clusters they name
+(`envoy_cluster_lint`). Defaults are Envoy's (docs/spec/envoy.md#time-limits,
+docs/spec/envoy.md#large-bodies).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
 
-from extproc.config import envoy_cluster_lint, finding
+from extproc.config import envoy_cluster_lint, envoy_filter_lint, finding
 from extproc.config.envoy_tree import (
     MANAGER,
     YamlTree,
@@ -20,7 +20,6 @@ from extproc.config.envoy_tree import (
     has_cluster_discovery,
     is_a,
     is_idle,
-    is_regex_match,
     mode,
     name_as_proto,
     picker_clusters,
@@ -64,8 +63,6 @@ _TURNS = frozenset({*FlowHeaders().tenant_headers, *OBJECTIVE_HEADERS, *FlowHead
 #: Body modes in which Envoy waits for each answer no longer than `message_timeout`.
 _TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
 
-_DUPLEX: Final = "FULL_DUPLEX_STREAMED"
-
 
 def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Lint an Envoy configuration.
@@ -94,11 +91,11 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
             continue
         for processor in effective_processors(manager):
             yield from _waits(manager, processor, hold_s, place=place, where=where)
-            yield from _processor(processor, settings, place=place, where=where)
-            yield from _modes(processor, place=place)
-            yield from _retries(manager, processor, place=place)
+            yield from envoy_filter_lint.options(processor, settings, place=place, where=where)
+            yield from envoy_filter_lint.modes(processor, place=place)
+            yield from envoy_filter_lint.retries(manager, processor, place=place)
             yield from _picker_down(manager, processor, clusters, place=place)
-            yield from _mutations(processor, place=place)
+            yield from envoy_filter_lint.mutations(processor, place=place)
         yield from _uploads(manager, place=place, where=where)
         yield from _clients(manager, place=place)
         yield from _routes(manager, hold_s, place=place, where=where)
@@ -336,131 +333,6 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         yield finding.fine("tracing", place, "requests have no traces")
 
 
-def _processor(
-    processor: YamlTree, settings: Settings, *, place: str, where: str
-) -> Iterator[Finding]:
-    service = processor.get("grpc_service") or {}
-    timeout_s = seconds(service, "timeout", 0.0, where=where)
-    if timeout_s:
-        yield finding.cut(
-            "grpc_timeout",
-            place,
-            f"grpc_service.timeout is {timeout_s:g} s: the stream to extproc ends then, and with "
-            "it the account of the request",
-            wanted="none",
-            fix="remove it",
-        )
-    if processor.get("observability_mode"):
-        yield finding.error(
-            "observability_mode",
-            place,
-            "observability_mode is on: Envoy ignores what extproc answers",
-            wanted="off",
-            fix="remove observability_mode",
-        )
-    if processor.get("disable_immediate_response"):
-        yield finding.error(
-            "disable_immediate_response",
-            place,
-            "disable_immediate_response is on: a request that extproc refuses is a 500",
-            wanted="off",
-            fix="remove disable_immediate_response",
-        )
-    options = processor.get("metadata_options") or {}
-    received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
-    if "envoy.lb" not in received:
-        yield finding.warning(
-            "metadata",
-            place,
-            "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "
-            "header only",
-            wanted="envoy.lb",
-            fix="write metadata_options: {receiving_namespaces: {untyped: [envoy.lb]}}",
-        )
-    is_read = settings.responses.feedback and mode(processor, "request_body_mode") == "BUFFERED"
-    if is_read and not processor.get("allow_mode_override"):
-        yield finding.note(
-            "allow_mode_override",
-            place,
-            "allow_mode_override is off: extproc cannot read the usage that responses report, so "
-            "it learns neither token counts nor cached tokens",
-            wanted="on",
-            fix="write allow_mode_override: true",
-        )
-
-
-def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
-    """Check processing modes, alone and together."""
-    if mode(processor, "request_header_mode") == "SKIP":
-        yield finding.error(
-            "request_header_mode",
-            place,
-            "request_header_mode is SKIP: extproc sees no request",
-            wanted="SEND",
-            fix="write request_header_mode: SEND",
-        )
-    if mode(processor, "request_body_mode") == "NONE":
-        yield finding.warning(
-            "request_body_mode",
-            place,
-            "request_body_mode is NONE: extproc sees neither model nor prompt",
-            wanted=f"BUFFERED or {_DUPLEX}",
-            fix=f"write request_body_mode: BUFFERED, or {_DUPLEX} with request_trailer_mode: SEND",
-        )
-    if mode(processor, "response_header_mode") == "SKIP":
-        yield finding.warning(
-            "response_header_mode",
-            place,
-            "response_header_mode is SKIP: extproc sees no status, so failing endpoints stay in "
-            "use",
-            wanted="SEND",
-            fix="write response_header_mode: SEND",
-        )
-    for direction in ("request", "response"):
-        trailers = mode(processor, f"{direction}_trailer_mode")
-        if mode(processor, f"{direction}_body_mode") == _DUPLEX and trailers != "SEND":
-            yield finding.cut(
-                f"{direction}_trailer_mode",
-                place,
-                f"{direction}_body_mode {_DUPLEX} needs {direction}_trailer_mode SEND",
-                wanted="SEND",
-                fix=f"write {direction}_trailer_mode: SEND",
-            )
-    if mode(processor, "response_trailer_mode") != "SEND":
-        yield finding.warning(
-            "response_trailers",
-            place,
-            "response_trailer_mode is not SEND: extproc cannot tell when a response ends, so its "
-            "account of open requests is too low",
-            wanted="SEND",
-            fix="write response_trailer_mode: SEND",
-        )
-
-
-def _retries(manager: YamlTree, processor: YamlTree, *, place: str) -> Iterator[Finding]:
-    """Check what cannot be done again once a piece of a body was sent."""
-    if mode(processor, "request_body_mode") != _DUPLEX:
-        return
-    if processor.get("failure_mode_allow"):
-        yield finding.warning(
-            "failure_mode_allow",
-            place,
-            f"failure_mode_allow has no effect on requests with a body in {_DUPLEX}: once a piece "
-            "was sent, a lost replica of extproc is a 500",
-            wanted="off, or request_body_mode BUFFERED",
-            fix="write failure_mode_allow: false, or request_body_mode: BUFFERED",
-        )
-    if any(route["retry_policy"] for route in routes(manager)):
-        yield finding.warning(
-            "duplex_retries",
-            place,
-            f"a route or its virtual host has a retry_policy with request_body_mode {_DUPLEX}: Envoy may send a body "
-            "that ends with trailers twice",
-            wanted="no retries, or request_body_mode BUFFERED",
-            fix="remove retry_policy, or write request_body_mode: BUFFERED",
-        )
-
-
 def _picker_down(
     manager: YamlTree, processor: YamlTree, clusters: Mapping[str, YamlTree], *, place: str
 ) -> Iterator[Finding]:
@@ -476,25 +348,4 @@ def _picker_down(
             "fallback policy of override_host could choose an endpoint",
             wanted="on",
             fix="write failure_mode_allow: true",
-        )
-
-
-def _mutations(processor: YamlTree, *, place: str) -> Iterator[Finding]:
-    """Check that the filter may set the header of the destination."""
-    rules = processor.get("mutation_rules") or {}
-    rule = ""
-    if is_regex_match(rules.get("disallow_expression"), headers.DESTINATION):
-        rule = "disallow_expression"
-    elif rules.get("disallow_all") and not is_regex_match(
-        rules.get("allow_expression"), headers.DESTINATION
-    ):
-        rule = "disallow_all"
-    if rule:
-        yield finding.error(
-            "mutation_rules",
-            place,
-            f"mutation_rules.{rule} keeps extproc from setting {headers.DESTINATION}: Envoy drops "
-            "what was chosen",
-            wanted=f"{headers.DESTINATION} allowed",
-            fix=f"remove {rule} from mutation_rules",
         )
