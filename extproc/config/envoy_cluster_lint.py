@@ -232,7 +232,7 @@ def _buffer_filters(
     managers: Sequence[YamlTree], settings: Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
     wanted = settings.limits.max_body_bytes
-    for message in (part for part in walk(list(managers)) if is_a(part, "buffer.v3.Buffer")):
+    for message in _find_buffers(managers):
         size = count(message, "max_request_bytes", wanted, where=where)
         if size < wanted:
             yield finding.warning(
@@ -243,6 +243,15 @@ def _buffer_filters(
                 wanted=f"{wanted} or more",
                 fix=f"write max_request_bytes: {wanted}, or remove the filter",
             )
+
+
+def _find_buffers(managers: Sequence[YamlTree]) -> Iterator[YamlTree]:
+    """Yield the buffer filters, and what routes make of them."""
+    for part in walk(list(managers)):
+        if is_a(part, "buffer.v3.Buffer"):
+            yield part
+        elif is_a(part, "buffer.v3.BufferPerRoute") and isinstance(part.get("buffer"), Mapping):
+            yield part["buffer"]
 
 
 def _buffer_limit(
@@ -259,11 +268,18 @@ def _buffer_limit(
             wanted=f"{wanted}",
             fix=f"write per_connection_buffer_limit_bytes: {wanted}",
         )
+    # Of a route: it raises the limit of the connection, and never lowers it.
+    raised = max(
+        count(part, "request_body_buffer_limit", 0, where=where) for part in walk(listener)
+    )
+    name = "per_connection_buffer_limit_bytes"
+    if raised > size:
+        name, size = "request_body_buffer_limit", raised
     if size > longest:
         yield finding.cut(
             "message_bytes",
             place,
-            f"per_connection_buffer_limit_bytes is {size}, above limits.max_message_bytes "
+            f"{name} is {size}, above limits.max_message_bytes "
             f"({longest}): a larger body breaks the stream",
             wanted=f"{longest} or less",
             fix=f"write limits: {{max_message_bytes: {size + _MESSAGE_HEAD_BYTES}}} for extproc",

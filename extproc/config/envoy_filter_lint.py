@@ -5,7 +5,7 @@ What routes override of it is part of each filter (`envoy_tree.effective_process
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from extproc.config import finding
@@ -15,6 +15,15 @@ from extproc.config.settings import Settings
 from extproc.protocol import headers
 
 _DUPLEX: Final = "FULL_DUPLEX_STREAMED"
+
+#: Modes that Envoy compares with those of `allowed_override_modes`, and what an entry without one has.
+_UNSET_MODES: Final[Mapping[str, str]] = {
+    "request_body_mode": "NONE",
+    "request_trailer_mode": "DEFAULT",
+    "response_header_mode": "DEFAULT",
+    "response_body_mode": "NONE",
+    "response_trailer_mode": "DEFAULT",
+}
 
 
 def options(
@@ -59,16 +68,58 @@ def options(
             wanted="envoy.lb",
             fix="write metadata_options: {receiving_namespaces: {untyped: [envoy.lb]}}",
         )
-    is_read = settings.responses.feedback and mode(processor, "request_body_mode") == "BUFFERED"
-    if is_read and not processor.get("allow_mode_override"):
+    if settings.responses.feedback and mode(processor, "request_body_mode") == "BUFFERED":
+        yield from _mode_override(processor, settings, place=place)
+
+
+def _mode_override(processor: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+    """Check that extproc may ask for the bodies of responses."""
+    unread = (
+        "extproc cannot read the usage that responses report, so it learns neither token counts "
+        "nor cached tokens"
+    )
+    if not processor.get("allow_mode_override"):
         yield finding.note(
             "allow_mode_override",
             place,
-            "allow_mode_override is off: extproc cannot read the usage that responses report, so "
-            "it learns neither token counts nor cached tokens",
+            f"allow_mode_override is off: {unread}",
             wanted="on",
             fix="write allow_mode_override: true",
         )
+        return
+    allowed = processor.get("allowed_override_modes") or []
+    body_modes = ["BUFFERED", *(["STREAMED"] if settings.responses.stream_sample_ratio else [])]
+    for body_mode in body_modes if mode(processor, "response_body_mode") == "NONE" else []:
+        wanted = _asked_modes(processor, body_mode)
+        if allowed and not any(
+            wanted == {name: entry.get(name, usual) for name, usual in _UNSET_MODES.items()}
+            for entry in allowed
+        ):
+            written = ", ".join(
+                f"{name}: {value}" for name, value in wanted.items() if value != _UNSET_MODES[name]
+            )
+            yield finding.warning(
+                "allow_mode_override",
+                place,
+                f"allowed_override_modes lacks the modes that extproc asks for: {unread}",
+                wanted=f"an entry {{{written}}}",
+                fix=f"add {{{written}}} to allowed_override_modes, or remove the list",
+            )
+
+
+def _asked_modes(processor: YamlTree, body_mode: str) -> Mapping[str, str]:
+    """Return the modes that Envoy looks for in `allowed_override_modes`.
+
+    A mode that extproc leaves as it is counts as configured, and the request body as NONE.
+    """
+    configured = processor.get("processing_mode") or {}
+    return {
+        **_UNSET_MODES,
+        "request_trailer_mode": str(configured.get("request_trailer_mode", "DEFAULT")),
+        "response_header_mode": "SEND",
+        "response_body_mode": body_mode,
+        "response_trailer_mode": "SEND",
+    }
 
 
 def modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:

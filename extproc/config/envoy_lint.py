@@ -169,7 +169,15 @@ def _waits(
         )
     body = mode(processor, "request_body_mode")
     message_s = seconds(processor, "message_timeout", _MESSAGE_S, where=where)
-    if body in _TIMED and message_s <= hold_s:
+    if not message_s:
+        yield finding.error(
+            "message_timeout",
+            place,
+            "message_timeout is 0 s, which is not off: it ends at once, and every request fails",
+            wanted="more than 0 s",
+            fix=f"write message_timeout: {_MAX_MESSAGE_S:g}s",
+        )
+    elif body in _TIMED and message_s <= hold_s:
         yield finding.cut(
             "message_timeout",
             place,

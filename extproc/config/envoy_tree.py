@@ -171,7 +171,16 @@ def effective_processors(manager: YamlTree) -> Iterator[YamlTree]:
                 overridden.append(overrides)
         if not (overridden and (_is_placeholder(entry) or entry.get("disabled"))):
             yield processor
-        yield from ({**processor, **overrides} for overrides in overridden)
+        yield from (_overridden(processor, overrides) for overrides in overridden)
+
+
+def _overridden(processor: YamlTree, overrides: YamlTree) -> YamlTree:
+    """Return an ext_proc filter with the overrides of a route.
+
+    Of `metadata_options`, namespaces to forward and namespaces to receive are overridden apart.
+    """
+    both = [part.get("metadata_options") or {} for part in (processor, overrides)]
+    return {**processor, **overrides, "metadata_options": {**both[0], **both[1]}}
 
 
 def route_clusters(manager: YamlTree) -> Iterator[str]:

@@ -14,6 +14,12 @@ from tests.manifests import tools
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 SHIPPED = sorted(ENVOY.glob("*.yaml"))
+USAGE_MODES = {
+    "request_trailer_mode": "SKIP",
+    "response_header_mode": "SEND",
+    "response_body_mode": "BUFFERED",
+    "response_trailer_mode": "SEND",
+}
 HOLDING = settings.Settings(flow_control=FlowControlSection(enabled=True))
 
 
@@ -141,6 +147,10 @@ CUTS = {
         ),
         "above limits.max_message_bytes",
     ),
+    "messages of a route": (
+        lambda tree: host(tree)["routes"][0].update(request_body_buffer_limit=1 << 30),
+        "request_body_buffer_limit is 1073741824, above limits.max_message_bytes",
+    ),
     "no cluster of pickers": (
         lambda tree: tree["static_resources"]["clusters"].remove(cluster(tree, "extproc")),
         "no cluster has this name",
@@ -165,6 +175,10 @@ def test_a_limit_that_cuts_is_reported(name):
 
 
 ERRORS = {
+    "message timeout zero": (
+        lambda tree: processor(tree).update(message_timeout="0s"),
+        "message_timeout",
+    ),
     "observability": (
         lambda tree: processor(tree).update(observability_mode=True),
         "observability_mode",
@@ -290,6 +304,23 @@ WARNINGS = {
             },
         ),
         "max_request_bytes of a buffer filter is 1000",
+    ),
+    "buffer filter of a route": (
+        lambda tree: host(tree)["routes"][0].update(
+            typed_per_filter_config={
+                "buffer": {
+                    "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
+                    "buffer": {"max_request_bytes": 1000},
+                }
+            }
+        ),
+        "max_request_bytes of a buffer filter is 1000",
+    ),
+    "other overrides allowed": (
+        lambda tree: processor(tree).update(
+            allowed_override_modes=[{**USAGE_MODES, "response_body_mode": "STREAMED"}]
+        ),
+        "allowed_override_modes lacks the modes",
     ),
     "headers timeout": (
         lambda tree: without(manager(tree), "request_headers_timeout"),

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from extproc.config import settings
+from extproc.config.settings import ResponsesSection
+from tests.config.test_envoy_lint import USAGE_MODES, findings, host, load, manager, processor
+
+
+def test_allowed_overrides_are_compared_as_envoy_compares_them():
+    """The mode of request trailers is the configured one, and streams are asked for if sampled."""
+    tree = load()
+    processor(tree)["allowed_override_modes"] = [USAGE_MODES]
+    assert findings(tree) == []
+    sampling = settings.Settings(responses=ResponsesSection(stream_sample_ratio=0.5))
+    assert [result.check for result in findings(tree, sampling)] == ["allow_mode_override"]
+    del processor(tree)["processing_mode"]["request_trailer_mode"]
+    assert [result.check for result in findings(tree)] == ["allow_mode_override"]
+
+
+def test_a_route_may_override_namespaces_to_forward_only():
+    """Namespaces to receive stay those of the filter."""
+    tree = load()
+    extension = next(
+        entry for entry in manager(tree)["http_filters"] if entry["name"].endswith("ext_proc")
+    )
+    overrides = {"metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb"]}}}
+    host(tree)["routes"][0]["typed_per_filter_config"] = {
+        extension["name"]: {"overrides": overrides}
+    }
+    assert findings(tree) == []
+    overrides["metadata_options"]["receiving_namespaces"] = {"untyped": ["other"]}
+    assert [result.check for result in findings(tree)] == ["metadata"]
