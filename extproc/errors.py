@@ -6,11 +6,16 @@ What is expected to happen (a refusal, an unknown metric, a client that leaves) 
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import Final
 
 #: User and password of a URL, with the slashes in front of them.
 _USER_INFO: Final = re.compile(r"//\S*@")
+
+#: Reason of a failed connection: this process or machine may open no more files. It says nothing
+#: about the peer.
+TOO_MANY_FILES: Final = "too many open files"
 
 
 class ExtprocError(Exception):
@@ -62,3 +67,9 @@ def file_error(path: object, error: OSError, *, wanted: str = "a readable file")
 
 class ProtocolError(ExtprocError):
     """The data plane sent a message the ext_proc protocol does not allow at this point."""
+
+
+def describe_connection_error(error: OSError) -> str:
+    """Return the reason of a connection that failed otherwise than refused or timed out."""
+    is_ours = error.errno in (errno.EMFILE, errno.ENFILE)
+    return TOO_MANY_FILES if is_ours else "unreachable"

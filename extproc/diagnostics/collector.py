@@ -28,7 +28,7 @@ from extproc.diagnostics.pages import (
     PickerPages,
 )
 from extproc.endpoint import Endpoint, join_host_port
-from extproc.errors import ConfigError
+from extproc.errors import TOO_MANY_FILES, ConfigError
 from extproc.scrape import client, model_list
 from extproc.scrape.client import FetchedPage, ScrapeClient
 from extproc.supervision import Supervisor
@@ -46,7 +46,7 @@ _PICKER_BYTES: Final = 32 * 1024 * 1024
 
 #: Failures after which no other page of a server is read.
 _GONE: Final = frozenset(
-    {"timeout", "refused", "unreachable", client.TOO_MANY_FILES, "tls", "closed", "not HTTP"}
+    {"timeout", "refused", "unreachable", TOO_MANY_FILES, "tls", "closed", "not HTTP"}
 )
 
 _JSON: Final = "application/json"

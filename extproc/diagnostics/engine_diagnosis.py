@@ -19,6 +19,7 @@ from extproc.config.finding import Finding
 from extproc.config.settings import Settings
 from extproc.diagnostics.pages import EnginePages, read_json
 from extproc.endpoint import Load
+from extproc.errors import TOO_MANY_FILES
 from extproc.request import is_long_name
 from extproc.scrape import engines, metrics_page, model_list
 from extproc.scrape.client import FetchedPage
@@ -210,7 +211,7 @@ _UNREACHABLE: Final = {
     "timeout": "start the engine, or allow this address in firewalls and NetworkPolicies",
     "refused": "start the engine, or correct the port of the endpoint",
     "unreachable": "correct the address of the endpoint, or its network",
-    "too many open files": "raise the limit of open files of this machine (ulimit -n)",
+    TOO_MANY_FILES: "raise the limit of open files of this machine (ulimit -n)",
     "closed": "see the log of the engine; it accepts connections and closes them",
     "tls": "write scrape: {scheme: http}, or scrape: {verify_tls: false} for a certificate that "
     "does not name the address",

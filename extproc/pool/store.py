@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from extproc.endpoint import METRICS_PORT, Endpoint, Load, ServedModels, split_ranks
+from extproc.errors import TOO_MANY_FILES
 from extproc.pool import (
     endpoint_health,
     engine_counters,
@@ -25,9 +26,6 @@ from extproc.pool.snapshot import EndpointSnapshot, Pool, index_models, is_patch
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
-
-#: Scrape failure of this process, which says nothing about the endpoint.
-TOO_MANY_FILES = "too many open files"
 
 _NONE: frozenset[str] = frozenset()
 

@@ -9,7 +9,6 @@ are kept up to a cap. Of an answer other than 200 only the status is read.
 from __future__ import annotations
 
 import asyncio
-import errno
 import ssl
 from typing import Final, cast
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ import httptools
 import msgspec
 
 from extproc.endpoint import join_host_port
+from extproc.errors import describe_connection_error
 
 #: Longest status line and header fields (bytes).
 _HEAD_BYTES = 16_384
@@ -27,9 +27,6 @@ _FRAMING_BYTES = 65_536
 
 #: Reason of a failure: a body, or what frames it, is above its bound.
 TOO_LARGE: Final = "too large"
-
-#: Reason of a failure: this process or machine may open no more connections.
-TOO_MANY_FILES: Final = "too many open files"
 
 #: Pieces of a body at most (count): a chunk of a byte costs as much as one of a page, and the event loop
 #: may read megabytes of them in one turn.
@@ -339,8 +336,7 @@ class ScrapeClient:
         except ssl.SSLError:
             return FetchedPage(failure="tls")
         except OSError as error:
-            is_ours = error.errno in (errno.EMFILE, errno.ENFILE)
-            return FetchedPage(failure=TOO_MANY_FILES if is_ours else "unreachable")
+            return FetchedPage(failure=describe_connection_error(error))
         return FetchedPage(answer.body, answer.failure, answer.date)
 
     def forget(self, where: ScrapeTarget) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from extproc.endpoint import Endpoint, Load
+from extproc.errors import TOO_MANY_FILES
 from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.pool.store import PoolStore
@@ -28,7 +29,7 @@ INLINE_BYTES: Final = 256 * 1024
 BUG = "bug: "
 
 #: Outcomes of a scrape after which no other page is fetched: the list of models would fail as well.
-UNREACHABLE = frozenset({"timeout", "refused", "unreachable", client.TOO_MANY_FILES})
+UNREACHABLE = frozenset({"timeout", "refused", "unreachable", TOO_MANY_FILES})
 
 #: Outcome of a scrape whose connection was refused.
 REFUSED = "refused"
@@ -172,7 +173,7 @@ class EndpointScraper:
             self._set_failures(0)
         else:
             # A lack of files is a fault of this machine: longer waits would spare no engine.
-            self._set_failures(self.failures + (outcome != client.TOO_MANY_FILES))
+            self._set_failures(self.failures + (outcome != TOO_MANY_FILES))
             for token in tokens:
                 scraper.store.scrape_failed(token, outcome, now)
         self.is_refused = outcome == REFUSED

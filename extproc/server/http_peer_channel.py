@@ -19,6 +19,7 @@ from typing import Final
 from aiohttp import web
 
 from extproc.config.settings import PeerSyncSection
+from extproc.errors import describe_connection_error
 from extproc.routing import peer_sync
 from extproc.server.peer_addresses import MAX_ADDRESSES, PeerAddresses
 from extproc.server.peer_channel import PeerAwayError, PeerChannel, PeerStreamError
@@ -193,13 +194,13 @@ class HttpPeerChannel(PeerChannel):
             reason = "timeout"
         except ConnectionRefusedError:
             reason = "refused"
-        except OSError:
-            reason = "unreachable"
+        except OSError as error:
+            reason = describe_connection_error(error)
         finally:
             stream.end("")
             self._pickers.pop(address, None)
         if reason:
-            self._failures[reason.partition(" ")[0]] += 1
+            self._failures["status" if reason.startswith("status ") else reason] += 1
             raise PeerAwayError(reason) if reason in _AWAY else PeerStreamError(reason)
 
     async def _read_to_end(self, stream: PeerStream, host: str, port: int) -> str:

@@ -14,7 +14,8 @@ from extproc.config.settings import ScrapeSection, Settings
 from extproc.diagnostics import engine_diagnosis
 from extproc.diagnostics.pages import NO_PAGE, EnginePages
 from extproc.endpoint import Endpoint
-from extproc.scrape.client import TOO_MANY_FILES, FetchedPage
+from extproc.errors import TOO_MANY_FILES
+from extproc.scrape.client import FetchedPage
 from tests.support.canary import CANARY
 
 #: A page of a real vLLM.

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from extproc.endpoint import Endpoint
+from extproc.errors import TOO_MANY_FILES
 from extproc.pool import store
 from extproc.scrape import client, metrics_page, model_list, schedule, scraper
 from extproc.supervision import Supervisor
@@ -161,11 +162,11 @@ def test_a_lack_of_files_says_nothing_about_an_engine():
         scene = ScraperScene("10.0.0.1:1")
         watch = scene.watch()
         for answer, failures, is_up in (
-            (client.TOO_MANY_FILES, 0, True),
+            (TOO_MANY_FILES, 0, True),
             ("refused", 1, True),
-            (client.TOO_MANY_FILES, 1, True),
+            (TOO_MANY_FILES, 1, True),
             ("refused", 2, False),
-            (client.TOO_MANY_FILES, 2, False),
+            (TOO_MANY_FILES, 2, False),
         ):
             scene.fetcher.answers["p1"] = client.FetchFailed(answer)
             await watch.step()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
+import os
 import time
 import types
 from collections import Counter
@@ -379,6 +381,20 @@ async def test_a_peer_that_is_away_for_a_moment_is_counted_and_not_logged(caplog
     async with subject.serving():
         await until(lambda: subject.failures["refused"] >= 3)
     assert "cannot read" not in caplog.text
+
+
+async def test_a_lack_of_files_is_no_unreachable_peer(caplog, monkeypatch):
+    """It is the fault of this process, and is named at once."""
+
+    async def fail(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    subject = HttpReplica(stack.free_port(), f"127.0.0.1:{stack.free_port()}")
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fail)
+    async with subject.serving():
+        await until(lambda: subject.failures["too many open files"])
+        await until(lambda: "too many open files" in caplog.text)
+    assert not subject.failures["unreachable"]
 
 
 async def test_a_peer_whose_name_does_not_resolve_is_logged_once(caplog):
