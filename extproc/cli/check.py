@@ -116,7 +116,11 @@ def _build_report(args: argparse.Namespace) -> CheckReport:
     report = CheckReport(
         document.where,
         resolved=resolved,
-        warnings=(*resolved.warnings, *lint.find_warnings(settings)),
+        warnings=(
+            *resolved.warnings,
+            *lint.find_warnings(settings),
+            *serve.find_invalid_certificates(settings.server),
+        ),
         notes=tuple(serve.find_taken_ports(settings)),
     )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,6 +151,14 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
     for flag, port in numbers.items():
         if port and transport.is_taken(server.host, port):
             yield f"{flag}: something on this machine listens on port {port} already"
+
+
+def find_invalid_certificates(server: ServerSection) -> Iterator[str]:
+    """A line per certificate that has expired or is not valid yet; it is served all the same."""
+    from extproc.server import tls
+
+    if server.secure_serving and server.cert_path:
+        yield from tls.find_invalid_dates(Path(server.cert_path), dt.datetime.now(dt.UTC))
 
 
 def _check_tls(server: ServerSection) -> None:

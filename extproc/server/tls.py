@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -137,6 +137,29 @@ def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:
         # OpenSSL calls this with every ClientHello, also of clients that name no server.
         first.sni_callback = choose
     return first
+
+
+def find_invalid_dates(folder: Path, now: dt.datetime) -> Iterator[str]:
+    """Yield a sentence for each certificate of `tls.crt` that is not valid at a time.
+
+    It is served all the same: only clients look at the dates. Files that cannot be read yield none.
+    """
+    try:
+        with open(folder / "tls.crt", "rb", opener=open_regular) as file:
+            certificates = x509.load_pem_x509_certificates(file.read())
+    except (OSError, ValueError):
+        return
+    for certificate in certificates:
+        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if begin <= now <= end:
+            continue
+        fault = (
+            f"expired at {end:%Y-%m-%d %H:%M}" if now > end else f"begins {begin:%Y-%m-%d %H:%M}"
+        )
+        yield (
+            f"--cert-path: a certificate of tls.crt in {folder} {fault} UTC, and clients that verify "
+            "it refuse it; renew it, or set the clock of this machine"
+        )
 
 
 class KeyPair(Generic[_Served]):

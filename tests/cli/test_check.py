@@ -105,6 +105,16 @@ def test_check_warns_of_no_endpoints(capsys):
     assert "warning: there are no endpoints" in capsys.readouterr().out
 
 
+def test_check_warns_of_an_expired_certificate(tmp_path, monkeypatch, capsys):
+    """The server serves it, and clients that verify it refuse it."""
+    monkeypatch.setattr(tls, "_VALID_DAYS", -0.5)
+    for name, data in zip(("tls.key", "tls.crt"), tls.self_signed_pair(), strict=True):
+        (tmp_path / name).write_bytes(data)
+    words = ["check", "--endpoints", "10.0.0.1:1", "--cert-path", str(tmp_path)]
+    assert main.main(words) == 0
+    assert "warning: --cert-path: a certificate of tls.crt in" in capsys.readouterr().out
+
+
 def test_check_without_scraping(capsys):
     """A configuration that scrapes nothing says so."""
     text = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
 import logging
 import os
@@ -99,3 +100,16 @@ def test_a_pair_that_cannot_be_read_for_a_passing_reason_is_read_again(
         assert (files.changed(), files.changed()) == (None, None)
     assert len(caplog.messages) == 1
     assert files.changed()
+
+
+def test_a_certificate_that_is_not_valid_at_a_time_is_named(tmp_path):
+    """Each one of the chain; files that cannot be read are reported elsewhere."""
+    now = dt.datetime.now(dt.UTC)
+    assert list(tls.find_invalid_dates(tmp_path, now)) == []
+    private, public = tls.self_signed_pair()
+    write_pair(tmp_path, (private, public + public))
+    assert list(tls.find_invalid_dates(tmp_path, now)) == []
+    early, late = (dt.timedelta(days=days) for days in (-2, 4000))
+    for shift, fault in ((early, " begins "), (late, " expired at ")):
+        lines = list(tls.find_invalid_dates(tmp_path, now + shift))
+        assert [fault in line for line in lines] == [True, True]
