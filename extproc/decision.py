@@ -171,8 +171,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         profile: Name of the scheduling profile that ran.
         candidates: Candidates before the first filter.
         excluded_by_model: Endpoints that were not, because they do not serve the model.
-        excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
-            the one that is tried again; `least-bad`, with none, where all are failing.
+        excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` where one
+            that failed is tried again; `least-bad`, with none, where all are failing.
         model_unlisted: No candidate lists the model; the engine will answer.
         scored_candidates: Candidates that passed all filters.
         scores: Each scorer's result, aligned with `scored_candidates`.

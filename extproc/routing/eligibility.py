@@ -47,8 +47,10 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
         excluded_by_model: Endpoints that do not serve the model.
         model_unlisted: No allowed endpoint lists the model, and all of them listed theirs.
         excluded_by_health: Further excluded endpoints by reason: `failing` for endpoints whose
-            requests fail or that are out of reach, `warming` for recent endpoints in slow start,
-            `probe` for all but the endpoint that is probed; `least-bad`, with none, where all fail.
+            requests fail or that are out of reach, `warming` for recent endpoints in slow start;
+            `least-bad`, with none, where all fail.
+        overdue: Members that a request is to probe before it may go to the others; empty where there
+            are no others.
         valid_until: Monotonic seconds before which the same snapshot gives the same endpoints to
             equal requests; minus infinity where it may not, because of chance or of a probe.
     """
@@ -57,17 +59,18 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
     excluded_by_model: Sequence[Endpoint] = ()
     model_unlisted: bool = False
     excluded_by_health: Sequence[ExclusionReason] = ()
+    overdue: Sequence[EndpointSnapshot] = ()
     valid_until: float = -math.inf
 
     def with_exclusions(self, decision: Decision) -> Decision:
-        """The decision with the excluded endpoints; the same object where there are none."""
+        """The decision with the excluded endpoints too; the same object where there are none."""
         if not (self.excluded_by_model or self.model_unlisted or self.excluded_by_health):
             return decision
         return msgspec.structs.replace(
             decision,
             excluded_by_model=self.excluded_by_model,
             model_unlisted=self.model_unlisted,
-            excluded_by_health=self.excluded_by_health,
+            excluded_by_health=(*self.excluded_by_health, *decision.excluded_by_health),
         )
 
 
@@ -108,24 +111,32 @@ def find_eligible(
             return model_not_found(request.target, pool.serving.names)
         unlisted = True
     excluded_by_health: tuple[ExclusionReason, ...] = ()
+    overdue: Sequence[EndpointSnapshot] = ()
     valid_until = math.inf
     if pool.unhealthy_or_doubtful:
-        members, excluded_by_health, valid_until = _healthy(members, now, max_wait_s=health.base_s)
+        members, overdue, excluded_by_health, valid_until = _healthy(
+            members, now, max_wait_s=health.base_s
+        )
     if now - pool.newest < health.slow_start_s:
-        members, waiting = _slow_start(members, now, health, rng)
+        members, waiting = _slow_start(members, now, health, rng, num_overdue=len(overdue))
         excluded_by_health += waiting
         valid_until = -math.inf
-    return EligibleEndpoints(members, excluded_by_model, unlisted, excluded_by_health, valid_until)
+    return EligibleEndpoints(
+        members, excluded_by_model, unlisted, excluded_by_health, overdue, valid_until
+    )
 
 
 def _healthy(
     members: Sequence[EndpointSnapshot], now: float, *, max_wait_s: float
-) -> tuple[Sequence[EndpointSnapshot], tuple[ExclusionReason, ...], float]:
-    """Members to choose from, excluded members by reason, and until when that holds.
+) -> tuple[
+    Sequence[EndpointSnapshot], Sequence[EndpointSnapshot], tuple[ExclusionReason, ...], float
+]:
+    """Members to choose from, those of them to probe, excluded ones by reason, and until when.
 
-    One that no request has tried for `max_wait_s` since it was due gets the next one.
+    One that no request has tried for `max_wait_s` since it was due is to be probed.
     """
     candidates: list[EndpointSnapshot] = []
+    overdue: list[EndpointSnapshot] = []
     excluded: list[Endpoint] = []
     valid_until = math.inf
     for member in members:
@@ -137,9 +148,9 @@ def _healthy(
         if record.state > HealthState.SUSPECT:
             probe_at = record.until + max_wait_s
             if probe_at <= now:
-                others = [other.endpoint for other in members if other is not member]
-                return [member], ((PROBE, others),) if others else (), -math.inf
-            valid_until = min(valid_until, probe_at)
+                overdue.append(member)
+            else:
+                valid_until = min(valid_until, probe_at)
         candidates.append(member)
     if not candidates:
         candidates = list(snapshot.healthiest(members))
@@ -147,8 +158,11 @@ def _healthy(
         excluded = [endpoint for endpoint in excluded if endpoint.address not in on_probe]
         if candidates:
             reasons = ((FAILING, excluded),) if excluded else ()
-            return candidates, (*reasons, (LEAST_BAD, ())), valid_until
-    return candidates, ((FAILING, excluded),) if excluded else (), valid_until
+            return candidates, (), (*reasons, (LEAST_BAD, ())), valid_until
+    reasons = ((FAILING, excluded),) if excluded else ()
+    if len(overdue) == len(candidates):
+        overdue = []
+    return candidates, overdue, reasons, -math.inf if overdue else valid_until
 
 
 def _slow_start(
@@ -156,11 +170,13 @@ def _slow_start(
     now: float,
     health: endpoint_health.OutlierDetectionSettings,
     rng: random.Random,
+    *,
+    num_overdue: int,
 ) -> tuple[Sequence[EndpointSnapshot], tuple[ExclusionReason, ...]]:
     """Admit a recent endpoint as candidate with probability f + (1 - f) t / T.
 
     t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
-    would leave no endpoint, all stay.
+    would leave no endpoint, or only those to probe, all stay.
     """
     slow_start_s, floor = health.slow_start_s, health.slow_start_floor
     candidates: list[EndpointSnapshot] = []
@@ -175,7 +191,9 @@ def _slow_start(
             excluded.append(member.endpoint)
         else:
             candidates.append(member)
-    return (candidates, ((WARMING, excluded),)) if candidates and excluded else (members, ())
+    if excluded and len(candidates) > num_overdue:
+        return candidates, ((WARMING, excluded),)
+    return members, ()
 
 
 def _excluded_by_model(

@@ -218,8 +218,6 @@ class Scheduler:
             last_account=last_account,
         )
         profile = routing.by_model.get(request.model, routing.profile)
-        if request.priority < 0 and admission.is_saturated(profile, candidates):
-            return SHEDDABLE_DROPPED
         context = SchedulingContext(
             request,
             now,
@@ -230,7 +228,10 @@ class Scheduler:
             adapter,
             *conversation_stats,
         )
-        outcome = self._run(profile, context, candidates, may_defer=may_defer)
+        if eligible.overdue:
+            outcome = self._probe(profile, context, candidates, eligible, may_defer=may_defer)
+        else:
+            outcome = self._run(profile, context, candidates, may_defer=may_defer)
         return eligible.with_exclusions(outcome) if isinstance(outcome, Decision) else outcome
 
     def _read_conversations(
@@ -304,6 +305,35 @@ class Scheduler:
             )
         return eligible
 
+    def _probe(
+        self,
+        profile: SchedulerProfile,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        eligible: eligibility.EligibleEndpoints,
+        *,
+        may_defer: bool,
+    ) -> Outcome:
+        """Choose an endpoint to probe, and fallbacks among the others; any one if none has capacity.
+
+        A request that waited for it would hold up all others: until it is probed, they try it first.
+        """
+        addresses = {member.endpoint.address for member in eligible.overdue}
+        overdue = [c for c in candidates if c.endpoint.address in addresses]
+        outcome = self._run(profile, context, overdue, may_defer=may_defer)
+        if not isinstance(outcome, Decision):
+            return self._run(profile, context, candidates, may_defer=may_defer)
+        chosen = outcome.endpoints[0]
+        others = [c for c in candidates if c.endpoint.address not in addresses]
+        fallbacks = profile.find_fallbacks(
+            context, others, chosen, count=self._routing.settings.fallbacks
+        )
+        return msgspec.structs.replace(
+            outcome,
+            endpoints=[chosen, *fallbacks],
+            excluded_by_health=((eligibility.PROBE, [c.endpoint for c in others]),),
+        )
+
     def _run(
         self,
         profile: SchedulerProfile,
@@ -313,6 +343,8 @@ class Scheduler:
         may_defer: bool,
     ) -> Outcome:
         """Run a profile, limited to free endpoints where requests may queue."""
+        if context.request.priority < 0 and admission.is_saturated(profile, candidates):
+            return SHEDDABLE_DROPPED
         shadow, exact = self._routing.shadow, self._exact_matcher
         if shadow is not None and profile is self._routing.profile:
             shadow.note_context(context)

@@ -193,6 +193,26 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             affinity_seed=context.known_seed,
         )
 
+    def find_fallbacks(
+        self,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        chosen: Endpoint,
+        *,
+        count: int,
+    ) -> Sequence[Endpoint]:
+        """Choose fallbacks of an endpoint that is none of the candidates.
+
+        Args:
+            count: Endpoints to return at most; `max_endpoints` less one where that is more.
+        """
+        count = max(count, self.max_endpoints - 1)
+        candidates = [c for c in candidates if _is_fallback(c.endpoint, chosen)]
+        if not count or not candidates:
+            return ()
+        outcome = self.run(context, candidates, count=count)
+        return outcome.endpoints[:count] if isinstance(outcome, Decision) else ()
+
     def _filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate], errors: list[str]
     ) -> tuple[Sequence[Candidate], Sequence[FilterResult]]:
@@ -323,10 +343,17 @@ def _distinct_engines(candidates: Sequence[Candidate], order: Sequence[int]) -> 
     by_engine = {chosen.host_port: order[0]}
     for i in order:
         endpoint = candidates[i].endpoint
-        rank = endpoint.rank
-        if chosen.rank is None or (rank is not None and rank.index == chosen.rank.index):
+        if _is_fallback(endpoint, chosen):
             by_engine.setdefault(endpoint.host_port, i)
     return list(by_engine.values())
+
+
+def _is_fallback(endpoint: Endpoint, chosen: Endpoint) -> bool:
+    """True if an endpoint is of another engine, and of the same rank if the chosen one has a rank."""
+    if endpoint.host_port == chosen.host_port:
+        return False
+    rank = endpoint.rank
+    return chosen.rank is None or (rank is not None and rank.index == chosen.rank.index)
 
 
 def _describe_error(what: str, plugin: object, error: Exception) -> str:

@@ -9,13 +9,20 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from extproc.decision import Decision, Rejection
-from extproc.endpoint import Endpoint, ServedModels
+from extproc.decision import Decision, Outcome, Rejection
+from extproc.endpoint import DataParallelRank, Endpoint, Load, ServedModels
 from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
+from extproc.pool.inference_policy import InferencePolicy
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
-from extproc.request import InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import eligibility
+from extproc.routing.scheduler import RoutingConfig, RoutingSettings
+from extproc.scheduling import registry
+from extproc.scheduling.load_bounds import MaxWaiting
+from extproc.scheduling.pickers import RandomPicker
+from extproc.scheduling.profile import SchedulerProfile
+from tests.support.pool_fixture import PoolFixture
 
 ADDRESSES = [f"10.0.0.{n}:8000" for n in range(1, 5)]
 FIRST, SECOND, THIRD, FOURTH = ADDRESSES
@@ -111,7 +118,7 @@ def test_a_probe_holds_for_a_single_request():
     fixture.fail(FIRST)
     fixture.now += 60.0
     eligible = fixture.find()
-    assert addresses(eligible.members) == [FIRST]
+    assert addresses(eligible.overdue) == [FIRST]
     assert eligible.valid_until < fixture.now
 
 
@@ -134,21 +141,173 @@ def test_the_healthiest_endpoints_remain_where_all_fail():
     assert len(eligible.excluded_by_model) == 3
 
 
-def test_an_endpoint_due_for_a_probe_becomes_the_only_candidate():
-    """After the back-off an endpoint is eligible; unchosen for `base_s`, it gets the next request."""
+def test_an_endpoint_due_for_a_probe_is_to_be_tried_first():
+    """After the back-off an endpoint is eligible; unchosen for `base_s`, it is tried before others."""
     fixture = EligibilityFixture()
     fixture.fail(FIRST)
+    fixture.fail(SECOND)
     due = fixture.member(FIRST).condition.until
     fixture.now = due
-    assert fixture.eligible_addresses() == ADDRESSES
+    eligible = fixture.find(FIRST, THIRD, FOURTH)
+    assert addresses(eligible.members) == [FIRST, THIRD, FOURTH]
+    assert not eligible.overdue
     fixture.now = due + 5.0
-    eligible = fixture.find()
-    assert addresses(eligible.members) == [FIRST]
-    assert aside(eligible) == {"probe": [SECOND, THIRD, FOURTH]}
-    assert fixture.eligible_addresses(SECOND) == [SECOND]
+    eligible = fixture.find(FIRST, THIRD, FOURTH)
+    assert addresses(eligible.members) == [FIRST, THIRD, FOURTH]
+    assert addresses(eligible.overdue) == [FIRST]
+    assert not fixture.find(THIRD).overdue
+    assert not fixture.find(FIRST).overdue, "there is no other"
     fixture.store.record_sent(fixture.member(FIRST).endpoint, fixture.now)
     assert fixture.member(FIRST).condition.state is HealthState.PROBING
-    assert fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    assert fixture.eligible_addresses(FIRST, THIRD, FOURTH) == [THIRD, FOURTH]
+
+
+IDLE = Load(at=0.0, engine="vllm", waiting=0.0, running=0.0, kv_usage=0.1)
+BUSY = Load(at=0.0, engine="vllm", waiting=60.0, running=16.0, kv_usage=0.99)
+
+
+class ProbeFixture:
+    """Endpoints some of which were ejected long ago, and the decision on the next request.
+
+    Args:
+        loads: Load of each endpoint by address.
+        ejected: Endpoints for which a probe is overdue.
+    """
+
+    def __init__(
+        self,
+        loads: dict[str, Load],
+        *,
+        ejected: Sequence[str] = (FIRST,),
+        profile: SchedulerProfile | None = None,
+        busy_s: float | None = None,
+        fallbacks: int = 0,
+    ) -> None:
+        self.pool_fixture = fixture = PoolFixture(dict.fromkeys(loads))
+        fixture.director.reconfigure(
+            RoutingConfig(
+                profile or registry.profiles()["balanced"],
+                {},
+                RoutingSettings(stale_after_s=60.0, busy_s=busy_s, fallbacks=fallbacks),
+                policy=InferencePolicy(priorities={"batch": -1}),
+            )
+        )
+        store = fixture.store
+        for address in ejected:
+            for _ in range(3):
+                store.record_outcome(
+                    self.member(address).endpoint,
+                    RequestOutcome.FAILED,
+                    sent_at=fixture.now,
+                    now=fixture.now,
+                )
+            assert self.member(address).is_ejected
+        fixture.now += 20.0
+        for address, load in loads.items():
+            load = msgspec.structs.replace(load, at=fixture.now)  # noqa: PLW2901
+            store.observe(store.begin_scrape(self.member(address).endpoint), load, fixture.now)
+
+    def member(self, address: str) -> EndpointSnapshot:
+        member = self.pool_fixture.store.pool.find(address)
+        assert member is not None
+        return member
+
+    def decide(self, objective: str = "") -> Outcome:
+        headers = {":method": "POST", ":path": "/v1/completions"}
+        if objective:
+            headers["x-llm-d-inference-objective"] = objective
+        return self.pool_fixture.decide(HttpRequest(headers, b'{"model": "m", "prompt": "x"}'))
+
+    def decided_addresses(self, objective: str = "") -> list[str]:
+        outcome = self.decide(objective)
+        assert isinstance(outcome, Decision), outcome
+        return [endpoint.address for endpoint in outcome.endpoints]
+
+
+MAX_WAITING = SchedulerProfile("p", (MaxWaiting(),), (), RandomPicker())
+
+
+@pytest.mark.parametrize(
+    ("profile", "busy_s", "objective"),
+    [(None, 0.1, ""), (None, None, "batch"), (MAX_WAITING, None, "")],
+    ids=["flow control", "sheddable", "filter"],
+)
+def test_an_overdue_probe_without_capacity_holds_up_no_request(profile, busy_s, objective):
+    """Others serve until the ejected endpoint has capacity; then it gets the next request."""
+    loads = {FIRST: BUSY, SECOND: IDLE}
+    fixture = ProbeFixture(loads, profile=profile, busy_s=busy_s)
+    for _ in range(5):
+        assert fixture.decided_addresses(objective) == [SECOND]
+    fixture = ProbeFixture({FIRST: IDLE, SECOND: IDLE}, profile=profile, busy_s=busy_s)
+    outcome = fixture.decide(objective)
+    assert isinstance(outcome, Decision)
+    assert outcome.endpoints[0].address == FIRST
+    assert [(why, [e.address for e in left]) for why, left in outcome.excluded_by_health] == [
+        ("probe", [SECOND])
+    ]
+    fixture.pool_fixture.director.reserve(outcome, fixture.pool_fixture.now)
+    assert fixture.member(FIRST).condition.state is HealthState.PROBING
+    assert fixture.decided_addresses(objective) == [SECOND]
+
+
+def test_a_busy_endpoint_delays_the_probe_of_no_other_endpoint():
+    """Of two that are overdue, the one with capacity is probed."""
+    loads = {FIRST: BUSY, SECOND: IDLE, THIRD: IDLE, FOURTH: IDLE}
+    fixture = ProbeFixture(loads, ejected=(FIRST, SECOND), busy_s=0.1)
+    assert fixture.decided_addresses() == [SECOND]
+
+
+@pytest.mark.parametrize("busy_s", [None, 0.1])
+def test_a_probe_has_fallback_endpoints(busy_s):
+    """The endpoint that is probed comes first, then the choice among healthy ones, busy ones too."""
+    loads = {FIRST: IDLE, SECOND: BUSY, THIRD: IDLE, FOURTH: IDLE}
+    fixture = ProbeFixture(loads, ejected=(FIRST, FOURTH), busy_s=busy_s, fallbacks=2)
+    chosen, *fallbacks = fixture.decided_addresses()
+    assert chosen in {FIRST, FOURTH}
+    assert fallbacks == [THIRD, SECOND]
+    picker = RandomPicker(max_num_of_endpoints=3)
+    profile = SchedulerProfile("p", (), (), picker)
+    fixture = ProbeFixture(loads, profile=profile, busy_s=busy_s)
+    chosen, *fallbacks = fixture.decided_addresses()
+    assert chosen == FIRST
+    assert len(fallbacks) == 2
+    assert FIRST not in fallbacks
+
+
+def test_fallbacks_of_a_probe_have_its_rank():
+    """A data plane that falls back sends the rank of the first endpoint along."""
+    fixture = ProbeFixture({FIRST: IDLE, SECOND: IDLE}, fallbacks=3)
+    store, now = fixture.pool_fixture.store, fixture.pool_fixture.now
+    ranks = [
+        Endpoint(f"{engine}@{index}", rank=DataParallelRank(index, 2, index))
+        for engine in (THIRD, FOURTH)
+        for index in range(2)
+    ]
+    store.set_endpoints(ranks, now)
+    for _ in range(3):
+        endpoint = store.pool.members[1].endpoint
+        store.record_outcome(endpoint, RequestOutcome.FAILED, sent_at=now, now=now)
+    fixture.pool_fixture.now += 20.0
+    assert fixture.decided_addresses() == [f"{THIRD}@1", f"{FOURTH}@1"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_healthy_idle_endpoint_always_serves(seed: int):
+    """In random pools: a probe goes where there is capacity, and never keeps a request from others."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        loads = {address: rng.choice([IDLE, BUSY]) for address in ADDRESSES}
+        ejected = rng.sample(ADDRESSES, rng.randrange(3))
+        busy_s, objective = rng.choice([(0.1, ""), (0.1, "batch"), (None, "batch")])
+        fixture = ProbeFixture(loads, ejected=ejected, busy_s=busy_s, fallbacks=rng.randrange(3))
+        idle = [address for address, load in loads.items() if load is IDLE]
+        outcome = fixture.decide(objective)
+        assert isinstance(outcome, Decision) is bool(idle), (loads, ejected)
+        if isinstance(outcome, Decision):
+            free = [address for address in idle if address in ejected] or idle
+            assert outcome.endpoints[0].address in free
+            named = {endpoint.address for endpoint in outcome.endpoints}
+            assert len(named) == len(outcome.endpoints)
 
 
 @pytest.mark.parametrize(("age", "share"), [(0.0, 0.1), (5.0, 0.55), (9.99, 1.0), (10.0, 1.0)])
@@ -178,6 +337,18 @@ def test_slow_start_never_excludes_all_endpoints():
     for _ in range(50):
         assert fixture.eligible_addresses(newcomer) == [newcomer]
         assert fixture.eligible_addresses() == ADDRESSES
+
+
+def test_slow_start_leaves_more_than_endpoints_to_probe():
+    """A request that cannot be the probe has an endpoint to go to."""
+    fixture = EligibilityFixture(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
+    newcomer = "10.0.0.9:8000"
+    fixture.fail(FIRST)
+    fixture.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
+    fixture.now = 100.0
+    eligible = fixture.find(FIRST, newcomer)
+    assert addresses(eligible.overdue) == [FIRST]
+    assert addresses(eligible.members) == [FIRST, newcomer]
 
 
 def test_a_readmitted_endpoint_has_slow_start():

@@ -10,6 +10,7 @@ import pytest
 from extproc.config.settings import FlowControlSection
 from extproc.decision import NO_ENDPOINTS, Decision, Rejection
 from extproc.flow_control.rate_limit import RateLimit
+from extproc.pool.endpoint_health import HealthState, RequestOutcome
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import Admission, QueuedRequest, RateReservation
 from tests.server.flow_control_fixture import A, B, FlowControlFixture, answered
@@ -70,6 +71,32 @@ async def test_queued_requests_are_spread_over_new_endpoints():
     fixture.pool_fixture.now += 10.0
     fixture.flow_controller.pump()
     await answered(*queued)
+    fixture.flow_controller.close()
+
+
+async def test_queued_requests_do_not_wait_for_an_endpoint_to_probe():
+    """They are dispatched where there is capacity; once the ejected endpoint has it, it is probed."""
+    fixture = FlowControlFixture(A, B)
+    store = fixture.pool_fixture.store
+    endpoint = store.pool.members[0].endpoint
+    for _ in range(3):
+        store.record_outcome(endpoint, RequestOutcome.FAILED, sent_at=fixture.now, now=fixture.now)
+    fixture.pool_fixture.now += 20.0
+    for address in (A, B):
+        fixture.load(address, waiting=20, running=8, kv_usage=0.9)
+    queued = fixture.ask()
+    assert isinstance(queued, QueuedRequest)
+    fixture.load(B, waiting=0, running=0, kv_usage=0.1)
+    (granted,) = await answered(queued)
+    assert isinstance(granted, Admission)
+    assert granted.decision.endpoints[0].address == B
+    fixture.load(B, waiting=20, running=8, kv_usage=0.9)
+    queued = fixture.ask()
+    fixture.load(A, waiting=0, running=0, kv_usage=0.1)
+    (granted,) = await answered(queued)
+    assert isinstance(granted, Admission)
+    assert granted.decision.endpoints[0].address == A
+    assert store.pool.members[0].condition.state is HealthState.PROBING
     fixture.flow_controller.close()
 
 
