@@ -166,24 +166,28 @@ class TenantRateLimiter:
             tokens: Prompt tokens, and the most that the response may have.
 
         Returns:
-            429 with the seconds until it would be let through.
+            429 with the seconds until it would be let through, and the limit that takes longest.
         """
         account = self._account(tenant, now)
         amounts = ((account.requests, 1.0, "requests"), (account.tokens, tokens, "tokens"))
+        reached: list[tuple[float, str]] = []
         for bucket, amount, unit in amounts:
             if bucket is None:
                 continue
             bucket.fill(now)
             missing = min(amount, bucket.full) - bucket.level
             if missing > 1e-9:
-                wait_s = math.ceil(missing / bucket.rate) if bucket.rate else _MAX_RETRY_AFTER_S
-                return Rejection(
-                    429,
-                    f"the limit of {bucket.rate:g} {unit} per second is reached",
-                    reason="rejected-saturated",
-                    retry_after_s=max(1, min(_MAX_RETRY_AFTER_S, wait_s)),
-                    cause="rate-limited",
-                )
+                wait_s = missing / bucket.rate if bucket.rate else _MAX_RETRY_AFTER_S
+                reached.append((wait_s, f"{bucket.rate:g} {unit}"))
+        if reached:
+            wait_s, limit = max(reached)
+            return Rejection(
+                429,
+                f"the limit of {limit} per second is reached",
+                reason="rejected-saturated",
+                retry_after_s=max(1, math.ceil(min(_MAX_RETRY_AFTER_S, wait_s))),
+                cause="rate-limited",
+            )
         for bucket, amount, _ in amounts:
             if bucket is not None:
                 bucket.level -= amount

@@ -73,6 +73,34 @@ def test_a_rate_of_zero_rejects_all():
         assert limiter.take("t", 1, 1e6).retry_after_s == 3600
 
 
+def test_retry_after_is_when_both_limits_let_a_request_through():
+    """The limit that takes longest is named, and at that time the request passes."""
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=10.0, burst_s=1.0))
+    assert passes(limiter, "t", 600, 0.0)
+    refused = limiter.take("t", 5, 0.0)
+    assert refused.retry_after_s == 60
+    assert "10 tokens per second" in refused.message
+    assert passes(limiter, "t", 5, 60.0)
+    refused = limiter.take("t", 1, 60.0)
+    assert refused.retry_after_s == 1
+    assert "1 requests per second" in refused.message
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 3)), max_size=20), st.floats(0, 100))
+def test_retry_after_is_exact(steps, tokens):
+    """With both limits a refused request passes then, and not a second before."""
+    limit = RateLimit(requests_per_s=0.5, tokens_per_s=7.0, burst_s=4.0)
+    for early_s in (0.0, 1.001):
+        limiter, now = TenantRateLimiter(limit), 0.0
+        for taken, passed in steps:
+            now += passed
+            limiter.take("t", taken, now)
+        refused = limiter.take("t", tokens, now)
+        if isinstance(refused, Rejection):
+            later = now + max(0.0, refused.retry_after_s + 1e-6 - early_s)
+            assert passes(limiter, "t", tokens, later) is (not early_s)
+
+
 def test_a_refund_is_idempotent():
     """A request and its tokens come back, and no more than the bucket holds."""
     limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
