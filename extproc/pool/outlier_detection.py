@@ -172,9 +172,16 @@ class OutlierDetector:
         self.ejections: Counter[str] = Counter()
         self.probes: Counter[str] = Counter()
 
-    def reconfigure(self, settings: OutlierDetectionSettings) -> None:
-        """Apply other settings from the next outcome or scrape on."""
+    def reconfigure(self, settings: OutlierDetectionSettings, now: float) -> None:
+        """Apply other settings from the next outcome or scrape on.
+
+        Where requests eject no more, those that they ejected come back.
+        """
         self.settings = settings
+        if not settings.failures:
+            for record in self._records.values():
+                record.reset(now)
+            self.update_ejections(now)
 
     def condition(self, incarnation: int) -> HealthStatus:
         """Health of an endpoint."""

@@ -353,7 +353,9 @@ class PoolRuntime:
         def adopt() -> None:
             self._profiles = profiles
             self.parts.director.reconfigure(routing)
-            self.parts.store.outlier_detector.reconfigure(plan.settings.health)
+            self.parts.store.outlier_detector.reconfigure(
+                plan.settings.health, self._shared.clock()
+            )
             self.scraper.reconfigure(factory.build_scraping(plan.settings.scrape))
             self.match = plan.match
             if self.flow_controller is not None:

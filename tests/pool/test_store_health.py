@@ -8,7 +8,7 @@ import random
 import pytest
 
 from extproc.endpoint import METRICS_PORT, Endpoint, EngineCounters, Load
-from extproc.pool.endpoint_health import HealthState, RequestOutcome
+from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
 from extproc.pool.store import PoolStore
 
 FIRST, SECOND, THIRD, FOURTH = (f"10.0.0.{n}:8000" for n in range(1, 5))
@@ -67,6 +67,28 @@ def test_foreign_work_does_not_eject_an_endpoint():
         load = Load(at=at, running=3.0, waiting=0.0, counters=EngineCounters(steps=1.0))
         store.observe(store.begin_scrape(endpoint(store)), load, float(at))
     assert state(store) is HealthState.HEALTHY
+
+
+def test_requests_that_eject_no_more_leave_no_endpoint_out():
+    """After a reload with `failures: 0`, also during a probe; endpoints out of reach stay out."""
+    addresses = [f"10.0.0.{n}:8000" for n in range(1, 9)]
+    store = fleet_of(*addresses)
+    for address in (FIRST, SECOND, THIRD):
+        for _ in range(3):
+            store.record_outcome(
+                endpoint(store, address), RequestOutcome.FAILED, sent_at=1.0, now=1.0
+            )
+    missed(store, THIRD, "refused")
+    store.record_sent(endpoint(store, SECOND), 7.0)
+    states = [state(store, address) for address in addresses[:3]]
+    assert states == [HealthState.EJECTED, HealthState.PROBING, HealthState.DOWN]
+    store.outlier_detector.reconfigure(OutlierDetectionSettings(failures=0), 8.0)
+    # What changes for requests is seen with the next outcome or scrape.
+    store.record_outcome(endpoint(store, SECOND), RequestOutcome.FAILED, sent_at=7.0, now=8.1)
+    for _ in range(9):
+        store.record_outcome(endpoint(store, FIRST), RequestOutcome.FAILED, sent_at=8.1, now=8.2)
+    states = [state(store, address) for address in addresses[:3]]
+    assert states == [HealthState.HEALTHY, HealthState.HEALTHY, HealthState.DOWN]
 
 
 def test_refusal_at_the_serving_port_is_unreachable():

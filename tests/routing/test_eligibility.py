@@ -33,7 +33,7 @@ class EligibilityFixture:
 
     def __init__(self, settings: OutlierDetectionSettings = OutlierDetectionSettings()) -> None:  # noqa: B008 - a frozen value
         self.store = PoolStore(on_gone=lambda _: None)
-        self.store.outlier_detector.reconfigure(settings)
+        self.store.outlier_detector.reconfigure(settings, 0.0)
         self.store.set_endpoints([Endpoint(address) for address in ADDRESSES], 0.0)
         self.now = 10.0
         self.rng = random.Random(7)
@@ -367,6 +367,7 @@ def test_a_readmitted_endpoint_has_slow_start():
     assert not fixture.member(FIRST).is_ejected
     assert fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
     fixture.store.outlier_detector.reconfigure(
-        msgspec.structs.replace(fixture.store.outlier_detector.settings, slow_start_s=0.0)
+        msgspec.structs.replace(fixture.store.outlier_detector.settings, slow_start_s=0.0),
+        fixture.now,
     )
     assert fixture.eligible_addresses() == ADDRESSES
