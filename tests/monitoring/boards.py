@@ -327,11 +327,11 @@ OVERVIEW = Board(
                             "count by (namespace, pool)"
                             " (max by (namespace, pool, endpoint) (extproc_endpoint_up{<pool>}))"
                             f" or {_NONE}",
-                            "{{pool}} all",
+                            "{{namespace}} {{pool}} all",
                         ),
                         Query(
                             f"{_SERVING} or {_NONE}",
-                            "{{pool}} serving",
+                            "{{namespace}} {{pool}} serving",
                         ),
                     ],
                 ),
@@ -350,7 +350,7 @@ OVERVIEW = Board(
                             "count by (namespace, job) (extproc_info{<process>})"
                             " or 0 * count by (namespace, job)"
                             " (max_over_time(extproc_info{<process>}[1h]))",
-                            "{{job}}",
+                            "{{namespace}} {{job}}",
                         )
                     ],
                     width=6,
@@ -461,7 +461,7 @@ ONE_POOL = Board(
                 _EJECTIONS,
                 Panel(
                     "Ejections by endpoint",
-                    "How often an endpoint is ejected: one that comes and goes is not well.",
+                    "How often an endpoint is ejected; repeated ejections mean an unstable engine.",
                     "cps",
                     _rates("extproc_endpoint_ejections_total", "endpoint"),
                 ),
@@ -898,8 +898,17 @@ SLOW = Board(
 )
 
 
-def _scaling(name: str) -> list[Query]:
-    return _gauge(f"extproc_scaling_{name}", "pool", fold="max", staged="autoscaling")
+#: Legend of a pool: another namespace may have one of the same name.
+_POOL = "{{namespace}} {{pool}}"
+
+
+def _scaling(name: str, *labels: str, fold: str = "max", matcher: str = "") -> str:
+    """A gauge of the autoscaler, of which each replica of extproc has the same value."""
+    by = ", ".join(("namespace", "pool", *labels))
+    return f"{fold} by ({by}) (extproc_scaling_{name}{{<pool>{matcher}}})"
+
+
+_AVAILABLE = _scaling("replicas", matcher=',state="available"')
 
 
 SCALING = Board(
@@ -939,7 +948,7 @@ SCALING = Board(
                         Query(
                             "sum by (namespace, pool) (extproc_endpoint_inflight_requests{<pool>})"
                             f" / ({_SERVING} > 0)",
-                            "{{pool}}",
+                            _POOL,
                         )
                     ],
                 ),
@@ -953,15 +962,9 @@ SCALING = Board(
                     "Engines that the policy wants, that the target asks for, that start and that are available.",
                     "short",
                     [
+                        Query(_scaling("desired_replicas"), f"{_POOL} desired", "autoscaling"),
                         Query(
-                            "max by (pool) (extproc_scaling_desired_replicas{<pool>})",
-                            "{{pool}} desired",
-                            "autoscaling",
-                        ),
-                        Query(
-                            "max by (pool, state) (extproc_scaling_replicas{<pool>})",
-                            "{{pool}} {{state}}",
-                            "autoscaling",
+                            _scaling("replicas", "state"), f"{_POOL} {{{{state}}}}", "autoscaling"
                         ),
                     ],
                 ),
@@ -969,14 +972,7 @@ SCALING = Board(
                     "Missing replicas",
                     "Engines that the policy wants and that are not available.",
                     "short",
-                    [
-                        Query(
-                            "max by (pool) (extproc_scaling_desired_replicas{<pool>})"
-                            ' - max by (pool) (extproc_scaling_replicas{<pool>,state="available"})',
-                            "{{pool}}",
-                            "autoscaling",
-                        )
-                    ],
+                    [Query(f"{_scaling('desired_replicas')} - {_AVAILABLE}", _POOL, "autoscaling")],
                     steps=_COUNT_LOOK,
                 ),
                 Panel(
@@ -984,23 +980,15 @@ SCALING = Board(
                     "Requests that wait or run per available engine, now and as the mean over the window of the policy.",
                     "short",
                     [
-                        Query(
-                            "max by (pool) (extproc_scaling_queue_depth{<pool>})",
-                            "{{pool}} now",
-                            "autoscaling",
-                        ),
-                        Query(
-                            "max by (pool) (extproc_scaling_queue_depth_mean{<pool>})",
-                            "{{pool}} mean",
-                            "autoscaling",
-                        ),
+                        Query(_scaling("queue_depth"), f"{_POOL} now", "autoscaling"),
+                        Query(_scaling("queue_depth_mean"), f"{_POOL} mean", "autoscaling"),
                     ],
                 ),
                 Panel(
                     "Arrivals",
                     "Requests per second at all replicas of extproc, mean over three minutes.",
                     "reqps",
-                    _scaling("requests_per_second"),
+                    [Query(_scaling("requests_per_second"), _POOL, "autoscaling")],
                 ),
                 Panel(
                     "Work over capacity",
@@ -1008,10 +996,9 @@ SCALING = Board(
                     "percentunit",
                     [
                         Query(
-                            "max by (pool) (extproc_scaling_work_per_second{<pool>})"
-                            " / (max by (pool) (extproc_scaling_replica_work_per_second{<pool>})"
-                            ' * max by (pool) (extproc_scaling_replicas{<pool>,state="available"}))',
-                            "{{pool}}",
+                            f"{_scaling('work_per_second')}"
+                            f" / ({_scaling('replica_work_per_second')} * {_AVAILABLE})",
+                            _POOL,
                             "autoscaling",
                         )
                     ],
@@ -1021,7 +1008,7 @@ SCALING = Board(
                     "Cold start",
                     "Seconds from the request for an engine to its first response, learned.",
                     "s",
-                    _scaling("cold_start_seconds"),
+                    [Query(_scaling("cold_start_seconds"), _POOL, "autoscaling")],
                 ),
                 Panel(
                     "Changes by reason",
@@ -1048,13 +1035,7 @@ SCALING = Board(
                     "Counters complete",
                     "1 if the counters of all replicas of extproc are known, else 0, which keeps engines.",
                     "short",
-                    [
-                        Query(
-                            "min by (pool) (extproc_scaling_counters_complete{<pool>})",
-                            "{{pool}}",
-                            "autoscaling",
-                        )
-                    ],
+                    [Query(_scaling("counters_complete", fold="min"), _POOL, "autoscaling")],
                     steps=((0.0, "red"), (1.0, "green")),
                 ),
             ],

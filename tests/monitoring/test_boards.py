@@ -175,12 +175,12 @@ def series_of(name, instance, values):
     }
 
 
-def check_panel(folder, board, title, series, labels, value):
-    """Let promtool compare the only query of a panel with a value, for all pools."""
+def check_panel(folder, board, title, series, values):
+    """Let promtool compare the only query of a panel with values by labels, for all pools."""
     (panel,) = [panel for panel in board.panels() if panel.title == title]
     (query,) = panel.queries
     expr = re.sub(r"\$(namespace|pool|model)", ".*", query.promql())
-    expected = [{"labels": labels, "value": value}]
+    expected = [{"labels": labels, "value": value} for labels, value in values.items()]
     check = {"expr": expr, "eval_time": "30m", "exp_samples": expected}
     test_alerts.run_rules(folder, series, check, only="ExtprocDown")
 
@@ -200,7 +200,7 @@ def test_tokens_on_an_endpoint_count_once(board, title, value, tmp_path):
         **series_of("extproc_endpoint_prefill_seconds_per_token", "a", {"a:1": 0.0005}),
         **series_of("extproc_endpoint_prefill_seconds_per_token", "b", {"a:1": 0.0005}),
     }
-    check_panel(tmp_path, board, title, series, '{endpoint="a:1"}', value)
+    check_panel(tmp_path, board, title, series, {'{endpoint="a:1"}': value})
 
 
 def test_ejected_endpoints_do_not_share_requests_in_flight(tmp_path):
@@ -218,7 +218,28 @@ def test_ejected_endpoints_do_not_share_requests_in_flight(tmp_path):
         ),
     }
     title, labels = "Requests in flight per endpoint", '{namespace="models", pool="vllm"}'
-    check_panel(tmp_path, boards.SCALING, title, series, labels, 20)
+    check_panel(tmp_path, boards.SCALING, title, series, {labels: 20})
+
+
+@pytest.mark.parametrize(
+    ("title", "in_a", "in_b"), [("Missing replicas", 8, 0), ("Work over capacity", 4, 0.2)]
+)
+def test_pools_of_the_same_name_are_scaled_separately(title, in_a, in_b, tmp_path):
+    """Two of ten engines are available in one namespace, all ten in another."""
+    values = {
+        "desired_replicas{": (10, 10),
+        'replicas{state="available",': (2, 10),
+        "work_per_second{": (40, 10),
+        "replica_work_per_second{": (5, 5),
+    }
+    series = {
+        f'extproc_scaling_{name}namespace="{space}",pool="vllm"}}': test_alerts.gauge(value)
+        for name, pair in values.items()
+        for space, value in zip("ab", pair, strict=True)
+    }
+    labels = [f'{{namespace="{space}", pool="vllm"}}' for space in "ab"]
+    expected = dict(zip(labels, (in_a, in_b), strict=True))
+    check_panel(tmp_path, boards.SCALING, title, series, expected)
 
 
 def test_a_loss_by_the_shadow_is_on_the_axis():
