@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import socket
 import sys
@@ -54,6 +55,29 @@ def test_check_describes_a_file(tmp_path, capsys):
     ):
         assert fact in output
     assert "warning" not in output
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_TRACES_SAMPLER", "foo"),
+        ("OTEL_TRACES_SAMPLER_ARG", "7"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
+    ],
+)
+def test_check_refuses_an_environment_of_traces_that_serve_refuses(
+    variable, value, monkeypatch, capsys
+):
+    """The error names the variable; without a receiver no variable is read."""
+    command = ["check", "--strict", "--endpoints", "127.0.0.1:8000"]
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    assert main.main(command) == 0
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    assert main.main(command) == 2
+    assert variable in capsys.readouterr().err
 
 
 def test_check_takes_the_flags_of_serve(capsys):
