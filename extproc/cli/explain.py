@@ -186,7 +186,7 @@ def _lines(args: argparse.Namespace, explanation: dict[str, Any]) -> Iterator[st
             )
             yield main.paint(line, "bold", sys.stdout) if is_result else line
         if args.legend:
-            yield f"\n{explanation_text.render_legend()}".removesuffix("\n")
+            yield f"\n{explanation_text.render_legend(explanation)}".removesuffix("\n")
 
 
 def _explain_dry_run(

@@ -10,7 +10,7 @@ from extproc.telemetry.explanation import Json
 #: States of endpoints that are tried only where no other is left.
 _FAILING = frozenset({"ejected", "probing", "down"})
 
-#: What columns mean.
+#: Meaning of columns.
 _LEGEND = {
     "CANDIDATE": "endpoint that could be chosen, ip:port",
     "HEALTH": "ok, or suspect, ejected, probing, down: for how long and why",
@@ -24,19 +24,40 @@ _LEGEND = {
     "QUEUED": "prompt tokens sent there and not yet computed",
     "ADAPTERS": "LoRA adapters in its batch; - is none, ? is unknown",
     "FILTER": "step that drops endpoints; LEFT is how many remain",
-    "SCORE": "finalist; a column for each scorer: score = weight * score",
+    "SCORE": "finalist; a column for each scorer, x its weight: raw score = weighted score",
     "COST": "finalist; a column for each part of the estimated cost",
-    "TOTAL": "sum of the columns: the highest score or the lowest cost is best",
+    "TOTAL": "sum of the weighted scores or of the costs: the highest score or the lowest cost is best",
     "ORDER": "1 is the chosen endpoint, 2 the first fallback; empty is not named",
     "chosen by": "picker; rendezvous decides among near totals by a hash of the conversation",
     "runner-up": "endpoint with the best total but that of the chosen one",
 }
 
+#: Meaning of the terms of the cost `estimated-time`; those after `batch` are delays of other requests,
+#: and of later tokens.
+_COST_TERMS = {
+    "queue": "wait for the prompt tokens that are queued there",
+    "prefill": "computation of the uncached tokens of this prompt",
+    "iteration": "rest of the running iteration, and that of the first token",
+    "adapter": "load of the LoRA adapter, and the wait for a slot",
+    "memory": "wait until responses end that fill the KV cache",
+    "batch": "wait for a place in the batch of the engine",
+    "slowdown": "slower tokens of this response and of those beside it",
+    "waiting": "delay of requests that wait for their first token there",
+    "waste": "work that another endpoint has done: its cached tokens and loaded adapter",
+    "crowding": "later cache misses of conversations that this one displaces",
+}
 
-def render_legend() -> str:
+
+def render_legend(explanation: Json) -> str:
     """Renders the meaning of all columns, and of the last line, one per line."""
-    width = max(map(len, _LEGEND))
-    return "".join(f"{name:<{width}}  {text}\n" for name, text in _LEGEND.items())
+    meanings = {}
+    for name, text in _LEGEND.items():
+        meanings[name] = text
+        if name == "COST":
+            shown = (explanation.get("cost") or {}).get("terms", ())
+            meanings |= {term: _COST_TERMS[term] for term in shown if term in _COST_TERMS}
+    width = max(map(len, meanings))
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in meanings.items())
 
 
 def render_table(explanation: Json) -> str:

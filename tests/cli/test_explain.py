@@ -381,6 +381,10 @@ def test_health_is_shown_with_cause_and_time(files, tmp_path, capsys):
     output = told_by(capsys, files["body"], "--state", str(state), "--legend")
     assert "10.0.0.1:8000 ejected for 4 s: errors" in re.sub(" +", " ", output)
     assert "ORDER      1 is the chosen endpoint" in output
+    table, _, legend = output.rpartition("\n\n")
+    (head,) = [line for line in table.splitlines() if line.startswith("COST ms")]
+    meanings = {line.partition("  ")[0] for line in legend.splitlines()}
+    assert {"queue", "waste", *head.split()[2:]} <= meanings
     assert "all endpoints" not in output
     state.write_text(HEALTH.replace('.2:8000"', '.2:8000", health: ejected, cause: hung'))
     output = told_by(capsys, files["body"], "--state", str(state))
