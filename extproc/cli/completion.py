@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from extproc import distribution
@@ -45,12 +45,32 @@ def run(args: argparse.Namespace) -> int:
     from extproc.cli import main
 
     parser = main.build_parser(main.COMMANDS)
+    words = _list_words()
     for action in _find_actions(parser):
         kind = _COMPLETED.get(str(action.metavar).rpartition("|")[2])
         if kind:
             setattr(action, "complete", getattr(shtab, kind))  # noqa: B010 - where shtab looks for it
+        name = action.option_strings[0].lstrip("-") if action.option_strings else action.dest
+        if words.get(name):
+            setattr(action, "choices", words[name])  # noqa: B010 - the script offers them
+        if action.option_strings and action.nargs == "?":
+            # zsh would demand the value.
+            setattr(action, "nargs", 0)  # noqa: B010 - the parser does nothing but be printed
     print(shtab.complete(parser, shell=args.shell))
     return 0
+
+
+def _list_words() -> Mapping[str, Sequence[str]]:
+    """List the words that flags and arguments take, by name; a name means the same in all commands."""
+    from extproc.cli import envoy_config, flag_table
+
+    # By name, as all commands are imported: the picker does without the simulator.
+    profiles = importlib.import_module("extproc.simulator.profiles")
+    return {
+        **{flag.name: flag_table.choices(flag) for flag in flag_table.FLAGS},
+        "profile": sorted(profiles.PROFILES),
+        "name": envoy_config.names(),
+    }
 
 
 def _find_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

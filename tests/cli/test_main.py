@@ -1,12 +1,16 @@
 import io
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli import envoy_config, main
+from extproc.scheduling import registry
+from extproc.simulator import profiles
 
 
 def test_help_names_every_command(capsys):
@@ -191,6 +195,36 @@ def test_completion_offers_files(capsys):
     output = capsys.readouterr().out
     assert "_shtab_extproc_serve___config_file_COMPGEN=_shtab_compgen_files" in output
     assert "_shtab_extproc_replay_pos_0_COMPGEN=_shtab_compgen_files" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("serve___transport", ["native", "grpcio"]),
+        ("serve___log_level", ["debug", "info", "warning", "error"]),
+        ("explain___strategy", list(registry.profiles())),
+        ("replay___strategy", list(registry.profiles())),
+        ("engine___profile", sorted(profiles.PROFILES)),
+        ("envoy_config_pos_0", list(envoy_config.names())),
+    ],
+)
+def test_completion_offers_the_words_of_a_closed_set(name, words, capsys):
+    """They are those that the help and the errors list."""
+    pytest.importorskip("shtab", reason="the group dev of pyproject.toml has it")
+    assert main.main(["completion", "bash"]) == 0
+    (quoted,) = re.findall(
+        rf"^_shtab_extproc_{name}_choices=\((.*)\)$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert shlex.split(quoted) == words
+
+
+def test_completion_of_zsh_demands_no_optional_value(capsys):
+    """A flag that may stand alone does so in the script."""
+    pytest.importorskip("shtab", reason="the group dev of pyproject.toml has it")
+    assert main.main(["completion", "zsh"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--xds[" in line]
+    assert lines
+    assert not [line for line in lines if line.rstrip().endswith(':"')]
 
 
 def test_completion_without_its_extra_names_the_extra(capsys, monkeypatch):
