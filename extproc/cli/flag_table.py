@@ -243,9 +243,14 @@ FLAGS: Sequence[Flag] = (
     Flag(
         "allow-unsupported",
         "scheduling.allow_unsupported",
-        "start although the file asks for what is missing here, such as prefill of its own",
+        "start although the file needs a missing feature, such as separate prefill engines",
     ),
-    Flag("fallback-endpoints", "scheduling.fallbacks", "endpoints named after the chosen one", "N"),
+    Flag(
+        "fallback-endpoints",
+        "scheduling.fallbacks",
+        "further endpoints that Envoy tries if the chosen one fails",
+        "N",
+    ),
     Flag(
         "disable-endpoint-subset-filter",
         "scheduling.respect_subset",
@@ -255,7 +260,7 @@ FLAGS: Sequence[Flag] = (
     Flag(
         "emit-endpoint-scores",
         "decisions.scores",
-        "tell the data plane what endpoints were compared by",
+        "send the scores of endpoints to Envoy as dynamic metadata",
     ),
     Flag(
         "refresh-metrics-interval",
@@ -279,7 +284,11 @@ FLAGS: Sequence[Flag] = (
         "BYTES",
         read=_size_if_any,
     ),
-    Flag("conformance-testing", "conformance", "obey the test headers"),
+    Flag(
+        "conformance-testing",
+        "conformance",
+        "accept the header of conformance tests that names an endpoint",
+    ),
     Flag(
         "seed",
         "seed",
@@ -295,7 +304,7 @@ FLAGS: Sequence[Flag] = (
         read=_zap_development,
     ),
     Flag("v", "log.level", "verbosity; 4 and more is debug", "N", read=_verbosity),
-    Flag("zap-log-level", "log.level", "the same in words", "LEVEL", read=_zap),
+    Flag("zap-log-level", "log.level", "the level by name, as zap has it", "LEVEL", read=_zap),
     Flag("log-level", "log.level", "least severe level that is logged", "LEVEL"),
     Flag("zap-encoder", "log.format", "json, or console, which is text", "WORD", read=_zap_encoder),
     Flag("log-format", "log.format", "format of log lines", "FORMAT"),

@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(unknown_flags=[])
     source = parser.add_argument_group("what to serve")
     _add(source, "config-file", metavar="FILE", help="YAML or JSON configuration")
-    _add(source, "config-text", metavar="YAML", help="the same, written out")
+    _add(source, "config-text", metavar="YAML", help="the configuration itself, as text")
     _add(
         source,
         "endpoints",

@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=main.seconds_parser(1.0, 86_400.0),
         default=60.0,
-        help="length (%(default)s)",
+        help="seconds to record (%(default)s)",
     )
     add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
 

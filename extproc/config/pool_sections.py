@@ -160,8 +160,8 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
         allow_unsupported: Accept plugins of an EndpointPickerConfig that split requests over
             several engines, such as separate prefill engines. False: the deployment would seem to
             work while those engines are idle.
-        fallbacks: Fallback endpoints named after the chosen endpoint (count). 0, because only a
-            data plane with an override-host policy can use them.
+        fallbacks: Further endpoints that Envoy tries if the chosen one fails (count). 0, because
+            only a data plane with an override-host policy can use them.
         respect_subset: Choose only among the endpoints that a gateway allows (EPP protocol 004,
             subset hint). True, because other endpoints were not allowed to serve the request.
         unknown_model: Treatment of a request for a model that no endpoint lists, once all endpoints

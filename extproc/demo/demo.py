@@ -102,7 +102,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many of five turns to hold; fewer fit into the caches of any engine (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the conversations (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the conversations (%(default)s)"
+    )
 
 
 def _positive(text: str) -> int:

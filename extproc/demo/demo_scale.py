@@ -69,9 +69,18 @@ class DemoAddresses(msgspec.Struct, frozen=True):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add = parser.add_argument
-    add("--envoy-config", default="original-dst", metavar="NAME|FILE", help="to run (%(default)s)")
+    add(
+        "--envoy-config",
+        default="original-dst",
+        metavar="NAME|FILE",
+        help="Envoy profile or file (%(default)s)",
+    )
     add("--plot", default=".cache/demo-scale.png", help="file for the charts (%(default)s)")
-    add("--short", action="store_true", help="a fifth of the load, scaled sooner")
+    add(
+        "--short",
+        action="store_true",
+        help="a shorter demo: a fifth of the load, and quicker scaling",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

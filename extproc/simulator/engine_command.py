@@ -24,29 +24,55 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default="demo", help="name of the base model (%(default)s)")
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
     add("--max-loras", type=int, help="adapter slots; 0 turns LoRA off (of the profile)")
-    add("--profile", default="demo", help="the machine to simulate (%(default)s)")
-    add("--speed", type=float, default=1.0, help="times faster than it (%(default)s)")
-    add("--seed", type=int, default=0, help="of request ids and fault rates (%(default)s)")
+    add("--profile", default="demo", help="machine to simulate, as h100-8b-bf16 (%(default)s)")
+    add(
+        "--speed", type=float, default=1.0, help="factor of its speed; 1 is real time (%(default)s)"
+    )
+    add("--seed", type=int, default=0, help="seed of random request ids and faults (%(default)s)")
     add("--kv-tokens", type=int, help="KV cache in tokens (of the profile)")
     add("--block-tokens", type=int, help="tokens per KV block (of the profile)")
     add("--host-kv-tokens", type=int, help="evicted tokens that its host holds (of the profile)")
-    add("--reload-us", type=float, help="to load a token from there (of the profile)")
+    add(
+        "--reload-us",
+        type=float,
+        help="microseconds to load a token from host memory (of the profile)",
+    )
     add("--max-num-seqs", type=int, help="sequences in the batch (of the profile)")
     add("--token-budget", type=int, help="tokens per step (of the profile)")
     add("--max-model-len", type=int, help="prompt plus output tokens (of the profile)")
     add("--max-queued", type=int, help="requests before it answers 503; 0 is no limit")
-    add("--cold-start-s", type=float, default=0.0, help="until it listens (%(default)s)")
-    add("--output-tokens", type=int, default=64, help="where none are asked for (%(default)s)")
-    add("--coalesce-ms", type=float, default=5.0, help="tokens this close share a chunk")
-    add("--keepalive-s", type=float, default=5.0, help="closes idle connections (%(default)s)")
+    add("--cold-start-s", type=float, default=0.0, help="seconds before it listens (%(default)s)")
+    add(
+        "--output-tokens",
+        type=int,
+        default=64,
+        help="length where max_tokens is not set (%(default)s)",
+    )
+    add(
+        "--coalesce-ms",
+        type=float,
+        default=5.0,
+        help="tokens within so many ms are one chunk (%(default)s)",
+    )
+    add(
+        "--keepalive-s",
+        type=float,
+        default=5.0,
+        help="seconds until an idle connection is closed (%(default)s)",
+    )
     add("--hide-cached-tokens", action="store_true", help="no cached_tokens in usage")
     add(
         "--kv-events-port",
         type=int,
         default=0,
-        help="publishes KV events; 0 does not (%(default)s)",
+        help="port that publishes KV events; 0 is off (%(default)s)",
     )
-    add("--kv-replay-port", type=int, default=0, help="sends earlier ones again (%(default)s)")
+    add(
+        "--kv-replay-port",
+        type=int,
+        default=0,
+        help="port that replays earlier KV events; 0 is off (%(default)s)",
+    )
     add(
         "--kv-events-form",
         choices=("map", "array"),

@@ -78,7 +78,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=replay_traffic.MAX_REQUESTS,
         metavar="N",
-        help="only the first N requests",
+        help="only the first N requests (%(default)s)",
     )
     add(
         "--engine",

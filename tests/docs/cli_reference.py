@@ -85,9 +85,8 @@ def _row(action: argparse.Action) -> str:
         value = f"`{named}`" if isinstance(named, str) else f"`{' '.join(named)}`"
     default, text = action.default, action.help or ""
     # A default in words may differ from machine to machine.
-    is_shown = (
-        default not in (None, False, argparse.SUPPRESS, (), [], "") and "default:" not in text
-    )
+    is_unset = default is None or default is False or default in (argparse.SUPPRESS, (), [], "")
+    is_shown = not is_unset and "default:" not in text
     shown = f"`{default}`" if is_shown else ""
     text = text.replace(" (%(default)s)", "").replace("%%", "%")
     return f"| {flag} | {value.replace('|', chr(92) + '|')} | {shown} | {reference.cell(text)} |"

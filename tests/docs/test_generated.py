@@ -1,11 +1,14 @@
 """Generated parts of the documentation are what the code says."""
 
+import argparse
+import itertools
 import re
 
 import pytest
 
 from extproc.scheduling import registry
-from tests.docs import generate, helm_reference, http_reference, metrics_reference
+from extproc.simulator import engine_command
+from tests.docs import cli_reference, generate, helm_reference, http_reference, metrics_reference
 
 PAGES = list(generate.pages())
 
@@ -24,6 +27,23 @@ def test_every_generated_block_is_on_a_page(name):
     holders = [path for path in PAGES if begin in path.read_text(encoding="utf-8")]
     assert len(holders) == 1, holders
     assert end in holders[0].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("flag", ["seed", "cold-start-s", "kv-events-port", "coalesce-ms"])
+def test_defaults_of_numbers_are_in_the_reference_and_in_the_help(flag):
+    """A default of 0 as well."""
+    rows = cli_reference.block().partition("## engine\n")[2].splitlines()
+    (row,) = [
+        row
+        for row in itertools.takewhile(lambda row: row[:3] != "## ", rows)
+        if f"`--{flag}`" in row
+    ]
+    default = row.split("|")[3].strip(" `")
+    assert re.fullmatch(r"[0-9.]+", default)
+    parser = argparse.ArgumentParser()
+    engine_command.add_flags(parser)
+    text = parser.format_help().partition(f"\n  --{flag} ")[2].partition("\n  --")[0]
+    assert f"({default})" in text
 
 
 @pytest.mark.parametrize("name", registry.profiles())
