@@ -224,7 +224,7 @@ class AggregatedDiscoveryServicer:
     def _record_result(self, stream: _Stream, result: RequestResult) -> None:
         if result.node and not stream.node:
             stream.node = result.node
-            _log.info("xDS: Envoy %s listens", result.node)
+            _log.info("xDS: Envoy with node id %s subscribed", result.node)
         nack = result.nack
         if nack is None:
             return
