@@ -43,6 +43,7 @@ def row(seed=1, load=0.5, **columns):
     return score.ScenarioRow(seed, "title", ["chat"], load, figures)
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_scenario_every_time():
     """All that is drawn comes from the seed, and other seeds draw other scenarios."""
     first = [scenarios.draw(seed) for seed in range(1, 13)]
@@ -87,6 +88,7 @@ def small(seed=7):
     return dataclasses.replace(scenarios.draw(seed), requests=40)
 
 
+@pytest.mark.slow
 def test_recorded_rates_are_of_the_scenarios_that_are_drawn():
     """A field that is new in `Scenario` changes their keys; record the rates under the new ones."""
     rates = json.loads((rig.RESULTS / f"{saturation.RECORD}.json").read_text())["rates"]
@@ -256,6 +258,7 @@ def test_the_plot_is_of_the_record():
     assert entry is None or plots.digest(entry) in plots.PATH.read_text()
 
 
+@pytest.mark.slow
 def test_every_scenario_has_traits():
     """Engines, pickers, metrics and load of each are of a kind."""
     for seed in range(1, 41):

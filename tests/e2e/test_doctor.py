@@ -74,6 +74,7 @@ async def test_a_shipped_file_has_no_errors(template):
             assert status == 0
 
 
+@pytest.mark.slow
 async def test_a_picker_that_is_gone_is_an_error():
     """Envoy says that no replica is healthy, and the picker does not answer itself."""
     async with installed("127.0.0.1:1", template="original-dst-buffered.yaml") as fixture:
@@ -86,6 +87,7 @@ async def test_a_picker_that_is_gone_is_an_error():
         await fixture.start_extproc()
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_envoy_lacks_is_an_error():
     """Endpoints stand in two places with the override-host profile."""
     async with installation.installed(

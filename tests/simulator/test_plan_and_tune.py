@@ -68,6 +68,7 @@ def test_a_strategy_is_written_out_as_a_profile(name):
     assert replay_tuning.find_numbers(changed)[1:] == numbers[1:]
 
 
+@pytest.mark.slow
 def test_a_bad_setting_is_found_and_mended(tmp_path):
     """A weight that sends everything to one endpoint loses to others, beyond noise."""
     path, _ = write(tmp_path, "adaptive", talks(120), client=client.Client(users=24))
@@ -98,6 +99,7 @@ def test_a_strategy_with_failing_requests_is_not_tuned(recording, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_says_when_a_gain_is_noise(recording, capsys):
     """Few trials of a good strategy find nothing to believe in, or nothing at all."""
     argv = ["tune", str(recording), "--strategy", "adaptive", "--trials", "3"]
@@ -118,6 +120,7 @@ def test_strategies_without_numbers_are_not_tuned(recording, capsys):
     assert "a strategy with numbers to tune" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plots_and_pages_are_drawn(recording, tmp_path):
     """A page has everything in itself."""
     pytest.importorskip("matplotlib")

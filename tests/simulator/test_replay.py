@@ -46,6 +46,7 @@ def test_the_recorded_strategy_decides_alike(tmp_path, strategy):
         assert agreement.by_chance <= 2
 
 
+@pytest.mark.slow
 def test_ties_among_many_endpoints_are_decided_alike(tmp_path):
     """Chance among twenty equal endpoints takes more draws than among two."""
     fleet = [scenario.EngineGroup(count=20, profile="l4-8b-fp8")]
@@ -222,6 +223,7 @@ def test_the_command_shows_agreement_estimates_and_a_verdict(tmp_path, capsys):
     assert strategies == ["recorded (round-robin)", "adaptive"]
 
 
+@pytest.mark.slow
 def test_equal_strategies_differ_by_noise(tmp_path):
     """No verdict comes of a difference that chance explains."""
     path, _ = write(tmp_path, "least-load", talks(), client=client.Client(users=12))
@@ -299,6 +301,7 @@ def test_strategies_without_a_goal_are_compared_with_one_that_has_it(tmp_path):
     assert goals == ["throughput", "throughput", "balanced"]
 
 
+@pytest.mark.slow
 def test_settings_may_change_while_it_is_recorded(tmp_path, capsys):
     """Each part agrees with the strategy that was in force; estimates are of the last one."""
     parts = []
