@@ -185,10 +185,16 @@ def work(
 
 
 class DemandEstimator:
-    """Estimates the demand of a scale target. Mutable; owned by its control loop."""
+    """Estimates the demand of a scale target. Mutable; owned by its control loop.
 
-    def __init__(self, settings: EstimatorSettings) -> None:
+    Args:
+        gap_s: Seconds between two readings after which neither a cold start nor the throughput is
+            learned from the time between them. Infinite where readings are never missed.
+    """
+
+    def __init__(self, settings: EstimatorSettings, *, gap_s: float = math.inf) -> None:
         self._settings = settings
+        self._gap_s = gap_s
         self._learned = EstimatorState(cold_start_s=settings.cold_start_s)
 
     @property
@@ -326,7 +332,7 @@ class DemandEstimator:
         before = self._learned
         queued = total.held + observation.waiting >= max(1, observation.available)
         same = observation.available == before.pressed > 0
-        if not (queued and same and total.complete and since):
+        if not (queued and same and total.complete and 0 < since <= self._gap_s):
             return before.done, before.busy_s
         busy_s = observation.available * since
         keep = math.exp(-busy_s / _FADE_S)
@@ -338,7 +344,9 @@ class DemandEstimator:
         """Mean cold start in seconds, and the other two as `starting` and `most_available`."""
         before, available = self._learned, observation.available
         starting, most = list(before.starting), before.most_available
-        if observation.spec > before.spec and before.at is not None:
+        # In a gap, replicas may have been requested, and may have answered, at any time.
+        is_timed = before.at is not None and now - before.at <= self._gap_s
+        if observation.spec > before.spec and before.at is not None and is_timed:
             if not starting:
                 most = before.available
             # The request came at some time since the last reading.
@@ -347,9 +355,10 @@ class DemandEstimator:
         # One that was away for a moment and answers again did not start.
         answered = min(available - most, sum([count for _, count in starting]))
         if answered > 0:
-            seen_s = sum([(now - at) * count for at, count in _split(starting, answered)[0]])
-            mean_s += _NEW * (seen_s / answered - mean_s)
-            starting = _split(starting, answered)[1]
+            started, starting = _split(starting, answered)
+            if is_timed:
+                seen_s = sum([(now - at) * count for at, count in started])
+                mean_s += _NEW * (seen_s / answered - mean_s)
         # Of replicas that are no longer wanted, those go that were requested last.
         starting = _split(starting, observation.spec - available)[0]
         if not starting and observation.spec <= available:

@@ -154,6 +154,27 @@ def test_replicas_that_are_given_up_have_no_cold_start():
     assert estimator.state.starting == ()
 
 
+@pytest.mark.parametrize("requested_at", [0, 3600])
+def test_no_cold_start_is_learned_from_a_gap_in_readings(requested_at):
+    """Replicas are requested before or in an hour without readings, and answer at its end."""
+    estimator = DemandEstimator(SERIAL_SETTINGS, gap_s=15.0)
+    raised = 4 if requested_at == 0 else 1
+    for now, spec, available in ((0, 1, 1), (5, raised, 1), (3600, 4, 4), (3605, 4, 4)):
+        demand = read(estimator, float(now), TargetObservation(spec=spec, available=available))
+    assert demand.cold_start_s == 60.0
+    assert estimator.state.starting == ()
+    for now, available in ((3610, 4), (3620, 4), (3630, 4), (3640, 5)):
+        demand = read(estimator, float(now), TargetObservation(spec=5, available=available))
+    assert demand.cold_start_s == pytest.approx((60 + 35) / 2)
+
+
+def test_no_throughput_is_learned_from_a_gap_in_readings():
+    """A picker that was away for an hour has few answers, and its engines were not busy for it."""
+    estimator = DemandEstimator(SERIAL_SETTINGS, gap_s=15.0)
+    read(estimator, 0.0, held=9, answered=100.0)
+    assert read(estimator, 3600.0, held=9, answered=1.0).throughput == 1.0
+
+
 def test_learned_values_survive_a_restart():
     """Another meter reads the same from JSON, on another clock."""
     first, second = DemandEstimator(SERIAL_SETTINGS), DemandEstimator(SERIAL_SETTINGS)

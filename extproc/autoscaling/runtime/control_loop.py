@@ -28,6 +28,10 @@ _log = logging.getLogger("extproc.server")
 #: or the election of the replica that may act is still running.
 _RETRY_S = 1.0
 
+#: Intervals of the policy after which the time between two readings says nothing of engines: a single
+#: failed reading is no gap.
+_GAP_INTERVALS = 3.0
+
 #: Seconds until the first look of a picker whose pool is not known yet.
 _SYNC_POLL_S = 0.2
 
@@ -140,10 +144,11 @@ class ControlLoop:
         self._peers = peers
         self._clock = clock
         self._on_change = on_change
-        self._estimator = DemandEstimator(scaling.meter)
         self.scaler = PolicyRunner(
             scaling.policy_instance(f"autoscaling of {runtime.name or 'the pool'}"), scaling.bounds
         )
+        gap_s = _GAP_INTERVALS * self.scaler.policy.interval_s
+        self._estimator = DemandEstimator(scaling.meter, gap_s=gap_s)
         self.metrics = LoopMetrics(self.scaler.policy.window_s)
         self._woken = asyncio.Event()
         self._is_waiting = True

@@ -220,6 +220,19 @@ async def test_scale_down_waits_for_a_complete_window(policy):
     assert fixture.actuator.requested == []
 
 
+async def test_an_outage_of_the_api_server_is_no_cold_start():
+    """Replicas that another program requested in it had any time to start."""
+    fixture = ControlLoopFixture(spec=1, policy="adaptive")
+    fixture.come("127.0.0.1:1")
+    await fixture.pass_s(60.0)
+    fixture.actuator.fails = "look"
+    await fixture.pass_s(3600.0)
+    fixture.actuator.fails, fixture.actuator.spec = "", 2
+    fixture.come("127.0.0.1:1", "127.0.0.1:2")
+    await fixture.pass_s(10.0)
+    assert fixture.loop.demand.cold_start_s == 60.0
+
+
 @pytest.mark.parametrize("scales", [True, False])
 async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
     """Without a target the line does not read as if something was scaled."""
