@@ -178,16 +178,23 @@ class ScaleClient:
     async def send(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> bytes | api_responses.ApiError:
-        """Send a request; once more with fresh credentials where they had expired."""
+        """Send a request; once more with fresh credentials where they had expired.
+
+        A change is not sent again after the time limit: another replica may lead by then. Loading
+        credentials may take longer, and completes for the next request.
+        """
         if self._server is None:
             return api_responses.ApiError(0, "not connected")
         kind = MERGE if method == "PATCH" else "application/json"
         answer: bytes | api_responses.ApiError = api_responses.ApiError(0, "not asked")
+        half_s, now_s = self._timeout_s / 2.0, asyncio.get_running_loop().time
+        last_s = now_s() + self._timeout_s
         for _ in range(2):
+            left_s = half_s if method == "GET" else min(half_s, last_s - now_s())
+            if left_s <= 0.0:
+                break
             generation = self._server.generation
-            answer = await self._server.send(
-                method, path, body=body, seconds=self._timeout_s / 2.0, kind=kind
-            )
+            answer = await self._server.send(method, path, body=body, seconds=left_s, kind=kind)
             if not isinstance(answer, api_responses.ApiError) or not answer.credentials_expired:
                 return answer
             try:

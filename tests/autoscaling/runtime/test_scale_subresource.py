@@ -10,7 +10,9 @@ from extproc.autoscaling.runtime import autoscaler, scale_subresource
 from extproc.config import loader
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes.api_responses import ApiError
+from extproc.discovery.kubernetes.settings import KubernetesSettings
 from extproc.supervision import Supervisor
+from tests.support.virtual_loop import VirtualLoop
 
 HPA, SCALED_OBJECT = scale_subresource.KINDS
 TARGET = ScaleTarget(name="vllm", namespace="n").filled
@@ -37,12 +39,17 @@ class ApiFixture:
 
 
 class TimeLimitFixture:
-    """Takes the place of the API server, and keeps the time limits of requests."""
+    """Takes the place of the API server, and keeps the time limits of requests.
+
+    Args:
+        renewal_s: Seconds that loading credentials takes.
+    """
 
     generation = 0
 
-    def __init__(self):
+    def __init__(self, renewal_s=0.0):
         self.limits_s = []
+        self._renewal_s = renewal_s
 
     async def send(self, method, path, *, body=None, seconds, kind):
         self.limits_s.append(seconds)
@@ -51,7 +58,7 @@ class TimeLimitFixture:
         )
 
     async def renew(self, generation):
-        pass
+        await asyncio.sleep(self._renewal_s)
 
 
 @pytest.mark.parametrize(("renew_s", "limit_s"), [(10.0, 4.0), (5.0, 4.0), (14.0, 0.8)])
@@ -67,6 +74,26 @@ pool: {{autoscaling: {{target: {{name: vllm}}}}}}
     server = client._server = TimeLimitFixture()
     assert await client.send("GET", "/") == b"{}"
     assert server.limits_s == pytest.approx([limit_s / 2.0] * 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "renewal_s", "limits_s"),
+    [
+        ("PATCH", 1.0, [2.0, 2.0]),
+        ("PATCH", 3.0, [2.0, 1.0]),
+        ("PATCH", 8.0, [2.0]),
+        ("POST", 8.0, [2.0]),
+        ("GET", 8.0, [2.0, 2.0]),
+    ],
+)
+def test_a_change_is_not_sent_again_once_another_replica_may_lead(method, renewal_s, limits_s):
+    """Slow credentials let a reading through; a change ends within the time of the election."""
+    client = scale_subresource.ScaleClient(KubernetesSettings(sources=()), "me", 5.0)
+    server = client._server = TimeLimitFixture(renewal_s)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        answer = runner.run(client.send(method, "/", {}))
+    assert server.limits_s == pytest.approx(limits_s)
+    assert isinstance(answer, ApiError) is (len(limits_s) == 1)
 
 
 def scale(api):
