@@ -45,6 +45,9 @@ _EVENTS_INSTANCE = "autoscaling events"
 #: Seconds that handing over may hold up the end of a process.
 _FINAL_SAVE_S = 1.0
 
+#: Names of pools without a scaler that are logged at most (count).
+_MAX_NAMES = 5
+
 #: Seconds between two looks for refused annotations to write Events about.
 _REPORT_S = 1.0
 
@@ -212,13 +215,15 @@ class Autoscaler:
             return
         self._saved_states, self._shift_s = loaded
         self._is_state_loaded = True
-        if self._saved_states:
-            _log.info(
-                "autoscaling: going on with what was kept of %d pools", len(self._saved_states)
-            )
+        restored = self._saved_states.keys() & self._scaled.keys()
         for pool in self._scaled.values():
             remind = functools.partial(self._restore_loop, pool.loop)
             self._supervisor.call("autoscaling", remind, instance=pool.runtime.name)
+        if restored:
+            _log.info("autoscaling: going on with what was kept of %d pools", len(restored))
+        if self._saved_states and not self._registry.is_discovery_synced:
+            others = len(self._saved_states)
+            _log.info("autoscaling: what was kept of %d pools waits for their discovery", others)
 
     def _update_pool(self, name: str, runtime: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool; one that takes a target joins later."""
@@ -345,11 +350,22 @@ class Autoscaler:
             if not self._is_state_loaded:
                 return
         if self._registry.is_discovery_synced:
-            # Discovery is complete: state that is left belongs to no pool.
-            self._saved_states.clear()
+            self._drop_saved_states(store)
         await store.save(
             self._saved_states | {name: loop.state() for name, loop in self.loops.items()}
         )
+
+    def _drop_saved_states(self, store: state_store.StateStore) -> None:
+        """Drop saved states without a pool: discovery is complete."""
+        if self._saved_states:
+            names = ", ".join(repr(name)[:80] for name in sorted(self._saved_states)[:_MAX_NAMES])
+            message = (
+                f"autoscaling: expected saved state of scaled pools, got also that of "
+                f"{len(self._saved_states)} others ({names}); it is dropped; where a pool was renamed, "
+                "rename its saved state as well"
+            )
+            _log.warning("%s%s", message, store.keep_copy())
+            self._saved_states.clear()
 
     def _on_step(self, loop: ControlLoop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:

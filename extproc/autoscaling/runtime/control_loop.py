@@ -182,15 +182,23 @@ class ControlLoop:
         """Current state, for `restore` in another process."""
         return LoopState(self.scaler.state(), self._estimator.state, self._requested)
 
-    def restore(self, state: LoopState, *, shift_s: float) -> bool:
-        """Continue as `PolicyRunner.restore`; False, and no change, for another policy."""
+    def restore(self, state: LoopState, *, shift_s: float) -> None:
+        """Continue as `PolicyRunner.restore`; state of another policy leaves the policy as it is."""
         if not self.scaler.restore(state.scaler, shift_s=shift_s):
-            return False
+            kind = self.scaler.policy.kind
+            _log.log(
+                # Only another policy in the configuration is a reason to expect it.
+                logging.WARNING if state.scaler.kind == kind else logging.INFO,
+                "%s: expected state of policy %s, got state of %s that it cannot read; the policy "
+                "starts without state, and the requested replicas and all else are kept",
+                self._title,
+                kind,
+                repr(state.scaler.kind)[:80],
+            )
         self._estimator.restore(state.learned, shift_s=shift_s)
         if state.requested is not None:
             self._requested = state.requested
             self.actuator.restore(state.requested)
-        return True
 
     async def run(self) -> None:
         """Step until cancelled, and at once when a request is queued at zero replicas."""

@@ -67,24 +67,27 @@ class StateStore(ABC):
                 f"autoscaling: {self._title}: expected what extproc saved, got malformed {malformed}; "
                 "scaling starts without it, and the next save drops it"
             )
-            _log.warning("%s%s", message, self._keep_malformed())
+            _log.warning("%s%s", message, self.keep_copy())
         return states, lead_s
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
         """Write all states; a failed write is logged and left to the next save."""
-        if await self._write(encode_states(pools, self._clock(), self._time())):
+        if await self._write(self._encode(pools)):
             self._logged = ""
+
+    def _encode(self, pools: Mapping[str, LoopState]) -> str:
+        return encode_states(pools, self._clock(), self._time())
 
     @abstractmethod
     async def _read(self) -> str | None:
-        """Read the encoded states; empty where nothing was saved, None if that fails."""
+        """Read the encoded states; those of no pool where nothing was saved, None if that fails."""
 
     @abstractmethod
     async def _write(self, text: str) -> bool:
         """Write the encoded states; returns whether that worked."""
 
-    def _keep_malformed(self) -> str:
-        """Keep malformed content from the next save; returns the end of a message."""
+    def keep_copy(self) -> str:
+        """Keep the content from the next save; returns the end of a message."""
         return ""
 
     def _log_failure(self, action: str, reason: str) -> None:
@@ -107,7 +110,7 @@ class FileStateStore(StateStore):
         try:
             return self._path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            return ""
+            return self._encode({})
         except OSError as error:
             self._log_failure("read", str(error.strerror))
             return None
@@ -123,7 +126,8 @@ class FileStateStore(StateStore):
             return False
         return True
 
-    def _keep_malformed(self) -> str:
+    def keep_copy(self) -> str:
+        """See `StateStore`."""
         copy_path = self._path.with_name(f"{self._path.name}.broken")
         try:
             shutil.copyfile(self._path, copy_path)
@@ -157,10 +161,10 @@ class ConfigMapStateStore(StateStore):
         is_denied = self._denials.is_missing("get", answer)
         if isinstance(answer, api_responses.ApiError):
             if answer.status == 404:
-                return ""
+                return self._encode({})
             self._log_error("read", answer, "get" if is_denied else "")
             return None
-        return parse_config_map(answer).get(_KEY, "")
+        return parse_config_map(answer).get(_KEY, self._encode({}))
 
     async def _write(self, text: str) -> bool:
         answer = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
@@ -194,8 +198,6 @@ def encode_states(pools: Mapping[str, LoopState], now: float, time: float) -> st
 def decode_states(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float, str]:
     """Decode states, and the lead of our clock in seconds; malformed states are dropped and named."""
     states: dict[str, LoopState] = {}
-    if not text:
-        return states, 0.0, ""
     try:
         stored = msgspec.json.decode(text, type=StoredState)
     except objects.BROKEN:

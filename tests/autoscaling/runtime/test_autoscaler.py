@@ -283,6 +283,29 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     assert sorted(remembered["saved"]) == ["a/x"]
 
 
+async def test_saved_state_without_a_pool_is_dropped_with_a_warning(tmp_path, caplog):
+    """It is not counted as restored, and a copy of the file keeps it."""
+    caplog.set_level("INFO", "extproc.server")
+    path = tmp_path / "state.json"
+    fixture = AutoscalerFixture(f"{RULES}, state_file: {path}")
+    fixture.bring("a/x", "a/y")
+    await fixture.subject.hand_over()
+    text = path.read_text()
+    assert '"a/y"' in text
+    path.write_text(text.replace('"a/y"', '"a/old"'))
+    again = AutoscalerFixture(f"{RULES}, state_file: {path}")
+    again.bring("a/x", "a/y")
+    await again.subject._restore_states()
+    assert caplog.messages[-1] == "autoscaling: going on with what was kept of 1 pools"
+    await again.subject.hand_over()
+    await again.subject.hand_over()
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "got also that of 1 others ('a/old')" in message
+    assert message.endswith("state.json.broken keeps it")
+    assert '"a/old"' in (tmp_path / "state.json.broken").read_text()
+    assert '"a/old"' not in path.read_text()
+
+
 async def test_a_state_that_cannot_be_read_at_the_start_is_read_before_it_is_written(remembered):
     """A refused read costs nothing that was learned; the number requested meanwhile stays."""
     other = AutoscalerFixture()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from extproc.autoscaling.demand_estimator import PickerCounters
@@ -265,17 +266,37 @@ async def test_a_failed_action_is_retried_and_logged_once(caplog):
 
 
 async def test_control_loop_continues_from_restored_state():
-    """With the same policy; another one's memory is not read."""
+    """With the same policy."""
     fixture, other = ControlLoopFixture(spec=2), ControlLoopFixture(spec=2)
     for scene in (fixture, other):
         scene.come("127.0.0.1:1", "127.0.0.1:2")
     await fixture.pass_s(60.0)
     other.now = 1000.0
-    assert other.loop.restore(fixture.loop.state(), shift_s=1000.0 - fixture.now)
+    other.loop.restore(fixture.loop.state(), shift_s=1000.0 - fixture.now)
     await other.loop.step()
     assert other.loop.desired.reason != ScalingReason.STABILIZING
     assert other.actuator.recalled == 2
-    assert not ControlLoopFixture(policy="kubeai").loop.restore(fixture.loop.state(), shift_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory", "level"), [("kubeai", {}, "INFO"), ("queue-depth", 7, "WARNING")]
+)
+async def test_state_that_the_policy_cannot_read_costs_nothing_else(policy, memory, level, caplog):
+    """Requested replicas and what was learned of engines are of no policy; a log line says so."""
+    caplog.set_level("INFO", "extproc.server")
+    fixture, other = ControlLoopFixture(spec=2), ControlLoopFixture(spec=2, policy=policy)
+    fixture.come("127.0.0.1:1", "127.0.0.1:2")
+    await fixture.pass_s(60.0)
+    saved = fixture.loop.state()
+    scaler = msgspec.structs.replace(saved.scaler, memory=memory)
+    fresh = other.loop.state().scaler
+    caplog.clear()
+    other.loop.restore(msgspec.structs.replace(saved, scaler=scaler), shift_s=0.0)
+    assert other.loop.state() == msgspec.structs.replace(saved, scaler=fresh)
+    assert other.actuator.recalled == 2
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert f"expected state of policy {policy}, got state of 'queue-depth'" in record.getMessage()
 
 
 async def test_counters_report_arrivals_and_queued_requests():

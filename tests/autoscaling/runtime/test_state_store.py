@@ -54,7 +54,7 @@ def test_a_clock_set_back_gives_no_future_times():
 
 def test_unreadable_states_are_skipped():
     """Of one pool or of all; another's state is still read."""
-    assert state_store.decode_states("", 1.0, 1.0) == ({}, 0.0, "")
+    assert state_store.decode_states("", 1.0, 1.0) == ({}, 0.0, "content")
     assert state_store.decode_states("{", 1.0, 1.0) == ({}, 0.0, "content")
     good = state_store.encode_states({"p": Watched().state}, 60.0, 1000.0)
     broken = good.replace('"pools":{', '"pools":{"q":{"scaler":1},')
@@ -158,6 +158,16 @@ async def test_a_malformed_file_is_kept_beside_the_next_save(tmp_path, caplog):
     path.write_text("{")
     assert await subject.load() == ({}, 0.0)
     assert "state.json.broken cannot be written: Is a directory" in caplog.text
+
+
+async def test_an_empty_file_is_malformed(tmp_path, caplog):
+    """A file without content is not what was saved; a disk that is full may leave it."""
+    path = tmp_path / "state.json"
+    path.touch()
+    subject = state_store.FileStateStore(path, clock=lambda: 0.0, time=lambda: 0.0)
+    assert await subject.load() == ({}, 0.0)
+    assert "got malformed content" in caplog.text
+    assert (tmp_path / "state.json.broken").exists()
 
 
 async def test_a_malformed_config_map_is_logged(caplog):
