@@ -74,6 +74,7 @@ class PeerChannel(abc.ABC):
         self._retry = asyncio.Event()
         self._num_retries = 0
         self._flushed_at = -math.inf
+        registry.add_change_listener(self._connect_pools)
 
     async def run(self) -> None:
         """Publish and receive until cancelled; then publish the departure."""
@@ -194,16 +195,19 @@ class PeerChannel(abc.ABC):
 
     async def _publish_open_requests(self) -> None:
         """Publish open requests, and drop silent peers."""
+        self._connect_pools()
         while True:
-            # Pools come and go.
-            runtimes = self._registry.by_name.items()
-            peer_sync.connect(
-                [(name, runtime.parts.director) for name, runtime in runtimes], self.event_log
-            )
             self.publish_open()
             self._notify_capacity(self.replica.drop_silent(self.clock()))
             self.supervisor.record_success("peer_sync", "beat")
             await asyncio.sleep(self.settings.beat_s)
+
+    def _connect_pools(self) -> None:
+        """Connect pools before their first request: peers get all requests of a pool."""
+        runtimes = self._registry.by_name.items()
+        peer_sync.connect(
+            [(name, runtime.parts.director) for name, runtime in runtimes], self.event_log
+        )
 
     async def _publish(self) -> None:
         """Send queued events, until that fails.

@@ -64,7 +64,7 @@ class PoolRegistry:
         self._discovered: set[str] = set()
         self.pool_selector = PoolSelector()
         self.flow_controllers: dict[str, AsyncFlowController] = {}
-        self._on_change = on_change
+        self._change_listeners = [on_change]
         self._rebuild_selector()
 
     @property
@@ -81,6 +81,10 @@ class PoolRegistry:
             and all(runtime.parts.store.synced for runtime in runtimes)
             and (not runtimes or any(runtime.exists for runtime in runtimes))
         )
+
+    def add_change_listener(self, on_change: Callable[[], None]) -> None:
+        """Call a function after every change from Kubernetes discovery."""
+        self._change_listeners.append(on_change)
 
     @property
     def is_discovery_synced(self) -> bool:
@@ -187,7 +191,8 @@ class PoolRegistry:
         if before != self._match_order_inputs():
             self._rebuild_selector()
             self._changed.set()
-        call("pools", self._on_change)
+        for on_change in self._change_listeners:
+            call("pools", on_change)
 
     def prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Validate and build other settings; the returned function applies them.

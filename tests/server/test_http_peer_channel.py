@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from extproc.config.settings import PeerSyncSection
 from extproc.demo import stack
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.discovery.static_discovery import DnsResolver
+from extproc.endpoint import Endpoint
 from extproc.routing import peer_sync
 from extproc.server import (
     admin,
@@ -32,6 +34,7 @@ from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.peer_stream import PeerStream, encode_frame
 from tests.routing.test_peer_sync import fact
 from tests.server.peer_replica import Replica, talking, until
+from tests.server.test_pool_registry import ask
 
 
 class HttpReplica(Replica):
@@ -142,6 +145,19 @@ async def test_replicas_exchange_requests_in_flight(count):
             own = f"127.0.0.1:{replica.port}"
             await until(lambda own=own, r=replica: own not in r.line._followed)
             assert len(await replica.addresses.resolve()) == count - 1
+
+
+async def test_the_first_request_of_a_discovered_pool_is_sent_to_peers():
+    """A pool that discovery brings is connected at once, long before the next beat."""
+    async with pickers(2, beat_s=300.0, silent_s=900.0) as (sender, receiver):
+        await until(lambda: sender.heard and receiver.heard)
+        for replica in (receiver, sender):
+            brought = {"n/p": DiscoveredPool((Endpoint("127.0.0.20:9"),))}
+            replica.registry.on_pools_changed(brought, ())
+        assert sender.director("n/p").has_listener
+        outcome = ask(sender.registry, host="n").outcome
+        sender.director("n/p").reserve(outcome, time.monotonic())
+        await until(lambda: receiver.in_flight("n/p") == {"127.0.0.20:9": 1})
 
 
 async def test_a_new_replica_gets_the_requests_that_are_open(monkeypatch):
