@@ -153,6 +153,7 @@ class _PolledPeer(msgspec.Struct):
 
     name: str
     report: PeerReport | None = None
+    is_reported: bool = False
 
 
 class PeerCounterClient:
@@ -258,8 +259,8 @@ class PeerCounterClient:
             self._addresses.record_own(address)
             del self._peers[address]
             return
-        if reason and (peer.report is not None or peer.name == address):
+        if reason and not peer.is_reported:
             _log.warning("autoscaling: peer %s: %s: nothing is scaled down", address, reason)
-        peer.report = report
+        peer.report, peer.is_reported = report, bool(reason)
         if report is not None:
             peer.name = report.picker

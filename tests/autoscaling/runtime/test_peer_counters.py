@@ -78,6 +78,24 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
         subject.close()
 
 
+async def test_a_peer_that_cannot_be_read_is_logged_once_until_it_answers(caplog):
+    """However many pools read it, and also before its first answer."""
+    port = stack.free_port()
+    subject = PeerCounterClient(
+        "a", peers_at(f"127.0.0.1:{port}"), timeout_s=300.0, own_counters=dict
+    )
+    for _ in range(3):
+        await subject.read("p")
+    (message,) = caplog.messages
+    assert message.startswith(f"autoscaling: peer 127.0.0.1:{port}: ")
+    async with picker("b", port=port):
+        await subject.read("p")
+    for _ in range(3):
+        await subject.read("p")
+    assert len(caplog.messages) == 2
+    subject.close()
+
+
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
     subject = PeerCounterClient(
