@@ -263,7 +263,8 @@ class ElectionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     Attributes:
         name: Name of the Lease. Empty: `epp-<namespace>-<pool>.llm-d.ai`, as in the upstream EPP;
             with several pools `epp-<own namespace>-pools.llm-d.ai`, so two Deployments with several
-            pools in one namespace need names.
+            pools in one namespace need names. A pool without a name that is no object of
+            Kubernetes counts by the name of the object it scales.
         namespace: Namespace of the Lease. Empty: the one this process runs in, where the shipped
             manifests grant the rights.
         duration_s: Whole seconds after which others may take a Lease that is not renewed: the time

@@ -217,7 +217,8 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         state: Name of the ConfigMap, in the namespace of this process, for learned speeds and
             observed demand, so that a restart changes nothing. Empty: after a restart nothing is
             scaled down for one window. `extproc-autoscaling` is the name that the shipped manifests
-            grant.
+            grant. Deployments that share a ConfigMap overwrite each other's state: further ones in a
+            namespace need names, and the rights for these.
         state_file: File for the same, in place of the ConfigMap, for a single process without a
             cluster. Its folder must exist. Empty: none.
         save_s: Seconds between two writes of the state, besides those at changes. 30: a crash loses

@@ -188,12 +188,18 @@ def _lease_name(settings: Settings, followed: KubernetesPlan | None, here: str) 
     sources = followed.settings.sources if followed is not None else ()
     if len(settings.pools) > 1 or len(sources) > 1:
         return f"epp-{here}-pools.llm-d.ai"
+    pool = settings.pools[0] if settings.pools else settings.pool
+    place, name = here, pool.name
     for source in sources:
         if isinstance(source, AllPools):
             return f"epp-{here}-pools.llm-d.ai"
-        return f"epp-{source.namespace}-{source.name}.llm-d.ai"
-    named = settings.pools[0].name if settings.pools else settings.pool.name
-    return f"epp-{here}-{named or 'pool'}.llm-d.ai"
+        place = source.namespace
+        if not isinstance(source, PodSelector):
+            name = source.name
+    target = pool.autoscaling.target if pool.autoscaling is not None else None
+    # Deployments that scale different objects must not share a Lease: only one of them would scale.
+    name = name or (target.name if target is not None else "") or _UNNAMED
+    return f"epp-{place}-{name}.llm-d.ai"
 
 
 def _check_lease_times(wanted: ElectionSettings, where: str) -> None:

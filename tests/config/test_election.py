@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import kubernetes_plan
+from extproc.config.autoscaling import ScaleTarget, ScalingSection
 from extproc.config.pool_sections import (
     ClusterSection,
     KubernetesSection,
@@ -28,6 +29,9 @@ def planned(*pools, environment=INSIDE, pool=None, **cluster):
 
 def vllm(**more):
     return PoolSource(name="label", kubernetes=KubernetesSection(inference_pool="vllm", **more))
+
+
+SCALED = ScalingSection(target=ScaleTarget(name="a"))
 
 
 def test_leader_election_is_off_by_default():
@@ -58,6 +62,18 @@ def test_leader_election_is_off_by_default():
         ({"discover_pools": "cluster", "pool": vllm()}, "epp-here-pools.llm-d.ai"),
         ({"pool": PoolSource(name="p", endpoints=("10.0.0.1:1",))}, "epp-here-p.llm-d.ai"),
         ({"pool": vllm(), "lease": ElectionSettings(name="mine")}, "mine"),
+        (
+            {"pool": PoolSource(endpoints=("10.0.0.1:1",), autoscaling=SCALED)},
+            "epp-here-a.llm-d.ai",
+        ),
+        (
+            {
+                "pool": PoolSource(
+                    kubernetes=KubernetesSection(selector={"a": "b"}), autoscaling=SCALED
+                )
+            },
+            "epp-here-a.llm-d.ai",
+        ),
     ],
 )
 def test_the_name_of_the_lease(arguments, name):
