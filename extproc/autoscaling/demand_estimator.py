@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from extproc.autoscaling.interface import Demand
+from extproc.autoscaling.interface import Demand, Moment
 from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -20,6 +20,9 @@ MAX_TOTAL: Final = 2.0**53
 
 _Requests = Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUESTS)]
 _Total = Annotated[float, msgspec.Meta(ge=0, le=MAX_TOTAL)]
+
+_NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_Replicas = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 #: Share of what was known of answers that one more answer leaves; some fifty count.
 _KEEP = 0.98
@@ -78,6 +81,8 @@ class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
 class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a `DemandEstimator`, JSON that another process can restore.
 
+    Numbers out of their ranges are refused where they are decoded.
+
     Attributes:
         at: Monotonic seconds of the last reading, on the clock of its process; None before the
             first.
@@ -97,20 +102,20 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
         most_available: Replicas that answered at one time while some start, at most.
     """
 
-    at: float | None = None
-    counters: Mapping[str, tuple[float, PickerCounters]] = {}
+    at: Moment | None = None
+    counters: Mapping[str, tuple[Moment, PickerCounters]] = {}
     rates: StepTimeModel = DEFAULT_STEP_TIMES
-    answers: float = 1.0
-    answer_tokens: float | None = None
-    prompt_tokens: float = 0.0
-    done: float = 0.0
-    busy_s: float = 0.0
-    cold_start_s: float = 60.0
-    pressed: int = 0
-    available: int = 0
-    spec: int = 0
-    starting: tuple[tuple[float, int], ...] = ()
-    most_available: int = 0
+    answers: _NotNegative = 1.0
+    answer_tokens: _NotNegative | None = None
+    prompt_tokens: _NotNegative = 0.0
+    done: _NotNegative = 0.0
+    busy_s: _NotNegative = 0.0
+    cold_start_s: _NotNegative = 60.0
+    pressed: _Replicas = 0
+    available: _Replicas = 0
+    spec: _Replicas = 0
+    starting: tuple[tuple[Moment, _Replicas], ...] = ()
+    most_available: _Replicas = 0
 
 
 class EstimatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 
 #: Time between two steps after which the time between counts as unwatched: as a share of what a
 #: policy must have watched, and in its intervals; the longer one counts.
 _GAP, _GAP_INTERVALS = 0.5, 3.0
+
+
+#: Seconds on a clock, as far as saved states may name them: up to the year 9999.
+Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
 
 class ScalingReason(StrEnum):
@@ -158,8 +162,8 @@ class RunnerState(msgspec.Struct, frozen=True):
     """
 
     kind: str
-    at: float
-    since: float | None
+    at: Moment
+    since: Moment | None
     memory: Any
 
 

@@ -8,6 +8,7 @@ import logging
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -45,7 +46,7 @@ class LoopState(msgspec.Struct, frozen=True):
 
     scaler: RunnerState
     learned: EstimatorState
-    requested: int | None = None
+    requested: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class LoopMetrics:

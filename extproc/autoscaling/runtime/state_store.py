@@ -7,10 +7,11 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
+from extproc.autoscaling.interface import Moment
 from extproc.autoscaling.runtime.control_loop import LoopState
 from extproc.autoscaling.runtime.scale_subresource import ScaleClient
 from extproc.discovery.kubernetes import api_responses, objects, watch_plan
@@ -19,10 +20,6 @@ _log = logging.getLogger("extproc.server")
 
 #: Key in the ConfigMap.
 _KEY = "pools.json"
-
-
-#: Seconds on a clock: up to the year 9999.
-_Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
 
 class StoredState(msgspec.Struct, frozen=True):
@@ -34,8 +31,8 @@ class StoredState(msgspec.Struct, frozen=True):
             common.
     """
 
-    at: _Moment
-    time: _Moment
+    at: Moment
+    time: Moment
     pools: Mapping[str, msgspec.Raw]
 
 

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from extproc.autoscaling.demand_estimator import (
     DemandEstimator,
     EstimatorSettings,
@@ -11,6 +15,21 @@ from extproc.autoscaling.policies import QueueDepthPolicy
 from extproc.autoscaling.runtime import state_store
 from extproc.autoscaling.runtime.control_loop import LoopState
 from extproc.discovery.kubernetes import api_responses
+
+#: State in the format that files have: it must stay readable.
+SAVED = (
+    '{"at":79229.712898674,"time":1795965931.634687,"pools":{"p":{"scaler":{"kind":"queue-depth",'
+    '"at":79229.487327318,"since":79229.10892319,"memory":{"depths":{"begun":79229.10892319,'
+    '"samples":[[79229.10892319,0.0],[79229.487327318,0.0]]},"spec":4,'
+    '"changed_at":79229.10892319}},"learned":{"at":79229.487327318,'
+    '"counters":{"picker_4abdf747":[79229.487327318,{"held":0,"in_flight":0,"arrived":0.0,'
+    '"prompt_tokens":0.0,"answered":0.0,"answer_tokens":0.0}]},"rates":{"step_s":0.015,'
+    '"prefill_s":0.0001,"decode_s":0.0001,"context_s":2e-7,"context_tokens":500.0,'
+    '"adapter_load_s":0.5,"output_tokens":200.0,"evidence":0.0,"reload_s":null,'
+    '"copied_ratio":0.0,"max_num_seqs":null},"answers":1.0,"answer_tokens":986.842105263158,'
+    '"prompt_tokens":0.0,"done":0.0,"busy_s":0.0,"cold_start_s":60.0,"pressed":0,"available":1,'
+    '"spec":4,"starting":[[79229.10892319,3]],"most_available":1},"requested":4}}}'
+)
 
 
 class Watched:
@@ -60,6 +79,36 @@ def test_unreadable_states_are_skipped():
     broken = good.replace('"pools":{', '"pools":{"q":{"scaler":1},')
     states, _, malformed = state_store.decode_states(broken, 60.0, 1000.0)
     assert (list(states), malformed) == (["p"], "state of 'q'")
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "number"),
+    [
+        ("scaler", "at", 1e300),
+        ("scaler", "since", -1e300),
+        ("learned", "at", 1e300),
+        ("learned", "cold_start_s", -5.0),
+        ("learned", "busy_s", -10.0),
+        ("learned", "answers", 1e300),
+        ("learned", "spec", -3),
+        ("learned", "starting", [[0.0, -1]]),
+        ("", "requested", -7),
+    ],
+)
+def test_numbers_out_of_range_are_malformed(part, field, number):
+    """Time and replicas that no process saves must not reach a policy or a program."""
+    stored = json.loads(state_store.encode_states({"p": Watched().state}, 60.0, 1000.0))
+    pool = stored["pools"]["p"]
+    (pool[part] if part else pool)[field] = number
+    decoded = state_store.decode_states(json.dumps(stored), 60.0, 1000.0)
+    assert decoded == ({}, 0.0, "state of 'p'")
+
+
+def test_saved_states_stay_readable():
+    """Another version of extproc wrote the file: its fields and numbers are in range."""
+    states, _, malformed = state_store.decode_states(SAVED, 60.0, 1000.0)
+    assert (states["p"].requested, states["p"].learned.spec, malformed) == (4, 4, "")
+    assert Watched(until=-1).scaler.restore(states["p"].scaler)
 
 
 class ConfigMapCluster:
