@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import random
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,6 +38,10 @@ _SYNC_PAUSE_S = 0.05
 
 #: Seconds that the last message may take.
 RESPONSE_TIMEOUT_S: Final = 2.0
+
+
+#: Code of an error that its class does not name, such as WRONGTYPE, at the start of its text (Redis).
+_ERROR_CODE = re.compile(r"[A-Z]{3,20}(?= )")
 
 
 class PeerStreamError(ConnectionError):
@@ -144,10 +149,7 @@ class PeerChannel(abc.ABC):
                 may_log = not isinstance(error, PeerAwayError) or now - failing_since >= _ROLLOUT_S
                 if may_log and task_name not in self._failing_tasks:
                     self._failing_tasks.add(task_name)
-                    # Not the text of others, which may quote a URL with a password.
-                    is_own = isinstance(error, PeerStreamError)
-                    reason = str(error) if is_own else type(error).__name__
-                    _log.warning("peer sync: cannot %s: %s", task_name, reason)
+                    _log.warning("peer sync: cannot %s: %s", task_name, _reason_of(error))
                 await asyncio.sleep(_BACK_OFF_S * (0.5 + self._rng.random()))
                 if num_retries == self._num_retries:
                     await self._wait_retry((wait_s - _BACK_OFF_S) * (0.5 + self._rng.random()))
@@ -235,6 +237,14 @@ class PeerChannel(abc.ABC):
     def _find_director(self, pool: str) -> Director | None:
         runtime = self._registry.by_name.get(pool)
         return None if runtime is None else runtime.parts.director
+
+
+def _reason_of(error: Exception) -> str:
+    """Reason of a failure: of others not the text, which may quote a URL with a password."""
+    if isinstance(error, PeerStreamError):
+        return str(error)
+    code = _ERROR_CODE.match(str(error))
+    return f"{type(error).__name__} {code[0]}" if code else type(error).__name__
 
 
 def is_running() -> bool:

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from redis import asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from extproc.config.settings import PeerSyncSection
 from extproc.errors import ConfigError
@@ -82,6 +82,25 @@ def redis_replica(url: str, **more: float) -> Replica:
     return Replica(
         lambda registry: redis_peer_channel.RedisPeerChannel(settings, registry, time.monotonic)
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("WRONGTYPE Operation against a key", "ResponseError WRONGTYPE"),
+        ("Error 111 connecting to redis://u:password@h", "ResponseError"),
+    ],
+)
+async def test_the_reason_of_a_failure_has_the_code_of_redis(text, reason, caplog):
+    """The text itself may quote a password."""
+    wanted = iter([True, False])
+
+    async def fail():
+        raise ResponseError(text)
+
+    line = redis_replica("redis://127.0.0.1:1/0").line
+    await line.repeat("publish", fail, is_wanted=lambda: next(wanted))
+    assert caplog.messages == [f"peer sync: cannot publish: {reason}"]
 
 
 async def test_two_replicas_exchange_requests_in_flight(server):
