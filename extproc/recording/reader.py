@@ -30,7 +30,7 @@ MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 #: Beginning of a header. Texts in a row have no quotes that are not escaped, so it is found nowhere else.
 _HEADER: Final = b'{"kind":"recording"'
 
-#: Headers whose clocks differ by less are of one process (seconds).
+#: Headers without a process whose clocks differ by less are of one, while numbers grow (seconds).
 _SAME_CLOCK_S: Final = 1.0
 
 #: Range of a clock, of a wait, of the time of a step, of tokens of one request, and of a count.
@@ -118,6 +118,20 @@ class RecordedEndpoint(msgspec.Struct, gc=False):
     candidate: Candidate | None = None
 
 
+class _Process(msgspec.Struct, gc=False):
+    """A process of which there are rows. Mutable; owned by the reader.
+
+    Attributes:
+        number: Its number in this recording.
+        offset_s: Unix time minus its monotonic clock.
+        last_decision: Its highest decision.
+    """
+
+    number: int
+    offset_s: float
+    last_decision: int = -1
+
+
 class RecordingReader:
     """Reads a recording, line by line. Mutable; one pass.
 
@@ -130,8 +144,8 @@ class RecordingReader:
     def __init__(self, where: str) -> None:
         self._where = where
         self._decoder = msgspec.json.Decoder(rows.Row)
-        self._epoch = 0
-        self._clock_offset_s = 0.0
+        self._processes: dict[str, _Process] = {}
+        self._num_processes = 0
         self._last_decision = -1
         self.header: rows.HeaderRow | None = None
         self.endpoints: dict[int, RecordedEndpoint] = {}
@@ -185,9 +199,9 @@ class RecordingReader:
             raise _bad_line(self._where, number, f"a row of kind {_kind(row)} before any header")
         match row:
             case rows.DecisionRow():
-                return self._to_decision(row, number)
+                return self._to_decision(self.header, row, number)
             case rows.EndRow():
-                return RecordedEnd((self._epoch, row.n), row)
+                return RecordedEnd((self._processes[self.header.process].number, row.n), row)
             case rows.AddressRow():
                 endpoint = Endpoint(row.address, row.name, row.labels)
                 known = self.endpoints.get(row.n)
@@ -219,14 +233,33 @@ class RecordingReader:
         if header.version != rows.VERSION:
             raise _bad_line(self._where, number, f"version {header.version}")
         offset_s = header.unix_s - header.clock_s
-        if self.header is not None and abs(offset_s - self._clock_offset_s) >= _SAME_CLOCK_S:
-            self._epoch += 1
-        self._clock_offset_s = offset_s
+        known = self._processes.get(header.process)
+        is_unnamed = not header.process
+        if known is None or (is_unnamed and abs(offset_s - known.offset_s) >= _SAME_CLOCK_S):
+            self._add_process(header.process, offset_s)
+        elif is_unnamed:
+            known.offset_s = offset_s
         self.header = header
         self._last_decision = -1
         self.endpoints = {}
 
-    def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
+    def _add_process(self, name: str, offset_s: float) -> _Process:
+        process = self._processes[name] = _Process(self._num_processes, offset_s)
+        self._num_processes += 1
+        return process
+
+    def _find_process(self, header: rows.HeaderRow, row: rows.DecisionRow) -> _Process:
+        """The process of a decision."""
+        process = self._processes[header.process]
+        if not header.process and row.n <= process.last_decision:
+            # Processes of one machine have the same clock, and each begins to count anew.
+            process = self._add_process("", process.offset_s)
+        process.last_decision = max(process.last_decision, row.n)
+        return process
+
+    def _to_decision(
+        self, header: rows.HeaderRow, row: rows.DecisionRow, number: int
+    ) -> RecordedDecision:
         if row.n <= self._last_decision:
             got = f"decision {row.n} behind decision {self._last_decision}, where numbers grow"
             raise _bad_line(self._where, number, got)
@@ -238,9 +271,10 @@ class RecordingReader:
         candidates: Sequence[Candidate] = ()
         if row.candidates is not None:
             candidates = self._to_candidates(row.candidates, row.at, number)
+        process = self._find_process(header, row)
         return RecordedDecision(
-            (self._epoch, row.n),
-            row.at + self._clock_offset_s,
+            (process.number, row.n),
+            row.at + process.offset_s,
             row,
             chosen.endpoint,
             candidates,

@@ -35,6 +35,8 @@ class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag
         software: Version of extproc that recorded.
         unix_s: Unix time at which `clock_s` was read.
         clock_s: Monotonic seconds, the clock of all rows.
+        process: Identifier of the process, in which decisions have their numbers and rows their clock;
+            empty where it is unknown.
         settings: Sections of the configuration that decisions depend on, as in a file.
         pools: Those of them that a pool has for itself, by its name.
     """
@@ -43,6 +45,7 @@ class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag
     software: str = ""
     unix_s: float = 0.0
     clock_s: float = 0.0
+    process: str = ""
     settings: Mapping[str, object] = {}
     pools: Mapping[str, Mapping[str, object]] = {}
 

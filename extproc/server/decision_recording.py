@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -55,6 +56,7 @@ class DecisionRecorder:
         self._settle = settle
         self._counts = counts
         self._clock = clock
+        self._process = secrets.token_hex(8)
         self._clients = 0
         self._is_closed = False
         self._unwritten = bytearray()
@@ -198,6 +200,7 @@ class DecisionRecorder:
             software=distribution.installed_version() or "",
             unix_s=time.time(),  # noqa: TID251 - the only way from the clock of the rows to that of people
             clock_s=self._clock(),
+            process=self._process,
             settings={name: to_tree(section) for name, section in sections.items()},
             pools={
                 pool.name: {"scheduling": to_tree(pool.scheduling)}

@@ -103,6 +103,51 @@ def test_recordings_can_be_concatenated():
     assert [event.chosen.address for event in events] == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
 
+def with_process(lines, process, *, step_s=0.0):
+    """A recording whose header names its process, behind a step of the Unix clock."""
+    header, _, rest = lines.partition(b"\n")
+    tree = json.loads(header)
+    tree |= {"process": process, "unix_s": tree["unix_s"] + step_s}
+    return json.dumps(tree).encode() + b"\n" + rest
+
+
+def with_end(lines, n):
+    """A recording that goes on with the end of a decision."""
+    return lines + json.dumps({"kind": "end", "n": n, "status": "200"}).encode() + b"\n"
+
+
+@pytest.mark.parametrize("names", [("", ""), ("", "b"), ("a", "b")])
+def test_processes_of_one_machine_are_told_apart(names):
+    """They have the same clock, and their numbers begin at 1, with and without names."""
+    files = [with_end(recorded(*[a_decision([a_candidate(1)])] * 2), 2) for _ in names]
+    _, events = read(b"".join(map(with_process, files, names)))
+    assert [event.key for event in events] == [
+        *((0, n) for n in (1, 2, 2)),
+        *((1, n) for n in (1, 2, 2)),
+    ]
+
+
+def test_a_process_goes_on_behind_the_header_of_another_file():
+    """Also without a name: its numbers grow."""
+    decisions = recorded(*[a_decision([a_candidate(1)])] * 2)
+    for name in ("", "a"):
+        header, endpoint, state, first, second = with_process(decisions, name).splitlines(True)
+        lines = [header, endpoint, state, first, header, endpoint, state, second]
+        _, events = read(with_end(b"".join(lines), 1))
+        assert [event.key for event in events] == [(0, 1), (0, 2), (0, 1)]
+
+
+@pytest.mark.parametrize("step_s", [2.0, -20.0])
+def test_a_clock_that_is_set_moves_no_decision(step_s):
+    """A process has the clock of its first header, and ends find their decisions."""
+    first = recorded(a_decision([a_candidate(1)]))
+    second = first.replace(b'"n":1,"at":10.0', b'"n":2,"at":12.0')
+    lines = with_process(first, "a") + with_end(with_process(second, "a", step_s=step_s), 1)
+    _, events = read(lines)
+    assert [event.key for event in events] == [(0, 1), (0, 2), (0, 1)]
+    assert events[1].unix_s - events[0].unix_s == 2.0
+
+
 def test_a_last_line_that_was_cut_is_left_out():
     """The recorder may be ended while it writes."""
     lines = recorded(a_decision([a_candidate(1)]), a_decision([a_candidate(1)]))

@@ -96,6 +96,8 @@ async def test_a_recording_names_the_settings_in_force():
     assert second["settings"]["scheduling"]["strategy"] == "random"
     assert second["pools"]["b"]["scheduling"]["strategy"] == "random"
     assert set(second["pools"]) == {"b"}
+    assert len(first["process"]) == 16
+    assert second["process"] == first["process"]
 
 
 async def test_a_picker_without_a_recording_adds_nothing():
