@@ -137,7 +137,7 @@ class RecordingReader:
 
     Attributes:
         header: The last header; None before the first.
-        endpoints: Endpoints by number, as of the last line.
+        endpoints: Endpoints by address, as of their last state.
         lost: Rows that the recorder dropped (count).
     """
 
@@ -148,7 +148,8 @@ class RecordingReader:
         self._num_processes = 0
         self._last_decision = -1
         self.header: rows.HeaderRow | None = None
-        self.endpoints: dict[int, RecordedEndpoint] = {}
+        self._by_number: dict[int, RecordedEndpoint] = {}
+        self.endpoints: dict[str, RecordedEndpoint] = {}
         self.lost = 0
 
     def require_header(self) -> rows.HeaderRow:
@@ -204,14 +205,15 @@ class RecordingReader:
                 return RecordedEnd((self._processes[self.header.process].number, row.n), row)
             case rows.AddressRow():
                 endpoint = Endpoint(row.address, row.name, row.labels)
-                known = self.endpoints.get(row.n)
+                known = self._by_number.get(row.n)
                 if known is None:
-                    self.endpoints[row.n] = RecordedEndpoint(endpoint, row.pool)
+                    self._by_number[row.n] = RecordedEndpoint(endpoint, row.pool)
                 else:
                     known.endpoint = endpoint
             case rows.StateRow():
                 known = self._find(row.n, number)
                 known.state, known.load = row, rows.restore_load(row.load)
+                self.endpoints[known.endpoint.address] = known
                 known.page = None
                 if row.is_imputed:
                     at = row.scraped_at
@@ -241,7 +243,7 @@ class RecordingReader:
             known.offset_s = offset_s
         self.header = header
         self._last_decision = -1
-        self.endpoints = {}
+        self._by_number = {}
 
     def _add_process(self, name: str, offset_s: float) -> _Process:
         process = self._processes[name] = _Process(self._num_processes, offset_s)
@@ -309,7 +311,7 @@ class RecordingReader:
         return known.candidate
 
     def _find(self, n: int, number: int) -> RecordedEndpoint:
-        known = self.endpoints.get(n)
+        known = self._by_number.get(n)
         if known is None:
             raise _bad_line(self._where, number, f"endpoint {n} without a row before")
         return known

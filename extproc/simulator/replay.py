@@ -172,8 +172,9 @@ def load(
             meter.add(event)
     if settings is None:
         settings = recorded_settings(source.require_header(), where, pool=pool or "")
-    traffic = requests.traffic(settings.prefix.schedule, source.endpoints)
-    fleet = requests.fleet(source.endpoints.values(), limits or {})
+    states = source.endpoints.values()
+    traffic = requests.traffic(settings.prefix.schedule, states)
+    fleet = requests.fleet(states, limits or {})
     return Replay(
         where,
         traffic,

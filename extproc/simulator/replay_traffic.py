@@ -11,7 +11,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -262,7 +262,7 @@ class TrafficReader:
         ranks = sorted(range(len(present)), key=engine_address)
         return [state for _, state in sorted(zip(ranks, present, strict=True), key=itemgetter(0))]
 
-    def traffic(self, schedule: Schedule, states: Mapping[int, RecordedEndpoint]) -> Traffic:
+    def traffic(self, schedule: Schedule, states: Collection[RecordedEndpoint]) -> Traffic:
         """The requests, as the simulator takes them.
 
         Args:
@@ -295,12 +295,12 @@ class TrafficReader:
                 else "no decision",
                 fix="record while there is traffic",
             )
-        loads = [state.load for state in states.values()]
+        loads = [state.load for state in states]
         adapters = self._adapters.union(
             *(load.adapters or () for load in loads),
             *(load.waiting_adapters or () for load in loads),
         )
-        present = self._present(states.values())
+        present = self._present(states)
         nodes = {state.endpoint.address: n for n, state in enumerate(present)}
         return _build_traffic(
             answered, schedule, adapters, nodes, num_failed=len(observed) - len(answered)

@@ -333,6 +333,25 @@ def test_an_empty_file_is_refused(tmp_path):
         replay.load(path, strategies=(), configs=())
 
 
+def test_endpoints_are_known_behind_a_reload_without_a_request(tmp_path):
+    """A header at the end of a recording forgets none of them."""
+    path, _ = write(tmp_path, "adaptive", talks(4), client=client.Client(users=2))
+    fleet = replay.load(path, strategies=(), configs=()).fleet
+    path.write_bytes(path.read_bytes() + path.read_bytes().partition(b"\n")[0] + b"\n")
+    assert len(fleet) == 3
+    assert replay.load(path, strategies=(), configs=()).fleet == fleet
+
+
+def test_the_first_requests_have_the_endpoints_of_their_time(tmp_path):
+    """Those that came with a later roll-out took none of them."""
+    path, _ = write(tmp_path, "adaptive", talks(4), client=client.Client(users=2))
+    lines = path.read_bytes()
+    fleet = replay.load(path, strategies=(), configs=()).fleet
+    later = lines.replace(b'"unix_s":1000000.0', b'"unix_s":1000600.0')
+    path.write_bytes(lines + later.replace(b"10.0.0.", b"10.0.9."))
+    assert replay.load(path, strategies=(), configs=(), max_requests=16).fleet == fleet
+
+
 def test_recorded_requests_have_a_bound(tmp_path):
     """Only the first requests are taken."""
     path, _ = write(tmp_path, "least-load", talks(), client=client.Client(users=12))
