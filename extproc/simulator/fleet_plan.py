@@ -159,13 +159,13 @@ class FleetPlanner:
         ]
         # An overloaded fleet takes longest to simulate, and needs no second opinion.
         runs = self._run(calls[:1])
+        self._require_figures(runs[0])
         if len(calls) > 1 and not self._is_hopeless(runs[0]):
             runs += self._run(calls[1:])
         figures = self._figures(runs)
         unanswered = statistics.fmean(run.unanswered for run in runs)
         is_enough = not unanswered and all(
-            not math.isnan(figures[o.figure]) and figures[o.figure] <= o.limit_s
-            for o in self._objectives
+            figures[objective.figure] <= objective.limit_s for objective in self._objectives
         )
         return FleetSize(engines, figures, unanswered, is_enough)
 
@@ -179,6 +179,22 @@ class FleetPlanner:
             ).mean
             for objective in self._objectives
         }
+
+    def _require_figures(self, run: ReplayRun) -> None:
+        """Check that answers have the times of the objectives, where every request was answered.
+
+        Raises:
+            ConfigError: They have only one token each, and none between two tokens.
+        """
+        figures = self._figures([run])
+        for objective in self._objectives:
+            if not run.unanswered and math.isnan(figures[objective.figure]):
+                raise ConfigError(
+                    "--slo",
+                    wanted="objectives whose times the answers have",
+                    got=f"{objective.text}, and no answer has a second token",
+                    fix="write an objective for ttft or e2e",
+                )
 
     def _is_hopeless(self, run: ReplayRun) -> bool:
         """True if a run leaves requests unanswered, or misses an objective by far."""

@@ -55,6 +55,16 @@ def test_a_recording_without_candidates_has_no_engines(tmp_path, capsys, command
     assert "expected endpoints with scraped loads, got none" in refusal(capsys, *command, str(path))
 
 
+@pytest.mark.parametrize("objective", ["tpot_mean=1s", "itl_p95=1s"])
+def test_answers_of_one_token_have_no_time_between_tokens(tmp_path, capsys, objective):
+    """No fleet would be enough for such an objective."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n')
+    argv = ["plan", str(path), "--profile", "l4-8b-fp8", "--seeds", "1", "--jobs", "1"]
+    words = f"got {objective}, and no answer has a second token"
+    assert words in refusal(capsys, *argv, "--slo", objective, "--slo", "ttft_p95=9s")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_seeds_have_a_most(capsys, command):
     """A list of them has room in the memory."""
