@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -120,13 +121,18 @@ class FleetPlanner:
     def plan(self, most: int) -> FleetSize | None:
         """The smallest fleet that is enough; None if none of at most `most` engines is.
 
-        Sizes are doubled until one is enough, and halved between; larger fleets are taken to be
-        no slower.
+        Sizes are doubled until one is enough, and halved between. Figures may rise again
+        where more engines share fewer prefixes, so if no doubled size is enough, sizes around the best
+        one follow.
         """
         low, high = 0, 1
         while not self._simulate(high).is_enough:
             if high == most:
-                return None
+                between = self._search_around_best()
+                if between is None:
+                    return None
+                low, high = between
+                break
             low, high = high, min(2 * high, most)
         while high - low > 1:
             middle = (low + high) // 2
@@ -143,6 +149,28 @@ class FleetPlanner:
     def sizes(self) -> list[FleetSize]:
         """Fleets that were simulated, the smallest first."""
         return [self._sizes[engines] for engines in sorted(self._sizes)]
+
+    def _search_around_best(self) -> tuple[int, int] | None:
+        """A size that is not enough, and a larger one that is, near the best; None without one."""
+        while True:
+            sizes = self.sizes
+            best = min(sizes, key=self._rank)
+            if self._rank(best) > (0.0, _HOPELESS_RATIO):
+                return None
+            place = sizes.index(best)
+            around = [size.engines for size in sizes[max(0, place - 1) : place + 2]]
+            gaps = [(low, high) for low, high in itertools.pairwise(around) if high - low > 1]
+            if not gaps:
+                return None
+            for low, high in gaps:
+                middle = (low + high) // 2
+                if self._simulate(middle).is_enough:
+                    return low, middle
+
+    def _rank(self, size: FleetSize) -> tuple[float, float]:
+        """Unanswered requests, and the largest ratio of a figure to its limit; less is better."""
+        ratios = [size.figures[o.figure] / o.limit_s for o in self._objectives]
+        return size.unanswered, math.inf if any(map(math.isnan, ratios)) else max(ratios)
 
     def _simulate(self, engines: int) -> FleetSize:
         known = self._sizes.get(engines)

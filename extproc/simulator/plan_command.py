@@ -2,9 +2,10 @@
 
     extproc plan decisions.jsonl --slo ttft_p95=1s --slo tpot_mean=50ms
 
-Fleets of one engine upwards are simulated, each engine like the usual one of the recording. A fleet is
-enough if it meets every objective and answers every request; one that is far from that is simulated once
-only. The figures are estimates.
+Fleets of 1, 2, 4 and so on engines are simulated until one is enough, and then sizes between; where none
+is, sizes around the best of them. Each engine is like the usual one of the recording. A fleet is enough if
+it meets every objective and answers every request; one that is far from that is simulated once only. The
+figures are estimates.
 
 Exit status: 0 a fleet is enough, 1 none is, 2 wrong flags or files.
 """
@@ -109,7 +110,8 @@ def describe(
         yield f"{size.engines:7}  {cells}  {size.unanswered:10.1%}  {answer:>6}"
     yield ""
     if best is None:
-        yield f"Verdict: {count_of(sizes[-1].engines, 'engine')} would not be enough"
+        most = sizes[-1].engines
+        yield f"Verdict: none of these fleets, of up to {count_of(most, 'engine')}, would be enough"
     else:
         yield f"Verdict: the smallest fleet that is enough has {count_of(best.engines, 'engine')}"
 

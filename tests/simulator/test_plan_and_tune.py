@@ -41,7 +41,46 @@ def test_a_fleet_that_cannot_be_is_status_1(recording, capsys):
     """No number of engines makes a token faster than a step."""
     argv = ["plan", str(recording), "--slo", "ttft_mean=1ms", "--max-engines", "2"]
     assert main.main([*argv, "--seeds", "1", "--jobs", "1"]) == 1
-    assert "Verdict: 2 engines would not be enough" in capsys.readouterr().out
+    words = "Verdict: none of these fleets, of up to 2 engines, would be enough"
+    assert words in capsys.readouterr().out
+
+
+class MadePlanner(fleet_plan.FleetPlanner):
+    """Has figures by number of engines in place of simulations, in milliseconds."""
+
+    def __init__(self, figure_ms):
+        super().__init__(
+            builders.a_scenario(talks(1)),
+            simulation_runs.SimulationColumn("made", None),
+            [fleet_plan.parse_objective("ttft_p95=202ms")],
+            until_s=1.0,
+            jobs=1,
+            on_run=lambda _: None,
+        )
+        self._figure_ms = figure_ms
+
+    def _measure(self, engines):
+        figure_ms = self._figure_ms(engines)
+        figures = {"ttft_p95_s": 1e-3 * figure_ms}
+        return fleet_plan.FleetSize(engines, figures, 0.0, figure_ms <= 202)
+
+
+@pytest.mark.parametrize(
+    ("figure_ms", "best", "tried"),
+    [
+        (lambda n: 201 + abs(n - 3), 2, [1, 2, 3, 4]),
+        (lambda n: 202 + abs(n - 3), 3, [1, 2, 3, 4, 5, 8, 16, 32]),
+        (lambda n: 202 + abs(n - 27), 27, [1, 2, 4, 8, 16, 20, *range(24, 31), 32]),
+        (lambda n: 203 + abs(n - 3), None, [1, 2, 3, 4, 8, 16, 32]),
+        (lambda n: 405, None, [1, 2, 4, 8, 16, 32]),
+    ],
+)
+def test_fleets_between_those_that_miss_are_tried(figure_ms, best, tried):
+    """More engines may be slower, and a fleet between is enough; one that is far from it is not."""
+    planner = MadePlanner(figure_ms)
+    planned = planner.plan(32)
+    assert (None if planned is None else planned.engines) == best
+    assert [size.engines for size in planner.sizes] == tried
 
 
 @pytest.mark.parametrize("text", ["", "ttft=1s", "ttft_p95", "ttft_p95=0s", "ttft_p95=1.2.3s"])
