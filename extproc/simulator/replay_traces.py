@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import mmh3
 import msgspec
@@ -61,7 +61,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     """A line of a custom dataset of `vllm bench`."""
 
     prompt: str
-    output_tokens: int | None = None
+    output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 def find_format(path: Path) -> Format:
@@ -224,11 +224,12 @@ def _prompts(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: line {number}",
-                wanted="a JSON object with prompt, and output_tokens if known",
+                wanted="a JSON object with prompt, and output_tokens from 0 if known",
                 got=str(error),
                 fix="check the line; it is the custom dataset of vllm bench serve",
             ) from None
-        yield [(row.prompt, row.output_tokens or _DEFAULT_OUTPUT)]
+        output_tokens = _DEFAULT_OUTPUT if row.output_tokens is None else row.output_tokens
+        yield [(row.prompt, output_tokens)]
 
 
 def _sharegpt(path: Path) -> Iterator[Sequence[tuple[str, int]]]:

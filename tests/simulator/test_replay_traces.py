@@ -28,6 +28,7 @@ SHAREGPT = [
     {"id": "b", "conversations": [{"from": "gpt", "value": "nobody spoke to it"}]},
 ]
 VLLM = '{"prompt": "' + "x" * 200 + '", "output_tokens": 7}\n{"prompt": "hello"}\n'
+VLLM += '{"prompt": "nothing", "output_tokens": 0}\n'
 
 FILES = {
     "mooncake": MOONCAKE,
@@ -56,7 +57,7 @@ def test_formats_are_known_by_their_beginning(tmp_path, name):
         ("mooncake", None, [(1100, 5), (700, 5)]),
         ("azure", None, [(374, 44), (200, 4)]),
         ("sharegpt", 2.0, [(100, 20), (130, 2)]),
-        ("vllm-bench", 2.0, [(50, 7), (1, 256)]),
+        ("vllm-bench", 2.0, [(50, 7), (1, 256), (1, 1)]),
     ],
 )
 def test_requests_have_their_lengths(tmp_path, name, rate, lengths):
@@ -160,7 +161,8 @@ def test_other_files_are_refused(tmp_path, text, words):
     [
         ("mooncake", MOONCAKE + '{"timestamp": "x"}\n', "line 3"),
         ("azure", AZURE + "yesterday,1,2\n", "line 4"),
-        ("vllm-bench", VLLM + '{"prompt": 5}\n', "line 3"),
+        ("vllm-bench", VLLM + '{"prompt": 5}\n', "line 4"),
+        ("vllm-bench", VLLM + '{"prompt": "a", "output_tokens": -5}\n', "line 4"),
         ("sharegpt", '[{"conversations": 5}]', "trace: conversation 1"),
         ("sharegpt", '[{"conversations": []}, {"x": ', "trace: conversation 2"),
         ("sharegpt", "[" + '{"x":' * 100_000, "trace: conversation 1"),
