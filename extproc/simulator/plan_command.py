@@ -66,6 +66,13 @@ def run(args: argparse.Namespace) -> int:
             got=f"{len(objectives)} objectives and {args.max_engines} engines",
             fix="write --slo ttft_p95=1s",
         )
+    if args.engines is not None:
+        raise ConfigError(
+            "--engines",
+            wanted="no number of engines, as fleets of several sizes are simulated",
+            got=str(args.engines),
+            fix="remove it; --max-engines N is the largest fleet",
+        )
     if args.plot:
         from extproc.simulator import report_plots
 

@@ -14,8 +14,10 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traces, replay_traffic
@@ -32,6 +34,22 @@ from extproc.simulator.simulate_command import (
 
 #: Largest fleet that is simulated (count).
 MAX_ENGINES = 10_000
+
+
+class ReplayReport(report.Report, frozen=True, kw_only=True):
+    """Results of a replay.
+
+    Attributes:
+        agreements: As in `replay.Replay`.
+        fidelity: None for a trace.
+        comparisons: Of each strategy with the baseline.
+        verdicts: The comparisons in words.
+    """
+
+    agreements: Sequence[AgreementSummary]
+    fidelity: replay.Fidelity | None
+    comparisons: Sequence[replay.TtftComparison]
+    verdicts: Sequence[str]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,18 +155,12 @@ def load(
     format_ = replay_traces.find_format(args.file)
     limits = dict(args.engine)
     if format_ == "recording":
-        for flag, value in (
-            ("--engines", args.engines),
-            ("--profile", args.profile),
-            ("--rate", args.rate),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    flag,
-                    wanted="this flag with a trace or dataset only",
-                    got=f"a recording, {args.file}",
-                    fix="remove it: a recording has its engines and times",
-                )
+        _refuse(
+            {"--engines": args.engines, "--profile": args.profile, "--rate": args.rate},
+            wanted="this flag with a trace or dataset only",
+            got=f"a recording, {args.file}",
+            fix="remove it: a recording has its engines and times",
+        )
         return replay.load(
             args.file,
             strategies=strategies,
@@ -157,6 +169,12 @@ def load(
             max_requests=args.requests,
             limits=limits,
         )
+    _refuse(
+        {"--pool": args.pool},
+        wanted="this flag with a recording only",
+        got=f"a trace or dataset, {args.file}",
+        fix="remove it: a trace has no pools",
+    )
     num_engines = args.engines or num_engines
     if num_engines is None or args.profile is None:
         raise ConfigError(
@@ -176,6 +194,13 @@ def load(
         rate_per_s=args.rate,
         max_requests=args.requests,
     )
+
+
+def _refuse(values: Mapping[str, object], *, wanted: str, got: str, fix: str) -> None:
+    """Refuse flags that have a value."""
+    for flag, value in values.items():
+        if value is not None:
+            raise ConfigError(flag, wanted=wanted, got=got, fix=fix)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,7 +237,14 @@ def run(args: argparse.Namespace) -> int:
     lines = list(describe(loaded, result, comparisons, fidelity))
     print("\n".join(lines), file=text_output(args.json))
     if args.json:
-        write_json(args.json, report.encoded(result))
+        complete = ReplayReport(
+            *msgspec.structs.astuple(result),
+            agreements=loaded.agreements,
+            fidelity=fidelity,
+            comparisons=comparisons,
+            verdicts=[*map(verdict_line, comparisons)],
+        )
+        write_json(args.json, report.encoded(complete))
     if args.plots:
         for path in report_plots.draw(result, args.plots):
             print(f"wrote {path}", file=sys.stderr)

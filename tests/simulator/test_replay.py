@@ -219,8 +219,14 @@ def test_the_command_shows_agreement_estimates_and_a_verdict(tmp_path, capsys):
     assert "recorded (round-robin): 240 of 240 (100.0%)" in out
     assert "Fidelity: mean TTFT" in out
     assert "Verdict: adaptive would be better: mean TTFT -" in out
-    strategies = [column["strategy"] for column in json.loads(result.read_text())["columns"]]
-    assert strategies == ["recorded (round-robin)", "adaptive"]
+    everything = json.loads(result.read_text())
+    strategies = ["recorded (round-robin)", "adaptive"]
+    assert [column["strategy"] for column in everything["columns"]] == strategies
+    assert [row["strategy"] for row in everything["agreements"]] == strategies
+    assert everything["agreements"][0]["agreed"] == 240
+    assert everything["fidelity"]["measured_s"] > 0.0
+    assert [row["high"] < 1.0 for row in everything["comparisons"]] == [True]
+    assert everything["verdicts"][0] in out
 
 
 @pytest.mark.slow

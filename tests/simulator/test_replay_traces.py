@@ -182,6 +182,7 @@ def test_broken_lines_are_named(tmp_path, name, text, where):
         ("azure", ["--profile", "demo"], "no --engines"),
         ("azure", ["--engines", "1", "--profile", "demo", "--rate", "1"], "--rate"),
         ("sharegpt", ["--engines", "1", "--profile", "demo"], "--rate"),
+        ("azure", ["--engines", "1", "--profile", "demo", "--pool", "a"], "a trace has no pools"),
     ],
 )
 def test_fleet_and_times_are_asked_for(tmp_path, capsys, name, words, error):
@@ -189,6 +190,13 @@ def test_fleet_and_times_are_asked_for(tmp_path, capsys, name, words, error):
     path = write(tmp_path, FILES[name])
     assert main.main(["replay", str(path), *words]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_plan_of_a_trace_looks_for_the_number_of_engines(tmp_path, capsys):
+    """The flag for it would have no effect."""
+    argv = ["plan", str(write(tmp_path, AZURE)), "--slo", "ttft_mean=1s", "--profile", "demo"]
+    assert main.main([*argv, "--engines", "7"]) == 2
+    assert "--max-engines N is the largest fleet" in capsys.readouterr().err
 
 
 def test_requests_that_no_engine_takes_are_named(tmp_path, capsys):
