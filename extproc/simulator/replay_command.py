@@ -337,11 +337,13 @@ def _notes(loaded: replay.Replay) -> Iterator[str]:
         yield f"left out: {traffic.num_failed} requests without a response below 400"
     if loaded.lost:
         yield f"lost: {loaded.lost} rows that the recorder had no room for"
-    if traffic.num_estimated:
+    if num_unshown := traffic.num_estimated - traffic.num_open:
         yield (
-            f"estimated: the length of {traffic.num_estimated} answers, whose usage was not shown "
+            f"estimated: the length of {count_of(num_unshown, 'answer')}, whose usage was not shown "
             "(responses.stream_sample_ratio shows it)"
         )
+    if traffic.num_open:
+        yield f"estimated: the length of {count_of(traffic.num_open, 'answer')} without a recorded end"
     if loaded.is_reconfigured:
         yield "reconfigured: settings changed meanwhile; estimates are of the last ones"
     if loaded.since_s:

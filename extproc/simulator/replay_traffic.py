@@ -75,6 +75,7 @@ class Traffic(msgspec.Struct, frozen=True):
         places: Place of each request among those of all sessions, one session after the other.
         adapter_names: LoRA adapters they name.
         num_estimated: Requests whose tokens of the answer are estimated (count).
+        num_open: Of these, requests whose end is not in the recording (count).
         num_failed: Requests left out because they failed (count).
         knows_max_tokens: Whether the limits of requests are the lengths of their answers.
     """
@@ -84,6 +85,7 @@ class Traffic(msgspec.Struct, frozen=True):
     places: Sequence[int] = ()
     adapter_names: frozenset[str] = frozenset()
     num_estimated: int = 0
+    num_open: int = 0
     num_failed: int = 0
     knows_max_tokens: bool = False
 
@@ -379,6 +381,7 @@ def _build_traffic(
         builder.places(requests),
         frozenset(adapters),
         num_estimated=num_estimated,
+        num_open=sum(item.end is None for item in observed),
         num_failed=num_failed,
         knows_max_tokens=len(limits) > 0 and sum(limits) >= 0.9 * len(limits),
     )

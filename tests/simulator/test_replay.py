@@ -141,6 +141,24 @@ def test_recorded_decisions_can_be_simulated_as_they_are(tmp_path, strategy):
     assert sent == [nodes.count(n) for n in range(len(loaded.fleet))]
 
 
+@pytest.mark.parametrize(
+    ("shows_usage", "unshown"),
+    [(True, ""), (False, "estimated: the length of 14 answers, whose usage was not shown")],
+)
+def test_answers_without_a_recorded_end_are_counted_apart(tmp_path, capsys, shows_usage, unshown):
+    """More of the streams shown to extproc would not make their length known."""
+    facts = {"shows_usage": shows_usage, "client": client.Client(users=2)}
+    path, _ = write(tmp_path, "round-robin", talks(4), **facts)
+    lines = path.read_bytes().splitlines(keepends=True)
+    ends = [n for n, line in enumerate(lines) if line.startswith(b'{"kind":"end"')]
+    path.write_bytes(b"".join(line for n, line in enumerate(lines) if n not in ends[-2:]))
+    assert main.main(["replay", str(path), "--jobs", "1", "--seeds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "estimated: the length of 2 answers without a recorded end\n" in out
+    assert unshown in out
+    assert ("usage was not shown" in out) == bool(unshown)
+
+
 def test_a_rotation_starts_where_it_did(tmp_path):
     """New decisions of a recorded rotation visit the same engines in the same order, by any seed."""
     fleet = [scenario.EngineGroup(count=12, profile="l4-8b-fp8")]
