@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write every fleet as JSON; - is standard output, with the text on standard error",
     )
-    add("--plot", type=Path, metavar="FILE", help="draw every fleet, as SVG or PNG")
+    add("--plot", type=Path, metavar="FILE", help="draw every fleet; ends in .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from extproc.simulator import report_plots
 
-        report_plots.require("--plot")
+        report_plots.require("--plot", args.plot)
     strategies = [args.strategy] if args.strategy else []
     # The fleets are of any size: one engine says what each of them is like.
     loaded = replay_command.load(args, strategies=strategies, configs=(), num_engines=1)

@@ -41,15 +41,23 @@ _UNITS = {
 _TITLE_WIDTH = 90
 
 
-def require(flag: str = "--plots") -> None:
+def require(flag: str = "--plots", path: Path | None = None) -> None:
     """Say at once when there is nothing to draw with.
 
     Args:
         flag: The flag that asks for it.
+        path: The one file that is drawn, see `draw_sizes`; None where no name says the format.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the name has no suffix of a format.
     """
+    if path is not None and _suffix(path) not in _FORMATS:
+        raise ConfigError(
+            flag,
+            wanted="a name that ends in .svg or .png",
+            got=repr(str(path)),
+            fix="write another name",
+        )
     if not plot_style.is_available():
         raise ConfigError(
             flag,
@@ -105,11 +113,15 @@ _PAGE_STYLE = (
 )
 
 
+def _suffix(path: Path) -> str:
+    return path.suffix.lower().removeprefix(".")
+
+
 def draw_sizes(path: Path, objectives: Sequence[Objective], sizes: Sequence[FleetSize]) -> bytes:
     """Figures of fleets by their number of engines, as the name of the file says.
 
     Args:
-        path: Its suffix is the format.
+        path: Its suffix is the format, see `require`.
         objectives: Limits, each with a panel.
         sizes: The fleets, the smallest first.
     """
@@ -124,8 +136,7 @@ def draw_sizes(path: Path, objectives: Sequence[Objective], sizes: Sequence[Flee
             axes.set_xlabel("engines")
             axes.set_ylim(bottom=0)
             axes.grid(visible=True)
-        form = "png" if path.suffix == ".png" else "svg"
-        return plot_style.encode(figure, form, is_tight=True)
+        return plot_style.encode(figure, _suffix(path), is_tight=True)
 
 
 def _draw_plot(report: Report, plot: _Plot, forms: Sequence[str]) -> dict[str, bytes]:

@@ -171,6 +171,8 @@ def test_plots_and_pages_are_drawn(recording, tmp_path):
     argv = ["plan", str(recording), "--slo", "ttft_p95=400ms", *words, "--plot", str(plot)]
     assert main.main(argv) == 0
     assert plot.read_text().lstrip().startswith("<?xml")
+    assert main.main([*argv[:-1], str(tmp_path / "PLAN.PNG")]) == 0
+    assert (tmp_path / "PLAN.PNG").read_bytes().startswith(b"\x89PNG")
     assert scenario.CLAIRVOYANT not in page.read_text()
 
 
