@@ -241,14 +241,20 @@ def _draw_scaling(figure: Any, runs: Sequence[Run]) -> None:
         axes.set_ylabel(_UNITS[field])
         axes.set_xlabel("time (minutes)")
         axes.grid(visible=True)
-    figure.legend(*axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 0.95))
+    figure.legend(**_legend_entries(axes), loc="upper left", bbox_to_anchor=(1.0, 0.95))
     seed = f"seed {runs[0].seed}"
     figure.text(1.0, 1.03, seed, ha="right", fontsize=8)
 
 
 def _finish_lines(axes: Any) -> None:
     axes.grid(visible=True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(**_legend_entries(axes), loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _legend_entries(axes: Any) -> dict[str, list[Any]]:
+    """Every line and its label: by itself, matplotlib leaves out those that begin with `_`."""
+    lines = axes.get_lines()
+    return {"handles": [*lines], "labels": [line.get_label() for line in lines]}
 
 
 def _page(title: str, names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from extproc.cli import main
+from tests.docs import recording_example
 
 SCENARIO = """
 title: "From zero"
@@ -33,3 +34,14 @@ def test_replicas_are_drawn_and_written(tmp_path):
     assert ours["to_least_s"] == pytest.approx(90, abs=5)
     assert kubeai["to_least_s"] > 600
     assert len(ours["at_s"]) == len(ours["depth_mean"]) == len(ours["queries_per_s"])
+
+
+def test_names_that_begin_with_an_underscore_are_in_legends(tmp_path):
+    """A configuration may have any name; the SVG has each text as a comment in front of its glyphs."""
+    pytest.importorskip("matplotlib")
+    config, plots = tmp_path / "_mine.yaml", tmp_path / "plots"
+    config.write_text("apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n", encoding="utf-8")
+    argv = ["replay", str(recording_example.PATH), "--config", str(config), "--seeds", "1"]
+    assert main.main([*argv, "--jobs", "1", "--plots", str(plots)]) == 0
+    for name in ("ttft_cdf", "endpoint_load"):
+        assert "_mine" in (plots / f"{name}.svg").read_text(encoding="utf-8")
