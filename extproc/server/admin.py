@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, assert_never
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
 from extproc.pool.snapshot import Pool
@@ -23,6 +26,7 @@ from extproc.server import admin_access, transport
 from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
+from extproc.supervision import ExceptionLog
 from extproc.telemetry import explanation, pool_state
 from extproc.telemetry.decision_log import RESULTS, DecisionLog, DecisionRecord, RejectionRecord
 from extproc.telemetry.exposition import Exposition
@@ -45,6 +49,9 @@ _WRITE_S: Final = 30.0
 
 #: Seconds of rendering after which other work has its turn.
 _RENDER_TURN_S: Final = 0.002
+
+#: Exceptions of malformed requests.
+_MALFORMED: Final = (HttpProcessingError, web.RequestPayloadError)
 
 
 class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +258,7 @@ class AdminServer:
         runner = self._runner = web.AppRunner(
             application,
             access_log=None,
+            logger=_build_server_log(),
             keepalive_timeout=admin_access.KEEPALIVE_S,
             shutdown_timeout=_CLOSE_S,
         )
@@ -269,6 +277,30 @@ class AdminServer:
         """Close all connections, if it was started; those with requests after two seconds at most."""
         if self._runner is not None:
             await self._runner.cleanup()
+
+
+class _ErrorHandler(logging.Handler):
+    """Handler of what aiohttp logs, whose messages and exceptions quote requests.
+
+    Malformed requests are mistakes of clients, which get status 400; others are logged as bugs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exceptions = ExceptionLog(Counter(), time.monotonic)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the exception of a record without its message."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and not isinstance(error, _MALFORMED):
+            self._exceptions.record(error)
+
+
+def _build_server_log() -> logging.Logger:
+    """Build a logger of one server, which the handlers of the process do not see."""
+    logger = logging.Logger("aiohttp.server", logging.ERROR)  # noqa: LOG001 - a shared one propagates
+    logger.addHandler(_ErrorHandler())
+    return logger
 
 
 class _Request(web.Request):

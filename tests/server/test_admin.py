@@ -8,12 +8,13 @@ import logging
 import os
 
 import pytest
+from aiohttp import web
 
 from extproc.cli import main
 from extproc.config import loader
 from extproc.demo import stack
 from extproc.errors import ConfigError
-from extproc.server import admin_access, app
+from extproc.server import admin, admin_access, app
 from tests.e2e import http1
 from tests.support.canary import CANARY
 
@@ -317,3 +318,51 @@ def test_a_body_in_a_broken_encoding_is_refused(caplog):
 
     asyncio.run(test())
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        f"GET /debug/pool HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}{'y' * 9000}\r\n\r\n",
+        f"GET /debug/pool HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\x01\r\n\r\n",
+        f"POST /debug/explain HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n{CANARY}\r\n",
+    ],
+)
+async def test_malformed_requests_write_nothing_into_the_log(request_text, caplog):
+    """They are mistakes of clients, and what aiohttp says of them quotes tokens and prompts."""
+
+    async def page(request):
+        await request.read()
+        return web.Response()
+
+    application = web.Application()
+    application.router.add_route("*", "/debug/{name}", page)
+    server = admin.AdminServer()
+    port = await server.start(application, host="127.0.0.1", port=0)
+    try:
+        async with http1.calling(port) as call:
+            await call.send(request_text.encode())
+            await call.ended()
+    finally:
+        await server.close()
+    assert not caplog.records
+
+
+async def test_a_bug_of_a_page_is_logged_once_without_its_message(caplog):
+    """A message may quote the request, and a client may ask again and again."""
+
+    async def page(_):
+        raise ValueError(CANARY)
+
+    application = web.Application()
+    application.router.add_get("/", page)
+    server = admin.AdminServer()
+    port = await server.start(application, host="127.0.0.1", port=0)
+    try:
+        assert [(await http1.ask(port, "/")).status for _ in range(3)] == [500] * 3
+    finally:
+        await server.close()
+    (text,) = caplog.messages
+    assert text.startswith("a request ran into a bug: ValueError\n")
+    assert "test_admin.py" in text
+    assert CANARY not in text
