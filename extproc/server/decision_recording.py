@@ -30,6 +30,9 @@ _TURN_ENTRIES: Final = 128
 #: Recordings for clients at a time (count): each costs every request some microseconds.
 MAX_CLIENTS: Final = 4
 
+#: Seconds in which the file must take what is left at the end: a mount may stall.
+_END_S: Final = 2.0
+
 #: Longest recording of a client (seconds).
 MAX_CLIENT_S: Final = 86_400.0
 
@@ -99,18 +102,26 @@ class DecisionRecorder:
                     recording, file, section, was_failing=is_failing
                 )
         finally:
-            if self._writing is not None:
-                with contextlib.suppress(OSError):
+            await self._end(recording, file, section)
+
+    async def _end(self, recording: Recording, file: RotatingFile, section: RecordSection) -> None:
+        """Write what is left and close the file, or leave both to a thread that takes too long."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + _END_S
+        if self._writing is not None:
+            with contextlib.suppress(OSError):  # a write that failed, or takes too long
+                async with asyncio.timeout_at(ends_at):
                     await self._finish_write(recording, self._writing)
-            recording.resume()
-            self._settle()
-            self.recordings.stop(recording)
-            self._unwritten += recording.take(MAX_ENTRIES)
-            with contextlib.suppress(OSError):
-                if self._unwritten:
-                    file.write(bytes(self._unwritten))
-            with contextlib.suppress(OSError):
-                file.close()
+        recording.resume()
+        self._settle()
+        self.recordings.stop(recording)
+        self._unwritten += recording.take(MAX_ENTRIES)
+        if self._writing is None:
+            last = loop.run_in_executor(None, _write_last, file, bytes(self._unwritten))
+            written, _ = await asyncio.wait([last], timeout=ends_at - loop.time())
+            if written:
+                return
+        _log.warning("the last decisions are not recorded: writing %s takes too long", section.file)
 
     async def stream(
         self, seconds: float, *, is_gone: Callable[[], bool]
@@ -208,6 +219,14 @@ class DecisionRecorder:
                 if pool.scheduling is not None
             },
         )
+
+
+def _write_last(file: RotatingFile, lines: bytes) -> None:
+    with contextlib.suppress(OSError):
+        if lines:
+            file.write(lines)
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 async def _take_batch(recording: Recording) -> AsyncGenerator[bytes, None]:

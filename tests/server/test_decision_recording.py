@@ -26,6 +26,12 @@ from extproc.simulator import replay
 from tests.e2e import http1
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """Let a busy machine take long for the last write."""
+    monkeypatch.setattr(decision_recording, "_END_S", 300.0)
+
+
 def settings(path=None, **facts):
     """A picker that records in a file, or does not."""
     plain = soak.settings(holding=False)
@@ -269,6 +275,40 @@ async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkey
     with pytest.raises(asyncio.CancelledError):
         await task
     assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+async def test_a_file_that_stalls_does_not_keep_the_process(
+    tmp_path, monkeypatch, caplog, is_under_way
+):
+    """Neither a write under way nor the last one is waited for without end, as on a mount."""
+    may_write, is_writing = threading.Event(), threading.Event()
+
+    def stall(_file, _lines):
+        is_writing.set()
+        may_write.wait(300)
+
+    monkeypatch.setattr(recorder.RotatingFile, "write", stall)
+    monkeypatch.setattr(decision_recording, "_END_S", 0.01)
+    path = tmp_path / "f"
+    subject = decision_recording.DecisionRecorder(
+        settings(path), Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
+    )
+    task = asyncio.ensure_future(subject.run())
+    try:
+        await until(lambda: len(subject.recordings))
+        subject.recordings.add_ends([rows.EndRow(1, "200")])
+        if is_under_way:
+            await until(is_writing.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 300)
+    finally:
+        may_write.set()
+    assert not len(subject.recordings)
+    assert caplog.messages == [
+        f"the last decisions are not recorded: writing {path} takes too long"
+    ]
 
 
 async def test_a_stop_while_the_file_gets_full_leaves_files_with_headers(tmp_path, monkeypatch):
