@@ -233,12 +233,7 @@ def _select_recorded(args: argparse.Namespace, server: str) -> str:
     """The id of the last, the slowest or the last failed request."""
     decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", args)["decisions"]
     if args.failed:
-        decisions = [
-            decision
-            for decision in decisions
-            if not "200" <= (decision["status"] or "") < "400"
-            and (decision["status"] or decision["seconds"] is not None)
-        ]
+        decisions = [row for row in decisions if row["result"] in ("failed", "refused")]
     if args.slowest:
         decisions = sorted(decisions, key=lambda decision: -(decision["seconds"] or 0.0))
     if not decisions:

@@ -91,7 +91,7 @@ class DecisionRecord:
             return "open"
         if not self.status:
             return "ok" if self.decision.request.api in surfaces.UNOBSERVED else "failed"
-        return "ok" if "200" <= self.status < "400" else "failed"
+        return "ok" if self.status < "400" else "failed"
 
     def add_answer_ids(self, ids: Sequence[str]) -> None:
         """Add ids that the headers or the body of the answer have."""

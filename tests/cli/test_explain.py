@@ -367,6 +367,14 @@ def test_a_recorded_request_is_selected_by_flag(flag, name, server, capsys):
     assert told_by(capsys, "--server", server, flag).startswith(f"request {name}: ")
 
 
+def test_a_websocket_has_not_failed(server, decisions, capsys):
+    """Its status is 101, and `--failed` shows the request that did."""
+    record = decisions.find("id/1")
+    record.status, record.seconds = "101", 4.0
+    assert record.result == "ok"
+    assert told_by(capsys, "--server", server, "--failed").startswith("request id/0: ")
+
+
 HEALTH = """
 endpoints:
   - {address: "10.0.0.1:8000", health: ejected, cause: errors, out_s: 4}
