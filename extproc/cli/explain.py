@@ -218,8 +218,9 @@ def _check_recorded(args: argparse.Namespace) -> None:
 
 def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
-    request_id = _select_recorded(args, server) if args.id is None else args.id
-    explanation = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
+    request_id, query = (args.id, "") if args.id is not None else _select_recorded(args, server)
+    page = f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}"
+    explanation = _get(f"{page}{query}", args)
     if "id" not in explanation and explanation["status"] == 404:
         raise NotRecordedError(
             wanted=f"a request that was routed or refused lately as {request_id}",
@@ -229,8 +230,8 @@ def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
     return explanation
 
 
-def _select_recorded(args: argparse.Namespace, server: str) -> str:
-    """The id of the last, the slowest or the last failed request."""
+def _select_recorded(args: argparse.Namespace, server: str) -> tuple[str, str]:
+    """The id of the last, the slowest or the last failed request, and a query that selects it among retries."""
     decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", args)["decisions"]
     if args.failed:
         decisions = [row for row in decisions if row["result"] in ("failed", "refused")]
@@ -242,7 +243,9 @@ def _select_recorded(args: argparse.Namespace, server: str) -> str:
             got="none among those that are kept",
             fix="send one, or raise decisions.decisions if it was long ago",
         )
-    return str(decisions[0]["id"])
+    row = decisions[0]
+    # An open request may end before it is asked for.
+    return str(row["id"]), "" if row["result"] == "open" else f"?result={row['result']}"
 
 
 def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:

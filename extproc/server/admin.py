@@ -53,6 +53,9 @@ _RENDER_TURN_S: Final = 0.002
 #: Exceptions of malformed requests.
 _MALFORMED: Final = (HttpProcessingError, web.RequestPayloadError)
 
+#: Answer to a result that no request has.
+_UNKNOWN_RESULT: Final = Rejection(400, f"expected ?result= as one of {', '.join(RESULTS)}")
+
 
 class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
     """Handlers of the admin HTTP endpoints.
@@ -142,7 +145,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
                 Rejection(400, "expected a number as ?limit=; write how many are wanted")
             )
         if result and result not in RESULTS:
-            return _refused(Rejection(400, f"expected ?result= as one of {', '.join(RESULTS)}"))
+            return _refused(_UNKNOWN_RESULT)
         limit = int(text)
         selected = filter(_build_filter(request.query), self.decisions.latest())
         records, now = itertools.islice(selected, limit), self.clock()
@@ -151,8 +154,14 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     async def decision(self, request: web.Request) -> web.Response:
-        """Recorded request by request id: the decision with its result, or why it was refused."""
-        record = self.decisions.find(request.match_info["id"])
+        """Recorded request by request id: the decision with its result, or why it was refused.
+
+        `?result=` selects among requests of the same id, such as a refused one and its retry.
+        """
+        result = request.query.get("result", "")
+        if result and result not in RESULTS:
+            return _refused(_UNKNOWN_RESULT)
+        record = self.decisions.find(request.match_info["id"], result)
         if record is None:
             missing = Rejection(
                 404,

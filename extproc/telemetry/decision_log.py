@@ -212,22 +212,27 @@ class DecisionLog:
         while len(self._rejections) > self._capacity:
             self._rejections.popitem(last=False)
 
-    def find(self, request_id: str) -> DecisionRecord | RejectionRecord | None:
+    def find(self, request_id: str, result: str = "") -> DecisionRecord | RejectionRecord | None:
         """Returns the latest record of a request; None when it is no longer in a ring.
 
         Args:
             request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
                 of it, such as `chatcmpl-` and the request id; or an id that the engine made up
                 for its answer, where it was shown; or the id of a sampled trace.
+            result: Result of the record, as a retry has the id of the request; empty for any.
         """
         rings: tuple[Mapping[str, DecisionRecord | RejectionRecord], ...]
         rings = self._by_id(), self._rejections
         for name in _spellings(request_id):
             key = shorten_id(name)
             records = [ring[key] for ring in rings if key in ring]
-            if records:
-                return max(records, key=lambda record: record.at)
-        return next(filter(lambda record: _is_called(record, request_id), self.latest()), None)
+            selected = [record for record in records if result in ("", record.result)]
+            if selected:
+                return max(selected, key=lambda record: record.at)
+        for record in self.latest():
+            if _is_called(record, request_id) and result in ("", record.result):
+                return record
+        return None
 
     def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
         """Returns the latest records, newest first; all of them without a count."""

@@ -3,6 +3,7 @@ import io
 import json
 import re
 import threading
+import urllib.error
 import urllib.request
 
 import pytest
@@ -373,6 +374,29 @@ def test_a_websocket_has_not_failed(server, decisions, capsys):
     record.status, record.seconds = "101", 4.0
     assert record.result == "ok"
     assert told_by(capsys, "--server", server, "--failed").startswith("request id/0: ")
+
+
+@pytest.mark.parametrize("flag", ["--failed", "--slowest"])
+def test_a_selected_request_is_shown_where_another_has_its_id(flag, server, decisions, capsys):
+    """A refused request and its retry have the same id; the one that the flag selects is shown."""
+    decision = decisions.find("id/0").decision
+    is_refused = flag == "--failed"
+    refusal = decision_log.RejectionRecord(
+        "same", 0.6 if is_refused else 0.8, "", "x", model_not_found("x", ["sql"])
+    )
+    decisions.add_rejection(refusal)
+    retry = decisions.add("same", decision, 0.7)
+    retry.status, retry.seconds = "200", 9.0
+    status = 3 if is_refused else 0
+    output = told_by(capsys, "--server", server, flag, status=status)
+    assert output.startswith("request same: ")
+    assert ("cause: unknown-model" in output) == is_refused
+
+
+def test_an_unknown_result_is_refused(server):
+    """A result that no request has selects nothing."""
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(f"http://{server}/debug/decisions/a?result=x", timeout=300)
 
 
 HEALTH = """

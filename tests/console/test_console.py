@@ -15,6 +15,7 @@ from aiohttp import web
 from extproc.config.pool_sections import PoolSection, SchedulingSection
 from extproc.config.reloading import Change
 from extproc.config.settings import ScrapeSection
+from extproc.decision import bad_request
 from extproc.demo import stack
 from extproc.request import HttpRequest, RequestLabels
 from extproc.routing.pool_match import PoolMatch
@@ -22,6 +23,7 @@ from extproc.scheduling import registry
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server import app
 from extproc.server.reload import ReloadResult
+from extproc.telemetry.decision_log import RejectionRecord
 from tests.console import browser
 from tests.support import serving
 
@@ -133,6 +135,20 @@ async def _scene():
 def scene(live, chromium):
     with live.holding(_scene()) as item:
         yield item
+
+
+async def test_a_refused_request_is_explained_where_its_retry_has_its_id(scene, chromium):
+    """The row of the refusal leads to the refusal, and that of the retry to the retry."""
+    refusal = RejectionRecord("twice", time.monotonic(), "", "demo", bad_request("no JSON"))
+    scene.picker.decisions.add_rejection(refusal)
+    address = scene.route("twice")
+    async with chromium.page(scene.port) as page:
+        for link, text in (("twice/refused", "no JSON"), ("twice", address)):
+            await page.open("#/decisions")
+            await page.page.locator(f"#decisions-list a[href='#/decision/{link}']").click()
+            shown = "document.querySelector('#decision-explanation').textContent"
+            await page.until(f"{shown}.includes('{text}')")
+        assert page.complaints == []
 
 
 @pytest.mark.slow

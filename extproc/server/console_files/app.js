@@ -30,13 +30,13 @@ function showView(isFirst) {
   if (location.hash === "#main") {
     return; // the skip link
   }
-  const [, name, parameter] = location.hash.split("/", 3);
+  const [, name, parameter, result] = location.hash.split("/", 4);
   current = Object.hasOwn(views, name) ? name : "overview";
   const view = views[current];
   for (const other of Object.keys(views)) {
     byId(other).hidden = other !== current;
   }
-  view.show?.(decode(parameter ?? ""));
+  view.show?.(decode(parameter ?? ""), result);
   document.title = `${view.title} · extproc`;
   const section = current === "decision" ? "decisions" : current;
   for (const link of document.querySelectorAll("nav a")) {

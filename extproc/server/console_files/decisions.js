@@ -26,8 +26,9 @@ function rowKey({ id, result }) {
   return `${result === "refused"} ${id}`;
 }
 
-function createRow({ id }) {
-  const link = element("a", { href: `#/decision/${encodeURIComponent(id)}`, class: "address" }, id || "(no id)");
+function createRow({ id, result: firstResult }) {
+  const part = firstResult === "refused" ? "/refused" : "";
+  const link = element("a", { href: `#/decision/${encodeURIComponent(id)}${part}`, class: "address" }, id || "(no id)");
   const [model, endpoint, why, result, firstToken, age] = [
     element("td", { class: "wide name" }),
     element("td", { class: "address" }),
@@ -96,6 +97,7 @@ export function createDecisions() {
 
 export function createDecision() {
   let id = "";
+  let query = "";
   let isOpen = false;
   return {
     title: "Decision",
@@ -103,16 +105,17 @@ export function createDecision() {
     get isLive() {
       return isOpen;
     },
-    show(parameter) {
+    show(parameter, result) {
       id = parameter;
+      query = result ? `?result=${result}` : "";
       isOpen = false;
       setText(byId("decision-title"), `Request ${id}`);
       byId("decision-explanation").replaceChildren();
     },
     async refresh() {
-      const wanted = id;
-      const outcome = await fetchJson(`../debug/decisions/${encodeURIComponent(wanted)}`);
-      if (wanted === id) {
+      const wanted = `${encodeURIComponent(id)}${query}`;
+      const outcome = await fetchJson(`../debug/decisions/${wanted}`);
+      if (wanted === `${encodeURIComponent(id)}${query}`) {
         isOpen = outcome.result === "open";
         byId("decision-explanation").replaceChildren(...explanationNodes(outcome));
       }
