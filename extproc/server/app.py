@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import time
@@ -388,9 +389,7 @@ class EndpointPickerProcess:
         await transport.wait_unreachable(lambda: self._is_reachable, skip_drain, timeout_s=drain_s)
         _log.info("drain is over, %d streams are open", self.counters.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
-        stopping = [
-            asyncio.ensure_future(rpc_server.stop(_STREAM_END_S)) for rpc_server in self._servers
-        ]
+        stopping = [asyncio.ensure_future(server.stop(_STREAM_END_S)) for server in self._servers]
         await asyncio.sleep(0)
         for name, flow_controller in self.pool_registry.flow_controllers.items():
             supervisor.call("drain", flow_controller.close, instance=name)
@@ -413,6 +412,7 @@ class EndpointPickerProcess:
         if self._traces.tracer is not None:
             await attempt("drain", asyncio.to_thread(self._traces.tracer.close, _SPAN_END_S))
         self.counters.settle()
+        self._rejection_log.step(math.inf)  # all that was refused, however recent the last line is
         await attempt("drain", self.admin_server.close())
         self._http.close()
         await attempt("drain", self._large_bodies.close())

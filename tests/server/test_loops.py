@@ -16,6 +16,7 @@ import pytest
 
 from extproc import supervision
 from extproc.config.settings import XdsSection
+from extproc.decision import NO_ENDPOINTS
 from extproc.discovery import static_discovery
 from extproc.election import ElectionSettings, LeaseRecord
 from extproc.errors import ConfigError
@@ -329,6 +330,21 @@ async def test_a_drain_on_grpcio_waits_for_a_data_plane_that_only_checks_health(
             assert not draining.done()
         skip_drain.set()
         await draining
+
+
+async def test_refusals_of_the_last_minute_are_logged_at_the_end(caplog):
+    """Those since the last line too, and those of the drain."""
+    caplog.set_level(logging.INFO, "extproc.pool")
+    async with serving.running(serving.settings("127.0.0.11:9")) as running:
+        await running.sync()
+        pool = running.picker.counters.for_pool("")
+        running.picker._rejection_log.step(running.picker._clock())
+        pool.record_rejection(NO_ENDPOINTS)
+        running.picker._rejection_log.step(running.picker._clock())
+        for _ in range(2):
+            pool.record_rejection(NO_ENDPOINTS)
+    lines = [record for record in caplog.records if record.getMessage() == "requests refused"]
+    assert [record.fields["count"] for record in lines] == [1, 2]
 
 
 async def test_a_drain_in_a_pod_takes_its_time(monkeypatch):
