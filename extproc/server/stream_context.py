@@ -35,6 +35,11 @@ STALLED = Rejection(
 #: nginx and of access logs for that.
 CLIENT_LEFT = Rejection(499, "the stream ended before an endpoint was chosen", cause="client-left")
 
+#: Stands for the response to a client whose stream this process ended before an endpoint was chosen.
+SHUTTING_DOWN = Rejection(
+    503, "the picker stops before an endpoint is chosen", cause="shutting-down"
+)
+
 #: Response to a client whose request met an unexpected exception.
 BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
 
@@ -198,6 +203,11 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
     def start_draining(self) -> None:
         """End each stream as soon as its request is decided."""
         self.is_draining = True
+
+    @property
+    def abandonment(self) -> Rejection:
+        """Rejection that stands for a stream that ended before an endpoint was chosen."""
+        return SHUTTING_DOWN if self.is_draining else CLIENT_LEFT
 
     @property
     def overload_rejection(self) -> Rejection:

@@ -36,7 +36,6 @@ from extproc.server.flow_control_shell import (
 from extproc.server.large_bodies import INLINE_BYTES
 from extproc.server.stream_context import (
     BUG,
-    CLIENT_LEFT,
     STALLED,
     RequestObserver,
     StreamContext,
@@ -455,7 +454,7 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def _report_abandoned(self) -> None:
         """Report a request whose stream ended before it was answered."""
-        exchange, rejection, labels = self.exchange, CLIENT_LEFT, None
+        exchange, rejection, labels = self.exchange, self._context.abandonment, None
         if exchange.request_state is RequestState.IDLE:
             return
         if len(exchange.status) == 3 and exchange.status.isdecimal():

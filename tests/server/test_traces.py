@@ -136,6 +136,16 @@ def test_a_client_that_leaves_while_its_body_arrives_is_traced():
     assert scene.decisions.find("left").rejection.cause == "client-left"
 
 
+def test_a_stream_that_a_drain_ends_is_no_client_that_left():
+    """The log and the counters say that this process stops."""
+    scene = TracedStreams()
+    stream, _ = scene.begin(headers(traceparent=SAMPLED, **{"x-request-id": "cut"}), START)
+    scene.shared.start_draining()
+    stream.finish("cancelled")
+    rejection = scene.decisions.find("cut").rejection
+    assert (rejection.status, rejection.cause) == (503, "shutting-down")
+
+
 def test_an_early_answer_of_envoy_is_traced():
     """With the status of the answer."""
     scene = TracedStreams()
