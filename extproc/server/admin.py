@@ -203,6 +203,9 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
                 async for lines in pieces:
                     async with asyncio.timeout(_WRITE_S):
                         await response.write(lines)
+            if self.decision_recorder.is_closed and request.transport is not None:
+                request.transport.close()  # without the last chunk: the recording is cut short
+                return response
             async with asyncio.timeout(_WRITE_S):
                 await response.write_eof()
         except ConnectionError:

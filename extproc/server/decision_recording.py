@@ -72,6 +72,11 @@ class DecisionRecorder:
         )
 
     @property
+    def is_closed(self) -> bool:
+        """True once recordings of clients are cut short, because the process ends."""
+        return self._is_closed
+
+    @property
     def has_room(self) -> bool:
         """True if another client may record."""
         return self._clients < MAX_CLIENTS

@@ -213,6 +213,30 @@ async def test_a_client_records_what_comes(tmp_path):
     assert source.header.settings["scheduling"]["strategy"] == "adaptive"
 
 
+@pytest.mark.parametrize("count", [0, 10])
+async def test_a_client_whose_server_ends_fails(tmp_path, capsys, count):
+    """Its recording is shorter than it wanted; the rows that came are kept."""
+    chosen = settings()
+    core = soak.Core(chosen)
+    await core.picker.sync()
+    await core.picker.start_admin()
+    path, subject = tmp_path / "decisions.jsonl", core.picker.decision_recorder
+    words = ["record", str(path), "--server", f"127.0.0.1:{chosen.server.metrics_port}"]
+    try:
+        copying = asyncio.ensure_future(asyncio.to_thread(main.main, [*words, "--seconds", "60"]))
+        await until(lambda: len(subject.recordings))
+        send(core, soak.Chats(Random(1)), count)
+        await until(lambda: core.picker.counters.recorded_rows["recorded"] == 2 * count)
+        subject.close()
+        assert await copying == 1
+    finally:
+        subject.close()
+        await core.picker.admin_server.close()
+    assert "cut off" in capsys.readouterr().err
+    if count:
+        assert len([*reader.RecordingReader("f").read(reader.read_lines(path))]) == 2 * count
+
+
 @pytest.mark.parametrize("seconds", ["0", "x", "nan", "1e9"])
 async def test_a_recording_has_a_length(seconds):
     """An invalid length is refused."""
