@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import random
+import re
 import struct
 import sys
 import threading
@@ -54,6 +55,9 @@ _UNKNOWN_SERVICE: Final = "unknown_service"
 
 #: Characters of what the SDK says of a failure.
 _MAX_CAUSE: Final = 200
+
+#: User and password of an address.
+_USER: Final = re.compile(r"[^\s/@]+@")
 
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _UNSET: Final = Status(StatusCode.UNSET)
@@ -238,7 +242,8 @@ class _LastMessage(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep the message without line breaks."""
-        self.text = " ".join(record.getMessage().split())[:_MAX_CAUSE]
+        # The address of the exporter may have a password, which the limit could leave without its `@`.
+        self.text = _USER.sub("", " ".join(record.getMessage().split()))[:_MAX_CAUSE]
         self.template = " ".join(str(record.msg).split())[:_MAX_CAUSE]
         return False
 

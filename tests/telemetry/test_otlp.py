@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import threading
@@ -214,6 +215,25 @@ def test_exporter_that_raises_costs_its_spans(build_tracer, monkeypatch, caplog)
     assert build_tracer.counts["failed"] == 2
     (record,) = caplog.records
     assert record.fields == {"cause": "KeyError"}
+
+
+def test_a_password_of_the_endpoint_is_not_logged(build_tracer, monkeypatch, caplog):
+    """The SDK names the address to which it exports, and gRPC says what it cannot resolve."""
+    exporter, logger = HeldExporter(), logging.getLogger("opentelemetry.exporter.of-tests")
+    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: (lambda: exporter, False))
+
+    def fail(_):
+        logger.error("Failed to export traces to user:%s@127.0.0.1:9, code: 1", CANARY)
+        exporter.began.set()
+        return otlp.SpanExportResult.FAILURE
+
+    exporter.export = fail
+    tracer = build_tracer()
+    tracer.add(TRACE, spans())
+    assert exporter.began.wait(otlp_receiver.LIMIT_S)
+    tracer.close(otlp_receiver.LIMIT_S)
+    (record,) = caplog.records
+    assert record.fields == {"cause": "Failed to export traces to 127.0.0.1:9, code: 1"}
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
