@@ -158,7 +158,7 @@ def _parse_address(address: str, *, where: str) -> tuple[str, int]:
         raise ConfigError(
             where,
             wanted="host:port, the port being that of the other pickers' pages",
-            got=repr(address),
+            got="an address with a user" if "@" in address else repr(address),
             fix="write it like extproc-peers:9090",
         )
     return host.strip("[]"), port

@@ -24,7 +24,9 @@ def test_addresses_need_a_port(written):
         peers_at(written)
 
 
-@pytest.mark.parametrize("written", ["http://host:9", f"http://u:{CANARY}@host:9", "u@host:9"])
+@pytest.mark.parametrize(
+    "written", ["http://host:9", f"http://u:{CANARY}@host:9", f"u:{CANARY}@host:9", "u@host:9"]
+)
 def test_addresses_are_no_urls(written):
     """One with a password would be logged; the error leaves it out."""
     with pytest.raises(ConfigError, match=r"peer_sync\.peers: expected host:port") as refused:
