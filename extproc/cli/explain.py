@@ -45,6 +45,9 @@ _WATCH_S = 2.0
 #: As many past decisions as there may be.
 _MAX_DECISIONS = 999_999_999
 
+#: Longest id as a part of an address (bytes): aiohttp takes 8190 in a line.
+_MAX_ID_BYTES = 8000
+
 #: Name of a header (RFC 9110, 5.1).
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -199,13 +202,20 @@ def _explain_dry_run(
 
 
 def _check_recorded(args: argparse.Namespace) -> None:
-    """Refuse an empty id, and a request or a state beside a request of the past."""
+    """Refuse an empty or long id, and a request or a state beside a request of the past."""
     if args.id == "":
         raise ConfigError(
             "--id",
             wanted="the id of a request",
             got="nothing",
             fix="write --id ID, or --last for the newest request",
+        )
+    if len(_quote(args.id or "")) > _MAX_ID_BYTES:
+        raise ConfigError(
+            "--id",
+            wanted=f"the id of a request, of at most {_MAX_ID_BYTES} bytes in an address",
+            got=f"{len(args.id)} characters",
+            fix="write the x-request-id of the request",
         )
     if args.state or args.request != "-":
         raise ConfigError(
@@ -219,7 +229,7 @@ def _check_recorded(args: argparse.Namespace) -> None:
 def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
     request_id, query = (args.id, "") if args.id is not None else _select_recorded(args, server)
-    page = f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}"
+    page = f"{server}/debug/decisions/{_quote(request_id)}"
     explanation = _get(f"{page}{query}", args)
     if "id" not in explanation and explanation["status"] == 404:
         raise NotRecordedError(
@@ -228,6 +238,11 @@ def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
             fix="`extproc explain --last` shows the newest",
         )
     return explanation
+
+
+def _quote(request_id: str) -> str:
+    """An id as a part of an address; bytes that are no UTF-8 as they came from the shell."""
+    return urllib.parse.quote(request_id, safe="", errors="surrogateescape")
 
 
 def _select_recorded(args: argparse.Namespace, server: str) -> tuple[str, str]:
@@ -384,7 +399,7 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
             body = response.read()
     except urllib.error.HTTPError as http_error:
         with http_error:
-            return _to_rejection(server, http_error)
+            return _to_rejection(server, http_error, has_token=bool(token))
     except http.client.HTTPException:
         raise not_extproc_error(server, "an answer that is not HTTP, or cut off") from None
     except (OSError, ValueError) as error:
@@ -404,13 +419,15 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
     return explanation
 
 
-def _to_rejection(url: str, error: urllib.error.HTTPError) -> dict[str, Any]:
+def _to_rejection(url: str, error: urllib.error.HTTPError, *, has_token: bool) -> dict[str, Any]:
     """A refusal comes with the status and body the client would get."""
     if error.code in (401, 403):
         raise UnreachableError(
             wanted=f"a decision from {url}",
             got=f"status {error.code}: its pages are not open to this machine",
-            fix="name the file of its server.admin_token_file with --token-file, or go to it "
+            fix="the token of --token-file is another one than that of its server.admin_token_file"
+            if has_token
+            else "name the file of its server.admin_token_file with --token-file, or go to it "
             "through `kubectl port-forward` if it has no token",
         )
     try:

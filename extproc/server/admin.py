@@ -87,7 +87,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
                 web.get("/debug/pools", self.all_pools),
                 web.post("/debug/explain", self.explain),
                 web.get("/debug/decisions", self.latest_decisions),
-                web.get("/debug/decisions/{id}", self.decision),
+                web.get("/debug/decisions/{id:[^/]+}", self.decision),
                 web.get("/debug/shadow", self.shadow),
                 web.get("/debug/record", self.record),
             ]

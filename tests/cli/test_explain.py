@@ -393,6 +393,31 @@ def test_a_selected_request_is_shown_where_another_has_its_id(flag, server, deci
     assert ("cause: unknown-model" in output) == is_refused
 
 
+def test_any_recorded_id_is_found(server, decisions, capsys):
+    """Braces too, which patterns of paths in aiohttp exclude by default."""
+    decisions.add("{id}", decisions.find("id/0").decision, 0.7)
+    assert told_by(capsys, "--server", server, "--id", "{id}").startswith("request {id}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [("\udcff", 1, "no decision of that request id"), ("x" * 20_000, 2, "got 20000 characters")],
+)
+def test_an_odd_id_is_no_fault_of_the_server(name, status, text, server, capsys):
+    """Bytes that are no UTF-8, and more of them than an address has."""
+    assert main.main(["explain", "--server", server, "--id", name]) == status
+    assert text in capsys.readouterr().err
+
+
+def test_another_token_is_named_as_the_cause(tmp_path, capsys):
+    """It does not help to name a token file where the command has one."""
+    (tmp_path / "token").write_text("s3cret")
+    words = ["--last", "--token-file", str(tmp_path / "token")]
+    with answering(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n") as server:
+        assert main.main(["explain", "--server", server, *words]) == 1
+    assert "the token of --token-file is another one" in capsys.readouterr().err
+
+
 def test_an_unknown_result_is_refused(server):
     """A result that no request has selects nothing."""
     with pytest.raises(urllib.error.HTTPError, match="400"):

@@ -26,7 +26,8 @@ def block() -> str:
         source = inspect.getsource(routes)
         for method, path, handler in re.findall(_ROUTE, source):
             text = inspect.getdoc(getattr(pages, handler)) or ""
-            rows.append(f"| {method.upper()} | `{path}` | {' '.join(text.split())} |")
+            shown = path.replace(":[^/]+", "")  # the pattern of a name
+            rows.append(f"| {method.upper()} | `{shown}` | {' '.join(text.split())} |")
     return "\n".join(rows)
 
 
