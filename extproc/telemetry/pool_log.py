@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import ClassVar, Final, Literal
@@ -18,7 +19,7 @@ from extproc.parsing import surfaces
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.request import RequestLabels, shorten_id
 from extproc.telemetry.counters import PoolCounters
-from extproc.telemetry.log_format import REQUESTS, log_event
+from extproc.telemetry.log_format import REQUESTS, FieldValue, log_event
 from extproc.telemetry.request_recorder import RequestRecorder, model_of
 
 _log = logging.getLogger("extproc.pool")
@@ -28,6 +29,11 @@ REPEAT_S: Final = 60.0
 
 #: Endpoints that a line names (count); it counts all of them.
 _MAX_NAMED = 10
+
+#: Seconds in which an event has so many lines at most (count): in a large pool, hundreds of endpoints
+#: may fail at once.
+_BURST_S: Final = 10.0
+_MAX_BURST: Final = 20
 
 
 class _Ejection(msgspec.Struct):
@@ -46,6 +52,13 @@ class _FailedScrapes(msgspec.Struct):
     count: int = 1
 
 
+class _Burst(msgspec.Struct):
+    """Lines of an event within `_BURST_S`: since when (monotonic seconds), and how many it would be."""
+
+    at: float = -math.inf
+    count: int = 0
+
+
 class PoolLog:
     """Log of one pool."""
 
@@ -54,6 +67,7 @@ class PoolLog:
         self._clock = clock
         self._ejections: dict[str, _Ejection] = {}
         self._scrapes: dict[tuple[str, bool], _FailedScrapes] = {}
+        self._bursts: defaultdict[str, _Burst] = defaultdict(_Burst)
         self._empty_since: float | None = None
         self._failing_since: float | None = None
 
@@ -91,17 +105,35 @@ class PoolLog:
         self, level: int, event: str, key: tuple[str, bool], failed: _FailedScrapes
     ) -> None:
         address, is_model_list = key
-        log_event(
-            _log,
+        self._log_endpoint(
             level,
             event,
-            pool=self._pool,
             endpoint=address,
             page="models" if is_model_list else "metrics",
             outcome=failed.outcome,
             failures=failed.count,
             for_s=self._clock() - failed.at,
         )
+
+    def _log_endpoint(self, level: int, event: str, **fields: FieldValue) -> None:
+        """Log an event of an endpoint, unless as many endpoints had one in a short time."""
+        burst, now = self._bursts[event], self._clock()
+        unlogged = None
+        if now - burst.at >= _BURST_S:
+            unlogged = max(0, burst.count - _MAX_BURST) or None
+            burst.at, burst.count = now, 0
+        burst.count += 1
+        if burst.count <= _MAX_BURST:
+            silent_s = burst.at + _BURST_S - now if burst.count == _MAX_BURST else None
+            log_event(
+                _log,
+                level,
+                event,
+                pool=self._pool,
+                **fields,
+                unlogged=unlogged,
+                silent_s=silent_s,
+            )
 
     def _log_members(self, before: Pool, after: Pool) -> None:
         """Log endpoints that came and went, by incarnation, and whether any is left."""
@@ -179,11 +211,9 @@ class PoolLog:
         self, level: int, event: str, member: EndpointSnapshot, ejection: _Ejection, now: float
     ) -> None:
         until, is_out = member.condition.until, member.is_ejected
-        log_event(
-            _log,
+        self._log_endpoint(
             level,
             event,
-            pool=self._pool,
             endpoint=member.endpoint.address,
             pod=_pod_name(member.endpoint) or None,
             cause=ejection.cause,

@@ -186,6 +186,22 @@ def test_log_tells_pages_of_an_endpoint_apart(scene):
     ]
 
 
+def test_log_has_twenty_lines_of_an_event_in_ten_seconds(scene):
+    """The last of them says so, and the first one after that how many there were."""
+    scene.set_endpoints(*(f"10.0.0.{at}:8000" for at in range(30)))
+    scene.take()
+    for at in range(30):
+        scene.log.on_scrape(f"10.0.0.{at}:8000", "refused", is_model_list=False)
+        scene.now += 0.1
+    lines = scene.take()
+    assert len(lines) == 20
+    assert [fields.get("silent_s") for _, fields in lines[-2:]] == [None, pytest.approx(8.1)]
+    scene.now = 10.0
+    scene.log.on_scrape("10.0.0.9:8000", "refused", is_model_list=True)
+    ((event, fields),) = scene.take()
+    assert (event, fields["unlogged"]) == ("scrape failed", 10)
+
+
 def test_rejection_log_writes_the_first_and_a_count_each_minute(caplog):
     """For each pool, status and cause."""
     caplog.set_level(logging.INFO, "extproc.pool")
