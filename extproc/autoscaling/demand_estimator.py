@@ -69,6 +69,7 @@ class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
         waiting: Requests that wait in engines, as scraped.
         running: Requests in batches of engines, as scraped.
         rates: Step times of its engines; None while no engine has shown any.
+        engines: Engines of a replica: its ports or data-parallel ranks (count); 0 while unknown.
     """
 
     spec: int
@@ -76,6 +77,7 @@ class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
     waiting: float = 0.0
     running: float = 0.0
     rates: StepTimeModel | None = None
+    engines: int = 0
 
 
 class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +90,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
             first.
         counters: Last counters of every picker, with the time of each.
         rates: Step times of the engines, as last learned.
+        engines: Engines of a replica, as last known.
         answers: Answers that count, fading; the prior is the first.
         answer_tokens: Their tokens; None until the rates say how many the prior has.
         prompt_tokens: Mean uncached prompt tokens of a request.
@@ -105,6 +108,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     at: Moment | None = None
     counters: Mapping[str, tuple[Moment, PickerCounters]] = {}
     rates: StepTimeModel = DEFAULT_STEP_TIMES
+    engines: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     answers: _NotNegative = 1.0
     answer_tokens: _NotNegative | None = None
     prompt_tokens: _NotNegative = 0.0
@@ -234,28 +238,32 @@ class DemandEstimator:
         before = self._learned
         total, counters = self._summed(now, pickers)
         rates = observation.rates or before.rates
-        most = self._settings.concurrency or math.inf
+        # Rates are those of one engine; demand is of replicas, which may have several.
+        engines = observation.engines or before.engines
+        most = (self._settings.concurrency or math.inf) / engines
         at_once = concurrency(rates, slowdown=self._settings.slowdown, most=most)
         answers, answer_tokens = self._answers(total, rates, at_once=at_once)
         output = answer_tokens / answers if answers else 0.0
         prompt = self._mean_prompt_tokens(total)
-        request_work = work(prompt, output, rates, at_once=at_once)
+        request_work = work(prompt, output, rates, at_once=at_once) / engines
         since = 0.0 if before.at is None else now - before.at
-        came = work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
-        done, busy_s = self._throughput(total, since, observation, request_work=request_work)
-        cold_start_s, starting, most_available = self._cold_start(now, observation)
+        came = work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once) / engines
         queued = total.held + observation.waiting
+        pressed = observation.available if queued >= max(1, observation.available * engines) else 0
+        done, busy_s = self._throughput(total, since, pressed, request_work=request_work)
+        cold_start_s, starting, most_available = self._cold_start(now, observation)
         self._learned = EstimatorState(
             at=now,
             counters=counters,
             rates=rates,
+            engines=engines,
             answers=answers,
             answer_tokens=answer_tokens,
             prompt_tokens=prompt,
             done=done,
             busy_s=busy_s,
             cold_start_s=cold_start_s,
-            pressed=observation.available if queued >= max(1, observation.available) else 0,
+            pressed=pressed,
             available=observation.available,
             spec=observation.spec,
             starting=starting,
@@ -273,7 +281,7 @@ class DemandEstimator:
             arriving=came / since if since else 0.0,
             request_work=request_work,
             throughput=min(_HIGHEST, max(_LOWEST, throughput)),
-            concurrency=at_once,
+            concurrency=at_once * engines,
             cold_start_s=cold_start_s,
             complete=total.complete,
             is_missing_counts=total.is_missing_counts,
@@ -326,20 +334,14 @@ class DemandEstimator:
         return total, latest
 
     def _throughput(
-        self,
-        total: _PickerTotals,
-        since: float,
-        observation: TargetObservation,
-        *,
-        request_work: float,
+        self, total: _PickerTotals, since: float, pressed: int, *, request_work: float
     ) -> tuple[float, float]:
         """Work done and busy seconds, of replicas with a queue at both readings."""
         before = self._learned
-        queued = total.held + observation.waiting >= max(1, observation.available)
-        same = observation.available == before.pressed > 0
-        if not (queued and same and total.complete and 0 < since <= self._gap_s):
+        is_same = pressed == before.pressed > 0
+        if not (is_same and total.complete and 0 < since <= self._gap_s):
             return before.done, before.busy_s
-        busy_s = observation.available * since
+        busy_s = pressed * since
         keep = math.exp(-busy_s / _FADE_S)
         return before.done * keep + total.answered * request_work, before.busy_s * keep + busy_s
 

@@ -228,3 +228,47 @@ def test_decoding_shares_an_iteration_and_prefill_does_not():
 def test_work_of_a_single_request_is_its_duration():
     """One at a time: the work is the time."""
     assert demand_estimator.work(0, 2000, RATES, at_once=1.0) == pytest.approx(2000 * 0.0152)
+
+
+def test_a_replica_of_several_ranks_does_the_work_of_all_of_them():
+    """Four ranks have four times the places, and a request takes a quarter of their time."""
+    single, four = DemandEstimator(EstimatorSettings()), DemandEstimator(EstimatorSettings())
+    for now in (0.0, 20.0):
+        counters = {"arrived": now, "prompt_tokens": 9 * now}
+        observation = TargetObservation(spec=1, available=1, rates=RATES, engines=1)
+        alone = read(single, now, observation, **counters)
+        observation = TargetObservation(spec=1, available=1, rates=RATES, engines=4)
+        ranks = read(four, now, observation, **counters)
+    assert ranks.concurrency == pytest.approx(4 * alone.concurrency)
+    assert ranks.request_work == pytest.approx(alone.request_work / 4)
+    assert ranks.arriving == pytest.approx(alone.arriving / 4) != 0
+
+
+def test_the_ranks_of_a_replica_are_remembered_while_there_is_none():
+    """A target at zero is woken for replicas like those before, also by another process."""
+    estimator, other = DemandEstimator(EstimatorSettings()), DemandEstimator(EstimatorSettings())
+    up = read(estimator, 0.0, TargetObservation(spec=1, available=1, rates=RATES, engines=4))
+    written = msgspec.json.encode(estimator.state)
+    other.restore(msgspec.json.decode(written, type=EstimatorState))
+    down = read(other, 10.0, TargetObservation(spec=0, available=0))
+    assert down.concurrency == up.concurrency == pytest.approx(4 * 77)
+
+
+def test_the_limit_of_requests_is_that_of_a_replica():
+    """Its ranks share the configured number."""
+    observation = TargetObservation(spec=1, available=1, rates=RATES, engines=4)
+    demand = read(DemandEstimator(EstimatorSettings(concurrency=20.0)), 0.0, observation)
+    assert demand.concurrency == 20
+
+
+@pytest.mark.parametrize(("waiting", "throughput"), [(3.0, 1.0), (4.0, 0.5)])
+def test_throughput_is_learned_where_every_rank_has_a_queue(waiting, throughput):
+    """Fewer waiting requests than ranks leave a rank without any."""
+    estimator = DemandEstimator(EstimatorSettings(concurrency=4.0))
+    for n in range(200):
+        observation = TargetObservation(
+            spec=1, available=1, rates=SERIAL, engines=4, waiting=waiting
+        )
+        done = 4.0 * n
+        demand = read(estimator, 60.0 * n, observation, answered=done, answer_tokens=3000.0 * done)
+    assert demand.throughput == pytest.approx(throughput, abs=0.08)

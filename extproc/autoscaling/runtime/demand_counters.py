@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from aiohttp import web
 
 from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservation
 from extproc.pool import step_time_values
-from extproc.pool.snapshot import Pool
+from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.scrape import client
 from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.pool_runtime import PoolRuntime
@@ -51,7 +52,10 @@ class DemandCounters:
         """Replicas, scraped load and engine speed of the scale target."""
         pool = self._runtime.parts.store.pool
         stale_after_s = self._runtime.parts.director.routing.settings.stale_after_s
-        fresh = [member.load for member in pool.members if now - member.load.at < stale_after_s]
+        scraped = [member for member in pool.members if now - member.load.at < stale_after_s]
+        fresh = [member.load for member in scraped]
+        # The first page of an endpoint shows its ranks.
+        engines = Counter(map(_replica, scraped))
         return TargetObservation(
             spec=spec,
             available=available(pool),
@@ -60,6 +64,7 @@ class DemandCounters:
             rates=step_time_values.pool_mean([member.rates for member in pool.members])
             if pool.members
             else None,
+            engines=max(engines.values(), default=0),
         )
 
     def read(self) -> PickerCounters:
@@ -105,13 +110,12 @@ class DemandCounters:
 
 def available(pool: Pool) -> int:
     """Ready replicas (count); a replica with several ports or ranks counts once."""
-    return len(
-        {
-            member.endpoint.uid or member.endpoint.host_port
-            for member in pool.members
-            if member.is_up
-        }
-    )
+    return len({_replica(member) for member in pool.members if member.is_up})
+
+
+def _replica(member: EndpointSnapshot) -> str:
+    """Replica that an endpoint is a port or a rank of."""
+    return member.endpoint.uid or member.endpoint.host_port
 
 
 _log = logging.getLogger("extproc.server")

@@ -14,7 +14,7 @@ from extproc.autoscaling.runtime.demand_counters import DemandCounters
 from extproc.config.autoscaling import ScalingSection
 from extproc.decision import Rejection
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, schedule
@@ -354,6 +354,19 @@ def test_requests_over_the_limit_of_their_tenant_want_no_replica(cause, arrived)
     rejection = Rejection(429, "refused", reason="rejected-saturated", cause=cause)
     fixture.pool_counters.record_rejection(rejection)
     assert fixture.counters.read().arrived == arrived
+
+
+def test_ranks_are_counted_as_engines_of_their_replica():
+    """Also while a replica that has just come shows none yet, or does not answer."""
+    fixture = ControlLoopFixture(spec=2)
+    fixture.come("10.0.0.1:8000", "10.0.0.2:8000")
+    assert fixture.counters.observe_target(2, 0.0).engines == 0
+    store = fixture.runtime.parts.store
+    store.set_ranks(store.pool.ranks_at("10.0.0.1:8000")[0].endpoint, (0, 1, 2, 3), 0.0)
+    for member in store.pool.ranks_at("10.0.0.1:8000"):
+        store.observe(store.begin_scrape(member.endpoint), Load(at=0.0, running=20.0), 0.0)
+    observation = fixture.counters.observe_target(2, 0.0)
+    assert (observation.available, observation.running, observation.engines) == (2, 80.0, 4)
 
 
 def test_a_loop_without_a_step_has_no_gauges():
