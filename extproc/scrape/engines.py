@@ -56,6 +56,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         adapters: Family whose labels list the LoRA adapters; empty when there is none.
         rank_label: Label by which samples name the data-parallel rank they are of; empty where pages
             do not show ranks.
+        worker_labels: Labels by which samples name the worker of a rank they are of. Every worker
+            shows the requests of its rank.
+        part_label: Label of the parts into which requests that wait and run are divided. Where a
+            sample with an empty value is beside them, it is their total.
         totals: Counters that speed is learned from: field of `endpoint.EngineCounters` and its series, in
             the order of the engine's page.
     """
@@ -72,6 +76,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits: tuple[MetricSelector, ...] = ()
     adapters: bytes = b""
     rank_label: bytes = b""
+    worker_labels: tuple[bytes, ...] = ()
+    part_label: bytes = b""
     totals: tuple[tuple[str, tuple[MetricSelector, ...]], ...] = ()
 
 
@@ -172,6 +178,10 @@ TABLE: tuple[EngineSpec, ...] = (
         prefix_queries=series("sglang:prompt_tokens_total"),
         prefix_hits=series("sglang:cached_tokens_total"),
         rank_label=b"dp_rank",
+        # Each stage of a pipeline shows its own, and with `--enable-metrics-for-all-schedulers` each
+        # rank of tensor parallelism.
+        worker_labels=(b"pp_rank", b"tp_rank"),
+        part_label=b"priority",
         totals=(
             ("prompt_tokens", series("sglang:prompt_tokens_total")),
             ("generated_tokens", series("sglang:generation_tokens_total")),

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.scrape.engines import MetricSelector
+from extproc.scrape.engines import EngineSpec, MetricSelector
 
 _LABELS = rb'\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\}'
 #: What follows a metric name: labels, value, and a time stamp or exemplar that is not read.
@@ -279,6 +279,46 @@ class RankFamilies(MetricFamilies):
                 own.append(sample)
             is_shared = is_shared and known is None
         return samples if is_shared else own
+
+
+class DistinctFamilies(MetricFamilies):
+    """Metric families of an engine whose page shows requests more than once, without the others.
+
+    Args:
+        divided: Names of families with a total beside its parts.
+    """
+
+    def __init__(
+        self, families: MetricFamilies, engine: EngineSpec, *, divided: frozenset[bytes]
+    ) -> None:
+        super().__init__(b"", joined=False)
+        self._families = families
+        self._engine = engine
+        self._divided = divided
+
+    def adapter_samples(self, name: bytes) -> list[Sample]:
+        """Returns all samples of a family with many."""
+        return self._families.adapter_samples(name)
+
+    def _find(self, name: bytes) -> list[Sample]:
+        samples = self._families.samples(name)
+        if len(samples) < 2:
+            return samples
+        if name in self._divided:
+            part = self._engine.part_label
+            samples = [s for s in samples if read_labels(s[0]).get(part) == b""] or samples
+        lowest: dict[bytes, tuple[tuple[int, bytes], ...]] = {}
+        workers = [(sample, *self._worker(sample)) for sample in samples]
+        for _, rank, worker in workers:
+            lowest[rank] = min(worker, lowest.get(rank, worker))
+        return [sample for sample, rank, worker in workers if worker == lowest[rank]]
+
+    def _worker(self, sample: Sample) -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
+        """Rank of a sample and its worker, in the order of numbers: shorter ones come first."""
+        labels = read_labels(sample[0])
+        numbers = [labels.get(label, b"") for label in self._engine.worker_labels]
+        worker = tuple([(len(number), number) for number in numbers])
+        return labels.get(self._engine.rank_label, b""), worker
 
 
 class FamilyIndex:

@@ -16,6 +16,7 @@ import msgspec
 from extproc.endpoint import NO_COUNTERS, NO_EXTRA, EngineCounters, Load
 from extproc.scrape import engines
 from extproc.scrape.metric_families import (
+    DistinctFamilies,
     FamilyIndex,
     MetricFamilies,
     RankFamilies,
@@ -100,7 +101,8 @@ class MetricsPageReader:
     ) -> Load | UnreadablePage:
         """Reads the load of one engine from its metrics page.
 
-        Counts of several series (data-parallel ranks, models) are summed, shares averaged. A series
+        Counts of several series (data-parallel ranks, models) are summed, shares averaged; what
+        workers of a rank repeat, and parts beside their total, count once. A series
         that is missing gives None for its field and leaves the others alone; so does a series of
         which any sample is no finite number in range, and a sum that is out of it.
 
@@ -203,6 +205,10 @@ def _rank_numbers(families: MetricFamilies, engine: engines.EngineSpec) -> tuple
 def _read_load(
     families: MetricFamilies, engine: engines.EngineSpec, now: float, extra: ExtraMetrics | None
 ) -> Load:
+    all_families = families
+    if engine.worker_labels:
+        divided = frozenset(selector.name for selector in (*engine.running, *engine.waiting))
+        families = DistinctFamilies(families, engine, divided=divided)
     # Asked for in the order of a vLLM page, in which searches are short.
     return Load(
         at=now,
@@ -219,7 +225,7 @@ def _read_load(
         block_tokens=_bounded_int(
             _common_number(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS
         ),
-        extra=_extra(families, extra) if extra else NO_EXTRA,
+        extra=_extra(all_families, extra) if extra else NO_EXTRA,
     )
 
 

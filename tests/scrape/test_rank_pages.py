@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from extproc.endpoint import Load
-from extproc.scrape import metrics_page
+from extproc.scrape import engines, metrics_page
 from extproc.scrape.metrics_page import MAX_RANKS, RankedLoad
 from extproc.simulator.http import server
 from tests.scrape.test_rank_scraping import vllm_page
@@ -149,3 +149,81 @@ def test_ranks_of_sglang_leave_out_what_its_front_end_counts_for_all():
     ]
     assert [load.prefix_queries for load in ranked.loads] == [None, None]
     assert [load.kv_tokens for load in ranked.loads] == [1600, 1600]
+
+
+def sglang_page(*labels: str) -> bytes:
+    """Gauges and counters as a scheduler exports them, once for each set of labels."""
+    values = {
+        "num_running_reqs": 5.0,
+        "num_queue_reqs": 2.0,
+        "token_usage": 0.5,
+        "num_pages": 1000.0,
+        "page_size": 16.0,
+        "realtime_tokens_total": 300.0,
+    }
+    lines = [f"# TYPE sglang:{name} gauge\n" for name in values]
+    for at, (name, value) in enumerate(values.items()):
+        mode = ',mode="decode"' if name == "realtime_tokens_total" else ""
+        lines[at] += "".join(f"sglang:{name}{{{label}{mode}}} {value}\n" for label in labels)
+    return "".join(lines).encode()
+
+
+#: The sample of a scheduler without repetition.
+ALONE = 'pp_rank="0",tp_rank="0"'
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [f'pp_rank="0",tp_rank="{rank}"' for rank in range(8)],
+        [f'pp_rank="0",tp_rank="{rank}"' for rank in (10, 11, 8, 9)],
+        ['pp_rank="1",tp_rank="0"', 'pp_rank="0",tp_rank="0"', 'pp_rank="0",tp_rank="1"'],
+    ],
+)
+def test_workers_of_an_sglang_engine_count_once(labels):
+    """Ranks of tensor parallelism and stages of a pipeline have the same requests and blocks."""
+    load = read(sglang_page(*labels))
+    assert load == read(sglang_page(ALONE))
+    assert isinstance(load, Load)
+    assert (load.running, load.waiting, load.kv_blocks) == (5.0, 2.0, 1000)
+    assert load.counters.decoded_tokens == 300.0
+
+
+def test_workers_count_once_within_each_rank():
+    """With attention by data parallelism, the ranks of tensor parallelism are divided among them."""
+    page = sglang_page(*[f'dp_rank="{n // 2}",pp_rank="0",tp_rank="{n}"' for n in range(4)])
+    ranked = read(page)
+    assert isinstance(ranked, RankedLoad)
+    assert ranked.loads == (read(sglang_page(ALONE)),) * 2
+    joined = metrics_page.read(page, 5.0)
+    assert isinstance(joined, Load)
+    assert (joined.running, joined.waiting, joined.kv_blocks) == (10.0, 4.0, 2000)
+
+
+@pytest.mark.parametrize("ranks", [("",), ('dp_rank="0",', 'dp_rank="1",')])
+def test_priorities_of_sglang_are_parts_of_a_total(ranks):
+    """The total has an empty priority; counters of finished requests have none."""
+    lines = [
+        f'sglang:num_running_reqs{{{rank}priority="{priority}"}} {count}\n'
+        f'sglang:num_queue_reqs{{{rank}priority="{priority}"}} {count / 2}\n'
+        for rank in ranks
+        for priority, count in (("0", 4), ("", 6), ("10", 2))
+    ]
+    lines += [f'sglang:num_requests_total{{priority="{label}"}} 7\n' for label in ("", "0", "10")]
+    page = "".join(lines).encode()
+    joined = metrics_page.read(page, 5.0)
+    assert isinstance(joined, Load)
+    assert (joined.running, joined.waiting) == (6.0 * len(ranks), 3.0 * len(ranks))
+    assert joined.counters.finished == 21.0
+    ranked = read(page)
+    if isinstance(ranked, RankedLoad):
+        assert [(load.running, load.waiting) for load in ranked.loads] == [(6.0, 3.0)] * 2
+
+
+def test_extra_metrics_are_read_of_all_workers():
+    """A selector may name any of them."""
+    page = sglang_page(*[f'tp_rank="{rank}"' for rank in range(2)])
+    extra = {"usage": engines.series("sglang:token_usage{tp_rank=1}")}
+    load = metrics_page.read(page, 5.0, extra=extra)
+    assert isinstance(load, Load)
+    assert load.extra == {"usage": 0.5}
