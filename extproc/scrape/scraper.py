@@ -25,6 +25,10 @@ from extproc.supervision import Supervisor
 #: worst. A thread reads longer ones, which the interpreter preempts every few milliseconds.
 INLINE_BYTES: Final = 256 * 1024
 
+#: Pages in a row without running requests for which the ranks of an engine are kept: 6 s of scrapes
+#: at the shortest interval. Requests on ranks that go leave their accounts.
+MAX_RANKLESS_PAGES: Final = 30
+
 #: How outcomes of a scrape begin whose page made our own code raise.
 BUG = "bug: "
 
@@ -91,6 +95,7 @@ class EndpointScraper:
         self.busy = True
         self.failures = 0
         self.is_refused = False
+        self._num_rankless = 0
         self.task: asyncio.Task[None] | None = None
         self._scraper = scraper
         self._opened = -1
@@ -221,9 +226,8 @@ class EndpointScraper:
                 read = await asyncio.to_thread(_read, reader, fetched, endpoint, at, settings)
             else:
                 read = _read(reader, fetched, endpoint, at, settings)
-            if isinstance(read, Load):
-                read = metrics_page.RankedLoad((), (read,))
-            if isinstance(read, metrics_page.RankedLoad):
+            if not isinstance(read, str):
+                read = self._keep_ranks(tokens, read)
                 tokens = self._follow_ranks(tokens, read.numbers, now)
                 scraper.store.observe_ranks(tokens, read.loads, now)
                 return "ok", read.loads[0].engine
@@ -231,6 +235,24 @@ class EndpointScraper:
             scraper.supervisor.record_failure("scrape", bug, instance=self.address)
             return f"{BUG}{type(bug).__name__}", ""
         return read, ""
+
+    def _keep_ranks(
+        self, tokens: Sequence[ScrapeToken], read: Load | metrics_page.RankedLoad
+    ) -> metrics_page.RankedLoad:
+        """Loads by rank; unknown ones of the known ranks for some pages without running requests."""
+        if isinstance(read, metrics_page.RankedLoad) or read.running is not None:
+            self._num_rankless = 0
+            if isinstance(read, Load):
+                return metrics_page.RankedLoad((), (read,))
+            return read
+        self._num_rankless += 1
+        ranks = [rank for token in tokens if (rank := token.endpoint.rank) is not None]
+        if not ranks or self._num_rankless > MAX_RANKLESS_PAGES:
+            return metrics_page.RankedLoad((), (read,))
+        numbers = tuple([rank.number for rank in ranks])
+        return metrics_page.RankedLoad(
+            numbers, (Load(at=read.at, engine=read.engine),) * len(ranks)
+        )
 
     def _follow_ranks(
         self, tokens: Sequence[ScrapeToken], numbers: tuple[int, ...], now: float

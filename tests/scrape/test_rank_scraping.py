@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Mapping
 
 import msgspec
+import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.scrape import client
+from extproc.scrape.scraper import MAX_RANKLESS_PAGES
 from tests.scrape.test_scraper import QUICK, ScraperScene
 
 ENGINE = "10.0.0.1:1"
@@ -147,5 +149,56 @@ def test_a_page_that_arrives_after_its_engine_left_changes_nothing():
         scene.store.set_ranks(Endpoint(ENGINE, engine=1), (0, 1), 1.0)
         assert addresses(scene) == [ENGINE]
         step.cancel()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"python_gc_objects_collected_total 3\n",
+        b'vllm:num_requests_waiting{engine="0"} 1\nvllm:num_requests_waiting{engine="1"} 1\n',
+    ],
+)
+def test_a_page_without_running_requests_keeps_ranks_with_unknown_loads(page):
+    """Requests on the ranks stay counted, and are not foreign on the next page."""
+
+    async def scene():
+        scene = ScraperScene(ENGINE, p1=vllm_page({0: (1, 0), 1: (1, 0)}))
+        watch = scene.watch()
+        await watch.step()
+        accounts = [member.account for member in scene.store.pool.members]
+        for account in accounts:
+            account.open("m", 100, cached_tokens=0, now=0.0)
+        for _ in range(2):
+            scene.fetcher.answers["p1"] = page
+            for _ in range(MAX_RANKLESS_PAGES):
+                await watch.step()
+            members = scene.store.pool.members
+            assert [member.account for member in members] == accounts
+            assert [(member.load.running, member.load.waiting) for member in members] == [
+                (None, None)
+            ] * 2
+            assert scene.facts[-1].outcome == "ok"
+            scene.fetcher.answers["p1"] = vllm_page({0: (1, 0), 1: (1, 0)})
+            await watch.step()
+            members = scene.store.pool.members
+            assert [(member.load.running, member.foreign) for member in members] == [(1.0, 0.0)] * 2
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_shows_no_running_requests_any_more_has_no_ranks():
+    """Another engine at the address may not have any."""
+
+    async def scene():
+        scene = ScraperScene(ENGINE, p1=vllm_page({0: (1, 0), 1: (1, 0)}))
+        watch = scene.watch()
+        await watch.step()
+        scene.fetcher.answers["p1"] = b"nv_inference_pending_request_count 3\n"
+        for _ in range(MAX_RANKLESS_PAGES + 1):
+            await watch.step()
+        assert addresses(scene) == [ENGINE]
+        assert scene.load().waiting == 3.0
 
     asyncio.run(scene())
