@@ -137,7 +137,7 @@ class RecordingReader:
 
     Attributes:
         header: The last header; None before the first.
-        endpoints: Endpoints by address, as of their last state.
+        endpoints: Endpoints by pool and address, as of their last state.
         lost: Rows that the recorder dropped (count).
     """
 
@@ -149,7 +149,7 @@ class RecordingReader:
         self._last_decision = -1
         self.header: rows.HeaderRow | None = None
         self._by_number: dict[int, RecordedEndpoint] = {}
-        self.endpoints: dict[str, RecordedEndpoint] = {}
+        self.endpoints: dict[tuple[str, str], RecordedEndpoint] = {}
         self.lost = 0
 
     def require_header(self) -> rows.HeaderRow:
@@ -213,7 +213,7 @@ class RecordingReader:
             case rows.StateRow():
                 known = self._find(row.n, number)
                 known.state, known.load = row, rows.restore_load(row.load)
-                self.endpoints[known.endpoint.address] = known
+                self.endpoints[known.pool, known.endpoint.address] = known
                 known.page = None
                 if row.is_imputed:
                     at = row.scraped_at

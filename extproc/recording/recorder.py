@@ -189,7 +189,8 @@ class Recording:
 
     def restart(self) -> None:
         """Begin anew with the next row, as at the beginning of a file."""
-        self._states: dict[str, _KnownEndpoint] = {}
+        # By pool and address: pools may share endpoints, each with loads and step times of its own.
+        self._states: dict[tuple[str, str], _KnownEndpoint] = {}
         self._is_headed = False
 
     def add_header(self) -> None:
@@ -286,18 +287,18 @@ class Recording:
     ) -> None:
         """Complete the row of a decision, and add it behind those of endpoints and states in it."""
         known, chosen, candidates = self._states, decision.endpoints[0], decision.candidates
-        table = None
+        pool, table = decision.pool, None
         # A file begins with the states of all.
         if candidates and (has_candidates or not known):
-            lines += self._rows_of_states(candidates, row.at, decision.pool)
+            lines += self._rows_of_states(candidates, row.at, pool)
             columns = [*zip(*map(msgspec.structs.astuple, candidates), strict=True)]
-            numbers = [known[candidate.endpoint.address].n for candidate in candidates]
+            numbers = [known[pool, candidate.endpoint.address].n for candidate in candidates]
             table = rows.CandidateTable(numbers, *_read_columns(columns))
-        state = known.get(chosen.address)
+        state = known.get((pool, chosen.address))
         if state is None:
             same = [candidate for candidate in candidates if candidate.endpoint is chosen]
-            lines += self._rows_of_endpoint((*same, Candidate(chosen))[0], row.at, decision.pool)
-            state = known[chosen.address]
+            lines += self._rows_of_endpoint((*same, Candidate(chosen))[0], row.at, pool)
+            state = known[pool, chosen.address]
         row.complete(state.n, table)
         lines.append(row)
 
@@ -307,7 +308,7 @@ class Recording:
         """Endpoints and states that changed."""
         known = self._states
         for candidate in candidates:
-            state = known.get(candidate.endpoint.address)
+            state = known.get((pool, candidate.endpoint.address))
             if (
                 state is None
                 or state.load is not candidate.load
@@ -320,7 +321,7 @@ class Recording:
     def _rows_of_endpoint(self, candidate: Candidate, now: float, pool: str) -> Iterator[rows.Row]:
         """State of an endpoint, and the endpoint if it is new or was relabeled."""
         endpoint, known = candidate.endpoint, self._states
-        state = known.get(endpoint.address)
+        state = known.get((pool, endpoint.address))
         number = len(known) if state is None else state.n
         if state is None or state.endpoint is not endpoint:
             yield rows.AddressRow(
@@ -330,7 +331,7 @@ class Recording:
                 labels=endpoint.labels,
                 pool=pool,
             )
-        known[endpoint.address] = _KnownEndpoint(
+        known[pool, endpoint.address] = _KnownEndpoint(
             number, endpoint, candidate.load, candidate.rates, candidate.page
         )
         yield rows.StateRow(

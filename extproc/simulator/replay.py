@@ -172,7 +172,7 @@ def load(
             meter.add(event)
     if settings is None:
         settings = recorded_settings(source.require_header(), where, pool=pool or "")
-    states = source.endpoints.values()
+    states = [known for known in source.endpoints.values() if pool in {None, known.pool}]
     traffic = requests.traffic(settings.prefix.schedule, states)
     fleet = requests.fleet(states, limits or {})
     return Replay(

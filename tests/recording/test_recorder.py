@@ -95,6 +95,28 @@ def test_recordings_beside_each_other_number_endpoints_for_themselves():
     assert numbers == [1, 0]
 
 
+def test_an_endpoint_of_two_pools_has_a_number_in_each():
+    """Pools scrape and learn for themselves, so each has a state, which is written once."""
+    active = recordings.recordings()
+    recording = active.start()
+    ours, theirs = a_candidate(1), a_candidate(1, rates=StepTimeModel(step_s=0.5))
+    for _ in range(2):
+        for pool, candidate in (("a", ours), ("b", theirs)):
+            add(active, msgspec.structs.replace(a_decision([candidate]), pool=pool))
+    written = lines(recording)[1:]
+    assert [line["kind"] for line in written] == [
+        *("endpoint", "state", "decision") * 2,
+        *("decision",) * 2,
+    ]
+    assert [(line["n"], line["pool"]) for line in written if line["kind"] == "endpoint"] == [
+        (0, "a"),
+        (1, "b"),
+    ]
+    decided = [line for line in written if line["kind"] == "decision"]
+    assert [line["candidates"]["endpoints"] for line in decided] == [[0], [1]] * 2
+    assert [line["endpoint"] for line in decided] == [0, 1] * 2
+
+
 def test_states_are_written_when_they_change():
     """A load that stays has one row; another load, or other step times, has another."""
     active = recordings.recordings()

@@ -5,9 +5,11 @@ import msgspec
 import pytest
 
 from extproc.cli import main
+from extproc.endpoint import Load, StepTimeModel
 from extproc.errors import ConfigError
 from extproc.simulator import profiles, replay, replay_command, replay_traffic
 from extproc.simulator.fleet import client, run_metrics, scenario, sim_request, workloads
+from tests.recording.test_recorder import a_candidate, a_decision, add
 from tests.simulator.fleet import builders
 from tests.support import recordings
 
@@ -311,6 +313,24 @@ def test_a_pool_is_replayed_with_its_own_strategy(tmp_path):
     loaded = replay.load(path, strategies=(), configs=())
     assert [column.name for column in loaded.columns] == ["recorded (round-robin)"]
     assert loaded.agreements[0].ratio == 1.0
+
+
+@pytest.mark.parametrize(("pool", "step_s"), [("a", 0.01), ("b", 0.5)])
+def test_pools_that_share_addresses_are_replayed_apart(tmp_path, pool, step_s):
+    """Each has its own engines and adapters."""
+    active = recordings.recordings()
+    recording = active.start()
+    for now in (10.0, 11.0):
+        for name, learned_s in (("a", 0.01), ("b", 0.5)):
+            load = Load(at=9.0, running=1.0, adapters=frozenset({f"adapter of {name}"}))
+            rates = StepTimeModel(step_s=learned_s, evidence=100.0)
+            decision = a_decision([a_candidate(1, load=load, rates=rates)])
+            add(active, msgspec.structs.replace(decision, pool=name), now=now)
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(recording.take(1000))
+    loaded = replay.load(path, strategies=(), configs=(), pool=pool)
+    assert [engines.set["base_s"] for engines in loaded.fleet] == [step_s]
+    assert loaded.traffic.adapter_names == {f"adapter of {pool}"}
 
 
 def test_strategies_without_a_goal_are_compared_with_one_that_has_it(tmp_path):
