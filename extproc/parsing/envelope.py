@@ -38,9 +38,10 @@ from extproc.request import (
     shorten_id,
 )
 
+#: Without `x-session-token`: by default it has the token of the session-affinity plugins, which names
+#: an endpoint and is the same for all of its clients.
 SESSION_HEADERS = (
     "x-session-id",
-    "x-session-token",
     "x-claude-code-session-id",
     "session-id",
     "session_id",

@@ -1,7 +1,9 @@
 import pytest
 
+from extproc.endpoint import Endpoint
 from extproc.parsing import envelope
 from extproc.request import MAX_ID_BYTES
+from extproc.scheduling.session_affinity import EncodedEndpointHeader, token
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
 
@@ -45,6 +47,15 @@ def test_headers(name):
     assert builders.parsed("/v1/models", b"x", **{name: "s"}).session == "s"
     body = {"model": "m", "messages": [builders.user("hi")]}
     assert builders.parsed(CHAT, body, **{name: "s"}).session == "s"
+
+
+def test_an_endpoint_token_is_no_session():
+    """All clients of an endpoint send the same token, so it tells no conversations apart."""
+    header = EncodedEndpointHeader().header
+    value = token(Endpoint("10.0.0.1:8000"))
+    assert builders.parsed("/v1/models", b"x", **{header: value}).session == ""
+    body = {"model": "m", "messages": [builders.user("hi")]}
+    assert builders.parsed(CHAT, body, **{header: value}).session == ""
 
 
 def test_conversation_object():
