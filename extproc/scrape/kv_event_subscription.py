@@ -325,10 +325,10 @@ class EngineSubscription:
         self._schedule.confirm_later()
         payload = frames[2]
         restarted = seq <= self._last_live
-        self._last_live = seq
         if restarted:
             self._reset()
-        elif seq < self._expected:
+        self._last_live = seq
+        if seq < self._expected:
             self._owner.batches["duplicate"] += 1
             return
         if seq != self._expected:
@@ -337,22 +337,20 @@ class EngineSubscription:
                 self._ask_for_more()
                 return
             self._note_lost(seq)
-        if self._take(seq, payload):
-            self._num_malformed = 0
+        self._take(seq, payload)
         if not self.engine.is_live or (self._is_all_known and not self.engine.is_complete):
             self._go_live()
 
-    def _take(self, seq: int, payload: bytes) -> bool:
-        """Record a batch, which must be the next one; returns whether it is well-formed."""
+    def _take(self, seq: int, payload: bytes) -> None:
+        """Record a batch, which must be the next one."""
         self._expected = seq + 1
         self._digest = xxhash.xxh3_64_intdigest(payload)
         try:
             self._pending.extend(kv_events.decode_batch(payload))
         except kv_events.Malformed:
             self._on_malformed()
-            return False
+            return
         self._owner.batches["applied"] += 1
-        return True
 
     def _apply_next(self) -> int:
         raw = self._pending.popleft()
@@ -364,6 +362,9 @@ class EngineSubscription:
         except kv_events.Malformed:
             self._on_malformed()
             return _MESSAGE_COST + size_cost
+        if not self._pending and not self._replay.is_running:
+            # All events of a batch that was published are well-formed.
+            self._num_malformed = 0
         if event is None:
             return 1 + size_cost
         owner = self._owner
@@ -406,6 +407,7 @@ class EngineSubscription:
     def _reset(self) -> None:
         """Another engine process publishes: its cache began empty."""
         self._expected = self._digest = 0
+        self._last_live = -1
         self._is_from_start = True
         self._pending.clear()
         owner = self._owner

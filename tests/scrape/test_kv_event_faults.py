@@ -7,11 +7,20 @@ import asyncio
 import contextlib
 import random
 
+import msgspec
 import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.scrape import kv_event_connection
-from tests.scrape.kv_event_engines import HOST, PublishingEngine, Subscriber, depth, run_async, text
+from tests.scrape.kv_event_engines import (
+    HOST,
+    PublishingEngine,
+    Subscriber,
+    depth,
+    run_async,
+    running,
+    text,
+)
 
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
@@ -252,6 +261,45 @@ def test_the_engine_restarts_under_load():
     run_async(test())
 
 
+@pytest.mark.parametrize("num_batches", [0, 1, 5])
+def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
+    """With fewer or more batches than before, blocks of the earlier process are dropped."""
+
+    async def test():
+        first = PublishingEngine()
+        first.run_prompt(text(1))
+        async with running(first) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(first))
+            first.run_prompt(text(2))
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            await first.close()
+            await subscriber.until(lambda: subscriber.state == "lost")
+            assert not subscriber.subscription.engine.is_live
+            second = PublishingEngine(
+                port=first.publisher.port, replay_port=first.publisher.replay_port
+            )
+            for number in range(num_batches):
+                second.run_prompt(text(100 + number))
+            answering = asyncio.ensure_future(second.publisher.run())
+            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(second))
+            assert depth(subscriber, text(1)) == 0
+            assert subscriber.cleared
+            states = [change.state for change in subscriber.changes]
+            assert states == ["exact", "lost", "exact"]
+            # The next batch is one of the process that is known, whatever its number.
+            num_cleared = len(subscriber.cleared)
+            await subscriber.until(lambda: second.publisher.num_subscriptions)
+            second.run_prompt(text(200))
+            await subscriber.until(lambda: depth(subscriber, text(200)) == 4)
+            assert len(subscriber.cleared) == num_cleared
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+            first.publisher = second.publisher
+
+    run_async(test())
+
+
 def test_a_flood_of_garbage_is_survived():
     """The subscription rests, and learns all anew behind it; memory stays bounded."""
 
@@ -271,6 +319,30 @@ def test_a_flood_of_garbage_is_survived():
                 await site.regain()
             assert site.subscriber.events.batches["malformed"] >= 48
             assert not site.subscriber.supervisor.failures["kv_events"]
+
+    run_async(test())
+
+
+def test_malformed_events_end_the_subscription_for_a_while():
+    """Sixteen batches in a row count, whatever is well-formed in them; a whole batch ends the row."""
+
+    async def test():
+        engine = PublishingEngine()
+        cleared = ["AllBlocksCleared"]
+        good = msgspec.msgpack.encode([0.0, [cleared]])
+        bad = msgspec.msgpack.encode([0.0, [cleared, ["BlockStored", "no hashes", None, [1], 16]]])
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            batches = subscriber.events.batches
+            payloads = [bad] * 15 + [good] + [bad] * 15
+            for seq, payload in enumerate(payloads):
+                engine.publisher.send((b"", seq.to_bytes(8), payload))
+            await subscriber.until(lambda: batches["malformed"] == 30)
+            assert not subscriber.subscription.is_resting
+            engine.publisher.send((b"", len(payloads).to_bytes(8), bad))
+            await subscriber.until(lambda: batches["malformed"] == 31)
+            assert subscriber.subscription.is_resting
+            assert subscriber.changes[-1].detail == "its messages are malformed"
 
     run_async(test())
 

@@ -195,39 +195,6 @@ def test_a_late_subscriber_without_replay_is_partial():
     run_async(test())
 
 
-@pytest.mark.parametrize("num_batches", [0, 1, 5])
-def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
-    """With fewer or more batches than before, blocks of the earlier process are dropped."""
-
-    async def test():
-        first = PublishingEngine()
-        first.run_prompt(text(1))
-        first.run_prompt(text(2))
-        async with running(first) as subscriber:
-            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(first))
-            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
-            await first.close()
-            await subscriber.until(lambda: subscriber.state == "lost")
-            assert not subscriber.subscription.engine.is_live
-            second = PublishingEngine(
-                port=first.publisher.port, replay_port=first.publisher.replay_port
-            )
-            for number in range(num_batches):
-                second.run_prompt(text(100 + number))
-            answering = asyncio.ensure_future(second.publisher.run())
-            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(second))
-            assert depth(subscriber, text(1)) == 0
-            assert subscriber.cleared
-            states = [change.state for change in subscriber.changes]
-            assert states == ["exact", "lost", "exact"]
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
-            first.publisher = second.publisher
-
-    run_async(test())
-
-
 def test_garbage_is_counted_and_ends_the_subscription_for_a_while():
     """Its blocks are dropped, and nothing more is read."""
 
