@@ -198,11 +198,8 @@ class Director:
             raw.subset if self.routing.settings.respect_subset else None
         )
         if not members:
-            return Rejection(
-                500,
-                f"the decision failed ({why}) and there is no endpoint to fall to",
-                cause="bug",
-            )
+            message = f"the decision failed ({why}) and there is no endpoint to fall to"
+            return Rejection(500, message, cause="bug")
         chosen = min(members, key=lambda member: member.account.in_flight)
         return Decision(
             request=InferenceRequest(api="opaque", subset=raw.subset),
@@ -224,7 +221,8 @@ class Director:
         member = self._store.pool.find(endpoint.address)
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
-        self._remember(decision, now)
+        observers = self.routing.observers.get(decision.profile, ())
+        self._counts.notify_committed(observers, decision, now)
         if self.routing.shadow is not None:
             self.routing.shadow.on_routed(decision)
         request = decision.request
@@ -358,13 +356,20 @@ class Director:
         return min(cached, size.tokens)
 
     def on_response_headers(
-        self, reservation: Reservation, status: str, now: float, *, served: str = ""
+        self,
+        reservation: Reservation,
+        status: str,
+        now: float,
+        *,
+        served: str = "",
+        decision: Decision | None = None,
     ) -> None:
         """Record response headers: the endpoint's health and its prefix cache.
 
         Args:
             status: `:status` as text.
             served: Address of the endpoint that answered, where the data plane says so.
+            decision: Decision of the reservation; without it, plugins learn of no move.
         """
         chosen = reservation.endpoint
         outcome = classify_status(status)
@@ -376,6 +381,9 @@ class Director:
             self._store.record_outcome(chosen, outcome, sent_at=reservation.at, now=now, sole=sole)
         else:
             self._move(reservation, other, outcome, now)
+            if decision is not None:
+                observers = self.routing.observers.get(decision.profile, ())
+                self._counts.notify_moved(observers, decision, other.endpoint, now)
         if outcome is not _SERVED:
             reservation.refuse()
             self._retract_prefix(reservation)
@@ -492,15 +500,6 @@ class Director:
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)
-
-    def _remember(self, decision: Decision, now: float) -> None:
-        """Notify the stateful plugins; an exception of a plugin does not fail the request."""
-        for observer in self.routing.observers.get(decision.profile, ()):
-            try:
-                observer.on_committed(decision, now)
-            except Exception:  # noqa: BLE001 - counted, and the request is decided already
-                kind = getattr(observer, "kind", type(observer).__name__)
-                self._counts.exceptions["observer", kind] += 1
 
 
 def _predicted(decision: Decision, served: Endpoint) -> int | None:

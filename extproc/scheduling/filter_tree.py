@@ -11,6 +11,7 @@ from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.framework import (
     ExtraMetricReader,
     Filter,
+    MoveObserver,
     NonNegative,
     Observer,
     PluginParameters,
@@ -176,6 +177,12 @@ class FilterTree(PluginParameters, frozen=True, kw_only=True, dict=True):
         for plugin in self.filters:
             if isinstance(plugin, Observer):
                 plugin.on_committed(decision, now)
+
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        """Pass a decision that another endpoint answered to the filters that keep state."""
+        for plugin in self.filters:
+            if isinstance(plugin, MoveObserver):
+                plugin.on_moved(decision, served, now)
 
     def keys(self, context: SchedulingContext) -> Mapping[str, str]:
         """Keys by which its filters remember the request."""

@@ -138,6 +138,14 @@ class Observer(Protocol):
 
 
 @runtime_checkable
+class MoveObserver(Observer, Protocol):
+    """A built-in observer that corrects its memory where the data plane took a fallback."""
+
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        """A committed decision was answered by another endpoint than its first."""
+
+
+@runtime_checkable
 class RequestKeyProvider(Protocol):
     """An observer that remembers by something a decision does not hold, such as a header."""
 

@@ -20,6 +20,8 @@ from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.framework import (
     BypassedError,
+    MoveObserver,
+    Observer,
     SchedulingContext,
     Signal,
     is_response_header,
@@ -68,6 +70,30 @@ class PluginCounters:
         self.bypasses: Counter[tuple[str, str]] = Counter()
         self.exceptions: Counter[tuple[str, str]] = Counter()
 
+    def notify_committed(
+        self, observers: Sequence[Observer], decision: Decision, now: float
+    ) -> None:
+        """Notify plugins of a committed decision; an exception does not fail the request."""
+        for observer in observers:
+            try:
+                observer.on_committed(decision, now)
+            except Exception:  # noqa: BLE001 - counted, and the request is decided already
+                self._count_exception(observer)
+
+    def notify_moved(
+        self, observers: Sequence[Observer], decision: Decision, served: Endpoint, now: float
+    ) -> None:
+        """Notify plugins of the endpoint that answered in the place of the first one."""
+        for observer in observers:
+            try:
+                if isinstance(observer, MoveObserver):
+                    observer.on_moved(decision, served, now)
+            except Exception:  # noqa: BLE001 - counted, and the request is answered already
+                self._count_exception(observer)
+
+    def _count_exception(self, observer: Observer) -> None:
+        self.exceptions["observer", getattr(observer, "kind", type(observer).__name__)] += 1
+
 
 class GuardFactory(msgspec.Struct, frozen=True):
     """Clock, counters and limits that the guards of one process share.
@@ -84,9 +110,9 @@ class GuardFactory(msgspec.Struct, frozen=True):
 
 
 class GuardedPlugin:
-    """One plugin behind its guard; fits every role its plugin fits, but for `SaturationDetector`.
+    """One plugin behind its guard; fits every role its plugin fits, but for those of built-in plugins.
 
-    A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
+    Those are `SaturationDetector` and `MoveObserver`. A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
     a plugin's own exceptions. The plugin is given tuples, so that it cannot reorder what others
     read, and its answers are copied into plain numbers and text, which it cannot change afterwards
     and which always print. The account of time is per instance and also kept in dry runs: it says

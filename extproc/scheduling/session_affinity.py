@@ -150,6 +150,12 @@ class SessionAffinity:
         if session:
             self.memory.bind(session, decision.endpoints[0].address, now)
 
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        """See `framework.MoveObserver`; a session that a later turn took elsewhere stays there."""
+        session = _session(decision.plugin_keys, self._sources) if self._remembering else ""
+        if session and self.memory.find(session, now) == decision.endpoints[0].address:
+            self.memory.bind(session, served.address, now)
+
     def answer_headers(self, chosen: Endpoint) -> Sequence[tuple[str, str]]:
         """See `framework.ResponseHeaderProvider`."""
         return () if self._remembering else ((self._header, token(chosen)),)
@@ -185,6 +191,10 @@ class SessionAffinityPlugin(UpstreamParameters, frozen=True, kw_only=True, dict=
         """Remember where the session went."""
         self.affinity.on_committed(decision, now)
 
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        """Remember the endpoint that answered in the place of the chosen one."""
+        self.affinity.on_moved(decision, served, now)
+
     def answer_headers(
         self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
@@ -213,7 +223,8 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
 
     With `encoded_endpoint_header` a token in the request names the endpoint, and every answer
     brings the token of the endpoint that was chosen, also where Envoy took a fallback; our tokens hold the address, those of the upstream
-    picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here.
+    picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here,
+    that of a fallback where one answered.
     Upstream: `scorer/sessionaffinity/session_affinity.go`.
     """
 

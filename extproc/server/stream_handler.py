@@ -389,13 +389,13 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director, and an id of the engine's to the observer."""
-        if self._reservation is not None and self._director is not None:
+        reservation, director = self._reservation, self._director
+        if reservation is not None and director is not None:
             served = "" if event.hints is None else event.hints.served
-            self._director.on_response_headers(
-                self._reservation, self.exchange.status, now, served=served
-            )
-            self.address = self._reservation.endpoint.address
-            if self._reservation.refused and self._rate_reservation is not None:
+            status, decision = self.exchange.status, self._observer.decision
+            director.on_response_headers(reservation, status, now, served=served, decision=decision)
+            self.address = reservation.endpoint.address
+            if reservation.refused and self._rate_reservation is not None:
                 self._rate_reservation.refund_tokens()
         engine_id = event.headers.get("x-request-id", "")
         if engine_id and len(engine_id) <= MAX_ID_BYTES:

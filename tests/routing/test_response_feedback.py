@@ -13,6 +13,10 @@ from extproc.pool.endpoint_health import HealthState
 from extproc.pool.inflight import Reservation
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import HttpRequest
+from extproc.scheduling.filter_tree import FilterTree, FilterTreeNode
+from extproc.scheduling.pickers import MaxScorePicker
+from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.session_affinity import SessionAffinityFilter
 from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -42,7 +46,7 @@ class Sent:
 
     def respond(self, status: str, served: str = "") -> None:
         self.pool_fixture.director.on_response_headers(
-            self.ticket, status, self.pool_fixture.now, served=served
+            self.ticket, status, self.pool_fixture.now, served=served, decision=self.decision
         )
 
     def complete(self, *, answered: bool = True) -> None:
@@ -215,6 +219,31 @@ def test_a_moved_request_takes_its_context_along():
     sent.complete()
     assert (named.active_context_tokens, served.active_context_tokens) == (0.0, 0.0)
     assert served.count_open_blocks(sent.decision.block_hashes) == 0
+
+
+class Raising(SessionAffinityFilter, frozen=True):
+    """A filter that raises where it is to follow a move."""
+
+    kind = "raising"
+
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        raise KeyError(served.address)
+
+
+def test_a_session_moves_with_its_request():
+    """Its next turn goes to the endpoint that answered; an exception on the way is counted."""
+    affinity = SessionAffinityFilter(strategy="session_id")
+    tree = FilterTree(root=FilterTreeNode(filter=affinity))
+    profile = SchedulerProfile("p", (Raising(), tree), (), MaxScorePicker())
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None}, fallbacks=1, profile=profile)
+    raw = HttpRequest({**chat().headers, "x-session-id": "s"}, chat().body)
+    sent = Sent(pool_fixture, raw)
+    other = other_than(sent.address)
+    sent.respond("200", served=other)
+    sent.complete()
+    pool_fixture.now += 2.0  # an endpoint that was passed over is doubted for a second
+    assert Sent(pool_fixture, raw).address == other
+    assert pool_fixture.counts.exceptions == {("observer", "raising"): 1}
 
 
 def test_an_unknown_serving_endpoint_is_ignored():

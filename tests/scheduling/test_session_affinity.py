@@ -143,3 +143,26 @@ def test_a_decision_without_keys_binds_no_session():
     scorer = plugin(SessionAffinityScorer, **BY_ID)
     scorer.on_committed(Decision(builders.context().request, [FLEET[0].endpoint]), 1.0)
     assert len(scorer.affinity.memory) == 0
+
+
+@pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
+def test_a_session_follows_its_request_to_a_fallback(profile):
+    """Unless a later turn of it has gone to another endpoint."""
+    first = decide(profile, headers={"x-session-id": "s"})
+    commit(profile, first)
+    (observer,) = profile.observers
+    fallback, later = [c.endpoint for c in FLEET if c.endpoint is not first.endpoints[0]]
+    observer.on_moved(first, fallback, 100.0)
+    again = decide(profile, headers={"x-session-id": "s"})
+    assert again.endpoints == [fallback]
+    observer.on_moved(first, later, 100.0)
+    assert decide(profile, headers={"x-session-id": "s"}).endpoints == [fallback]
+
+
+@pytest.mark.parametrize("strategy", ["encoded_endpoint_header", "session_id"])
+def test_a_move_without_a_session_binds_nothing(strategy):
+    """Neither a decision without keys nor a strategy without a memory has a session to move."""
+    scorer = plugin(SessionAffinityScorer, strategy=strategy)
+    decision = Decision(builders.context().request, [FLEET[0].endpoint])
+    scorer.on_moved(decision, FLEET[1].endpoint, 1.0)
+    assert len(scorer.affinity.memory) == 0

@@ -20,6 +20,9 @@ from extproc.protocol.messages import (
     ProcessingRequest,
 )
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
+from extproc.scheduling.pickers import MaxScorePicker
+from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.session_affinity import SessionAffinityFilter
 from extproc.server import stream_context, stream_handler
 from extproc.simulator import api_responses
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
@@ -58,8 +61,8 @@ def answer(prompt_tokens):
 class StreamFixture:
     """Streams over one pool, one after the other."""
 
-    def __init__(self, *addresses, max_streams=100):
-        self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)))
+    def __init__(self, *addresses, max_streams=100, profile="balanced"):
+        self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)), profile=profile)
         self.budget = BufferBudget(1 << 30)
         self.counters = ProcessCounters()
         self.decisions = DecisionLog(10)
@@ -173,7 +176,7 @@ def test_a_stream_releases_everything_despite_an_exception(monkeypatch, step):
     }
 
 
-@pytest.mark.parametrize(("part", "name"), [("index", "record"), ("director", "_remember")])
+@pytest.mark.parametrize(("part", "name"), [("index", "record"), ("counts", "notify_committed")])
 def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypatch, part, name):
     """Nothing is charged to an endpoint that will not see the request."""
     scene = StreamFixture()
@@ -212,6 +215,21 @@ def test_a_stream_that_fails_during_the_response_sends_nothing():
     stream.finish()
     assert scene.accounts == (0, 0)
     assert scene.counters.for_pool("").responses == {(FIRST, "200"): 1}
+
+
+def test_a_session_is_remembered_for_the_endpoint_that_answered():
+    """The response names another endpoint than the chosen one."""
+    affinity = SessionAffinityFilter(strategy="session_id")
+    profile = SchedulerProfile("p", (affinity,), (), MaxScorePicker())
+    scene = StreamFixture(FIRST, SECOND, profile=profile)
+    session = {**HEADERS.headers, "x-session-id": "s"}
+    headers = ProcessingRequest(MessageKind.REQUEST_HEADERS, session, modes=MODES)
+    stream, _ = scene.begin(headers, BODY)
+    other = SECOND if stream.address == FIRST else FIRST
+    hints = LbMetadata(None, False, other)
+    list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
+    stream.finish()
+    assert affinity.affinity.memory.find("s", scene.pool_fixture.now) == other
 
 
 def test_a_stream_of_a_removed_endpoint_leaves_no_series():

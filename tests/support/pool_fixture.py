@@ -16,6 +16,7 @@ from extproc.request import HttpRequest
 from extproc.routing.director import Director
 from extproc.routing.scheduler import RoutingConfig, RoutingSettings
 from extproc.scheduling import registry
+from extproc.scheduling.plugin_guard import PluginCounters
 from extproc.scheduling.profile import SchedulerProfile
 
 
@@ -31,6 +32,7 @@ class PoolFixture:
 
     Attributes:
         now: Monotonic seconds of every call.
+        counts: Exceptions of plugins.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PoolFixture:
         exact: ExactPrefixes | None = None,
     ) -> None:
         self.now = 100.0
+        self.counts = PluginCounters()
         self.index = PrefixIndex(1 << 16)
         self.cache_model = CacheModel(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
         self.store = PoolStore(on_gone=self.cache_model.forget)
@@ -63,6 +66,7 @@ class PoolFixture:
             cache_model=self.cache_model,
             schedule=blocks.Schedule(),
             rng=random.Random(seed),
+            counts=self.counts,
             exact=exact,
         )
 
