@@ -46,7 +46,6 @@ def run(parts, *, seed, num_requests=60, run_shadow=True):
     for _ in range(num_requests):
         now += rng.expovariate(5.0)
         if rng.random() < 0.3:
-            endpoint = rng.choice(ENDPOINTS)
             load = Load(
                 at=now,
                 engine="vllm",
@@ -56,7 +55,9 @@ def run(parts, *, seed, num_requests=60, run_shadow=True):
                 kv_blocks=1000,
                 block_tokens=16,
             )
-            parts.store.observe(parts.store.begin_scrape(endpoint), load, now)
+            store, address = parts.store, rng.choice(ENDPOINTS).address
+            store.observe(store.begin_scrape(store.pool.find(address).endpoint), load, now)
+            assert store.pool.find(address).load.at == now
         while opened and rng.random() < 0.4:
             parts.director.release(opened.pop(rng.randrange(len(opened))), now, answered=True)
         decision = parts.director.route(chat(rng), now)
