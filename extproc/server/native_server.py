@@ -179,7 +179,9 @@ class _TlsListener:
         self._read()
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more; idempotent."""
+        if self._socket.fileno() < 0:
+            return
         if self._retry is not None:
             self._retry.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)

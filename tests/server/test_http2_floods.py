@@ -284,6 +284,7 @@ async def test_connections_in_a_tls_handshake_count_to_the_most(caplog):
                 client = await Http2Client.connect(port, with_tls=True)
         await client.until(lambda: client.has_settings)
         await client.close()
+        await server.stop(None)  # as a drain does, and then the end
 
 
 async def test_answers_that_nobody_takes_are_bounded_over_all_connections():
