@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 import msgspec
 
@@ -113,14 +115,73 @@ class AdvisoryActuator(Actuator):
         self._requested = replicas
 
 
-async def start_process(argv: Sequence[str]) -> asyncio.subprocess.Process:
-    """Start a program whose output, errors included, can be read."""
-    return await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
+#: Seconds that the last output of an ended process may take to arrive.
+_LAST_OUTPUT_S = 1.0
+
+
+class ChildProcess(asyncio.SubprocessProtocol):
+    """Process of a program, whose output, errors included, is read until its last writer ends.
+
+    `asyncio.subprocess.Process` waits for that end too; a process in the background may delay it.
+
+    Args:
+        on_output: Called with each part of the output.
+
+    Attributes:
+        transport: Sends signals and knows the status.
+        ended: Set once the process ended, also while processes that it started go on.
+    """
+
+    transport: asyncio.SubprocessTransport
+
+    def __init__(self, on_output: Callable[[bytes], None]) -> None:
+        self.ended = asyncio.Event()
+        self._on_output = on_output
+        self._is_read = asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls, argv: Sequence[str], on_output: Callable[[bytes], None], *, new_session: bool = False
+    ) -> Self:
+        """Start a program; raises OSError where that is impossible."""
+        _, child = await asyncio.get_running_loop().subprocess_exec(
+            lambda: cls(on_output),
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=new_session,
+        )
+        return child
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.SubprocessProtocol`."""
+        self.transport = cast("asyncio.SubprocessTransport", transport)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """See `asyncio.SubprocessProtocol`."""
+        del fd
+        self._on_output(data)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """See `asyncio.SubprocessProtocol`."""
+        del fd, exc
+        self._is_read.set()
+        self._close_if_done()
+
+    def process_exited(self) -> None:
+        """See `asyncio.SubprocessProtocol`."""
+        self.ended.set()
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self.ended.is_set() and self._is_read.is_set():
+            self.transport.close()
+
+    async def wait_for_output(self) -> None:
+        """Wait for the last output of the ended process, not for that of others in the background."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_read.wait(), _LAST_OUTPUT_S)
 
 
 #: Longest part of the output of a failed program that is logged (bytes).
@@ -152,20 +213,29 @@ class ExecActuator(AdvisoryActuator):
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Actuator`: run the program."""
         argv = [word.replace(REPLICAS, str(desired.replicas)) for word in self._command]
+        last = bytearray()
+
+        def keep_last(output: bytes) -> None:
+            last.extend(output)
+            del last[:-_MAX_OUTPUT_BYTES]
+
         try:
-            process = await start_process(argv)
+            # In a session of its own, so that a signal reaches the processes that it started too.
+            child = await ChildProcess.start(argv, keep_last, new_session=True)
         except OSError as error:
             return ActuatorError(f"{argv[0]} cannot be run: {error.strerror}")
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), self._timeout_s)
+            await asyncio.wait_for(child.ended.wait(), self._timeout_s)
         except TimeoutError:
             return ActuatorError(f"{argv[0]} did not end within {self._timeout_s:g} s")
         finally:
-            if process.returncode is None:
+            if not child.ended.is_set():
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if process.returncode:
-            last = output[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
-            return ActuatorError(f"{argv[0]} ended with {process.returncode}: {last}")
+                    os.killpg(child.transport.get_pid(), signal.SIGKILL)
+                await child.ended.wait()
+        status = child.transport.get_returncode()
+        if status:
+            await child.wait_for_output()
+            text = last.decode("utf-8", "replace").strip()
+            return ActuatorError(f"{argv[0]} ended with {status}: {text}")
         return await super().scale(desired, spec)

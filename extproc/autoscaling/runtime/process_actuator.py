@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -20,7 +21,7 @@ from extproc.autoscaling.runtime.actuator import (
     Actuator,
     ActuatorContext,
     ActuatorError,
-    start_process,
+    ChildProcess,
 )
 from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
 from extproc.discovery.endpoint_list import DiscoveredPool
@@ -47,6 +48,9 @@ _HEALTH_S, _HEALTH_BYTES = 1.0, 65536
 #: Last lines of an engine that are shown when it fails (count).
 _LAST_LINES = 5
 
+#: Longest line of an engine that is kept, and longest part of one that waits for its end (bytes).
+_MAX_LINE_BYTES = 4096
+
 
 class EngineProcess:
     """Child process of an engine.
@@ -56,6 +60,7 @@ class EngineProcess:
         ready: True once it answers and may get requests.
         is_wanted: False once it has to end.
         accounts: Our open requests on it and its ranks, as long as the pool had it.
+        unfinished: Output since the end of the last line.
     """
 
     def __init__(self, number: int) -> None:
@@ -66,6 +71,7 @@ class EngineProcess:
         self.accounts: Sequence[InflightLoad] = ()
         self.is_leaving = asyncio.Event()
         self.lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self.unfinished = b""
 
 
 class ProcessActuator(Actuator):
@@ -183,23 +189,24 @@ class ProcessActuator(Actuator):
             self._on_exit(engine)
             return
         try:
-            process = await start_process(with_parent_death_signal(argv))
+            on_output = functools.partial(self._on_output, engine)
+            process = await ChildProcess.start(with_parent_death_signal(argv), on_output)
         except OSError as error:
             engine.lines.append(f"it cannot be started: {error.strerror}")
             self._on_exit(engine)
             return
-        reading = asyncio.ensure_future(self._read(engine, process))
         try:
             await self._serve(engine, process)
         finally:
             try:
                 await self._terminate(process)
-                await reading
+                await process.wait_for_output()
+                self._on_output(engine, b"\n")
             finally:
                 self._on_exit(engine)
 
-    async def _serve(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
-        ended = asyncio.ensure_future(process.wait())
+    async def _serve(self, engine: EngineProcess, process: ChildProcess) -> None:
+        ended = asyncio.ensure_future(process.ended.wait())
         leaves = asyncio.ensure_future(engine.is_leaving.wait())
         starting = asyncio.ensure_future(self._is_healthy(engine))
         try:
@@ -246,30 +253,35 @@ class ProcessActuator(Actuator):
                     return
             await asyncio.sleep(_POLL_S)
 
-    async def _read(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
-        """Read the output of an engine, and its address where the output contains it."""
-        if process.stdout is None:
-            return
+    def _on_output(self, engine: EngineProcess, output: bytes) -> None:
+        """Keep the last lines of an engine, and its address where the output contains it."""
+        # Progress bars end their lines with carriage returns.
+        *lines, rest = re.split(rb"[\r\n]+", engine.unfinished + output)
+        if len(rest) > _MAX_LINE_BYTES:
+            lines.append(rest)
+            rest = b""
+        engine.unfinished = rest
         where = re.compile(re.escape(self._launch.listening) + r"(\S+:\d+)\b")
-        with contextlib.suppress(ValueError):  # a line without an end
-            async for raw in process.stdout:
-                line = raw.decode("utf-8", "replace").rstrip()
-                engine.lines.append(line)
-                _log.debug("engine %d: %s", engine.number, line)
-                match = where.search(line)
-                if match and not engine.address:
-                    engine.address = connectable_address(match[1], self._launch.host)
+        for raw in lines:
+            line = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()
+            if not line:
+                continue
+            engine.lines.append(line)
+            _log.debug("engine %d: %s", engine.number, line)
+            match = where.search(line)
+            if match and not engine.address:
+                engine.address = connectable_address(match[1], self._launch.host)
 
-    async def _terminate(self, process: asyncio.subprocess.Process) -> None:
+    async def _terminate(self, process: ChildProcess) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if process.returncode is None:
-                process.terminate()
+            if not process.ended.is_set():
+                process.transport.terminate()
         try:
-            await asyncio.wait_for(process.wait(), self._launch.stop_s)
+            await asyncio.wait_for(process.ended.wait(), self._launch.stop_s)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                process.transport.kill()
+            await process.ended.wait()
 
     def _on_exit(self, engine: EngineProcess) -> None:
         """Remove an ended engine; if it had to stay, another is started after a pause."""

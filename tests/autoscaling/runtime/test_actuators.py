@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pkgutil
 import sys
 
@@ -10,6 +12,7 @@ from extproc.autoscaling.interface import ScalingDecision, ScalingReason
 from extproc.autoscaling.runtime import actuator
 from extproc.autoscaling.runtime.actuator import ActuatorError, AdvisoryActuator, ExecActuator
 from extproc.config.autoscaling import ACTUATORS, ScalingSection, actuator_type
+from tests.support import serving
 
 #: Values of the fields that select an actuator.
 SETTINGS = {
@@ -66,6 +69,54 @@ async def test_a_program_that_hangs_is_ended():
     wait = "import signal; signal.pause()  # {replicas}"
     failed = await ExecActuator([sys.executable, "-c", wait], timeout_s=0.2).scale(UP, 1)
     assert "did not end within 0.2 s" in failed.message
+
+
+#: A process that connects to a socket, and prints a lot once it gets an answer there.
+CHILD = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as line:
+    line.connect(sys.argv[1])
+    if line.recv(1):
+        print("x" * 1_000_000, flush=True)
+        line.send(b"printed")
+"""
+
+
+@contextlib.asynccontextmanager
+async def child_of_a_program(directory, script):
+    """Actuator whose program runs `script` with the child as `"$@"`; the connections of children."""
+    connections = asyncio.Queue()
+    path = str(directory / "line")
+    server = await asyncio.start_unix_server(
+        lambda *streams: connections.put_nowait(streams), path=path
+    )
+    async with server:
+        command = ["sh", "-c", script, "{replicas}", sys.executable, "-c", CHILD, path]
+        yield ExecActuator(command, timeout_s=300.0), connections
+
+
+async def test_a_program_may_leave_a_process_in_the_background(tmp_path):
+    """The change succeeds as soon as the program ends, and the process may go on to print."""
+    async with asyncio.timeout(serving.LIMIT_S), child_of_a_program(tmp_path, '"$@" &') as child:
+        hook, connections = child
+        assert await hook.scale(UP, 1) is None
+        reader, writer = await connections.get()
+        writer.write(b"!")
+        assert await reader.read() == b"printed"
+        writer.close()
+
+
+async def test_a_program_that_hangs_is_ended_with_its_processes(tmp_path):
+    """A shell alone would leave the process for which it waits."""
+    async with asyncio.timeout(serving.LIMIT_S), child_of_a_program(tmp_path, '"$@"; :') as child:
+        hook, connections = child
+        scaling = asyncio.ensure_future(hook.scale(UP, 1))
+        reader, writer = await connections.get()
+        scaling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await scaling
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def test_a_missing_program_is_reported():

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from extproc.autoscaling.interface import ScalingDecision, ScalingReason
-from extproc.autoscaling.runtime import process_actuator
+from extproc.autoscaling.runtime import actuator, process_actuator
 from tests.support import ext_proc_script, peer, serving
 from tests.support.scaling import configured
 
@@ -120,6 +120,32 @@ async def test_launch_reads_an_engine_that_listens_on_every_address():
     engine = engine.replace("{server.server_port}", "{server.server_port} (Press CTRL+C to quit)")
     async with picker([sys.executable, "-c", engine, "0"]) as running:
         assert (await pick(running)).startswith("127.0.0.1:")
+
+
+async def test_launch_reads_output_without_ends_of_lines():
+    """An engine that prints more than a pipe holds, such as a progress bar, goes on."""
+    bar = "print('x' * 300_000 + 'shards |##|\\r' * 30_000, end='', flush=True)\n"
+    async with picker([sys.executable, "-c", bar + ENGINE, "0"]) as running:
+        assert (await pick(running)).startswith("127.0.0.1:")
+
+
+async def test_launch_replaces_an_engine_that_leaves_a_process(
+    monkeypatch, caplog, published, tmp_path
+):
+    """The end of the engine counts, though a process that it started holds its output open."""
+    monkeypatch.setattr(process_actuator, "_RESTART_PAUSE_S", 0.1)
+    monkeypatch.setattr(actuator, "_LAST_OUTPUT_S", 0.1)
+    caplog.set_level("INFO", "extproc.server")
+    path, lines = str(tmp_path / "line"), []
+    child = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
+    )
+    command = ["sh", "-c", '"$@" & exit 3', "{port}", sys.executable, "-c", child, path]
+    async with await asyncio.start_unix_server(lambda *line: lines.append(line), path=path):
+        async with picker(command, min=1):
+            await published(lambda: sum("ended:" in text for text in caplog.messages) >= 2)
+        for _, writer in lines:
+            writer.close()
 
 
 async def test_launch_replaces_an_engine_whose_health_check_raises(monkeypatch, caplog):
