@@ -83,14 +83,16 @@ class Actuator(Protocol):
 class AdvisoryActuator(Actuator):
     """Publishes decisions for others to apply, and takes the last one as requested.
 
-    Before the first decision the ready replicas count as requested, since the target cannot be
-    read. Every replica of extproc publishes its decision.
+    Before the first change as many replicas count as requested as were ready at a time, since the
+    target cannot be read: replicas that fail are no decision. Every replica of extproc publishes
+    its decision.
     """
 
     scales = False
 
     def __init__(self) -> None:
         self._requested: int | None = None
+        self._most_available = 0
 
     @classmethod
     def from_settings(
@@ -102,7 +104,8 @@ class AdvisoryActuator(Actuator):
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`."""
-        return available if self._requested is None else self._requested
+        self._most_available = max(self._most_available, available)
+        return self._most_available if self._requested is None else self._requested
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Actuator`."""

@@ -126,8 +126,9 @@ async def test_a_missing_program_is_reported():
 
 
 async def test_advisory_actuator_returns_the_requested_replicas():
-    """Before the first decision it returns the current replicas."""
+    """Before the first change it returns the most replicas that were ready at a time."""
     subject = AdvisoryActuator()
+    assert [await subject.current_replicas(available) for available in (1, 2, 0)] == [1, 2, 2]
     assert (subject.can_scale, await subject.current_replicas(2)) == (True, 2)
     await subject.scale(UP, 2)
     assert await subject.current_replicas(2) == 3

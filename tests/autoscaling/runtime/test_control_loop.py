@@ -8,7 +8,7 @@ import pytest
 
 from extproc.autoscaling.demand_estimator import PickerCounters
 from extproc.autoscaling.interface import Demand, ScalingDecision, ScalingReason
-from extproc.autoscaling.runtime.actuator import ActuatorError
+from extproc.autoscaling.runtime.actuator import ActuatorError, AdvisoryActuator
 from extproc.autoscaling.runtime.control_loop import ControlLoop, LoopMetrics
 from extproc.autoscaling.runtime.demand_counters import DemandCounters
 from extproc.config.autoscaling import ScalingSection
@@ -219,6 +219,18 @@ async def test_scale_down_waits_for_a_complete_window(policy):
     fixture.come("127.0.0.1:1")
     await fixture.pass_s(min(50.0, fixture.loop.scaler.policy.watch_s - 5.0))
     assert fixture.actuator.requested == []
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "kubeai", "queue-depth"])
+async def test_an_outage_of_engines_does_not_lower_advice(policy):
+    """Failed engines are still requested, also where the loop changed nothing before."""
+    fixture = ControlLoopFixture(policy=policy)
+    fixture.loop.actuator = AdvisoryActuator()
+    fixture.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    await fixture.pass_s(10.0)
+    fixture.come()
+    await fixture.pass_s(10.0)
+    assert fixture.loop.desired.replicas == 3
 
 
 async def test_an_outage_of_the_api_server_is_no_cold_start():
