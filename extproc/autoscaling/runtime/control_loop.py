@@ -25,8 +25,8 @@ from extproc.telemetry.counters import ProcessCounters
 
 _log = logging.getLogger("extproc.server")
 
-#: Seconds until the next step while a request waits at zero replicas: the last attempt failed,
-#: or the election of the replica that may act is still running.
+#: Seconds until the next step while a request waits: the last attempt failed, or there are zero
+#: replicas and the election of the replica that may act is still running.
 _RETRY_S = 1.0
 
 #: Intervals of the policy after which the time between two readings says nothing of engines: a single
@@ -235,7 +235,8 @@ class ControlLoop:
         # Again, where the replica that may act was notified and did not: another may lead by now.
         if immediate or has_waiting:
             await self._peers.push()
-        return _RETRY_S if failed or has_waiting else self.scaler.policy.interval_s
+        is_urgent = has_waiting or (failed and own.held)
+        return _RETRY_S if is_urgent else self.scaler.policy.interval_s
 
     def _decide(
         self, own: PickerCounters, peer_counters: Mapping[str, PickerCounters | None], spec: int

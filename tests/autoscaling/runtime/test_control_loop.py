@@ -277,6 +277,15 @@ async def test_a_failed_action_is_retried_and_logged_once(caplog):
     assert fixture.loop.metrics.snapshot().failures == 3
 
 
+async def test_a_failed_action_for_which_no_request_waits_is_retried_at_the_next_interval():
+    """A program or an API server that fails gets no more requests than otherwise."""
+    fixture = ControlLoopFixture(min=2)
+    fixture.come()
+    fixture.actuator.fails = "no right"
+    assert await fixture.loop.step() == 5.0
+    assert len(fixture.actuator.requested) == 1
+
+
 async def test_control_loop_continues_from_restored_state():
     """With the same policy."""
     fixture, other = ControlLoopFixture(spec=2), ControlLoopFixture(spec=2)
