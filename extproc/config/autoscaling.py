@@ -82,6 +82,12 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         filled = self.filled
         return filled if filled.namespace else msgspec.structs.replace(filled, namespace=namespace)
 
+    @property
+    def path(self) -> tuple[str, str, str, str]:
+        """Group, resource, namespace and name, equal for the same object in all API versions."""
+        filled = self.filled
+        return filled.group, filled.resource, filled.namespace, filled.name
+
 
 class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Engines as child processes, on a machine without Kubernetes.

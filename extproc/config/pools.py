@@ -317,8 +317,8 @@ def check_compatible(settings: Settings, place: Place) -> None:
 
     Raises:
         ConfigError: Several sources in one pool, a name twice, a pool besides pools, an extra
-            metric without a selector, KV events of several pools on one port, or two ways of peer
-            synchronization.
+            metric without a selector, KV events of several pools on one port, an object scaled for
+            two pools, or two ways of peer synchronization.
     """
     sections = [(place / "pool", settings.pool)]
     sections += [(place / "pools" / at, pool) for at, pool in enumerate(settings.pools)]
@@ -332,6 +332,7 @@ def check_compatible(settings: Settings, place: Place) -> None:
     _check_discovered(settings, place)
     _check_bound_events(settings, place)
     _check_peer_sync(settings, place)
+    _check_scale_targets(settings, place)
     for name, selector in settings.scrape.extra_metrics.items():
         engines.series(selector, where=str(place / "scrape" / "extra_metrics" / name))
     scheduling = settings.scheduling
@@ -371,6 +372,23 @@ def _check_peer_sync(settings: Settings, place: Place) -> None:
             got="both",
             fix="remove url where replicas reach each other, or else peers",
         )
+
+
+def _check_scale_targets(settings: Settings, place: Place) -> None:
+    """Reject an object that two pools scale: each would undo the changes of the other."""
+    pool_by_target: dict[tuple[str, str, str, str], str] = {}
+    for at, pool in enumerate(settings.pools):
+        target = None if pool.autoscaling is None else pool.autoscaling.target
+        if target is None:
+            continue
+        if target.path in pool_by_target:
+            raise ConfigError(
+                place / "pools" / at / "autoscaling" / "target",
+                wanted="another object than that of every other pool",
+                got=f"that of pool {pool_by_target[target.path]}",
+                fix="scale it for a single pool",
+            )
+        pool_by_target[target.path] = pool.name
 
 
 def _check_bound_events(settings: Settings, place: Place) -> None:

@@ -101,6 +101,14 @@ def test_all_pools_may_come_from_kubernetes():
             "every name once",
             "a again",
         ),
+        (
+            """pools:
+- {name: a, endpoints_file: x, autoscaling: {target: {name: t}}}
+- {name: b, endpoints_file: y, autoscaling: {target: {name: t, version: v1beta1}}}""",
+            "pools[1].autoscaling.target",
+            "another object",
+            "that of pool a",
+        ),
         ("peer_sync: {peers: ['p:1'], url: 'redis://r'}", "peer_sync", "peers or url", "both"),
         ("pools: [{name: a}]", "pools[0]", "endpoints, endpoints_file", "none of them"),
         ("pools: [{endpoints: ['10.0.0.2:80']}]", "pools[0]", "the key name", "1 keys"),

@@ -59,7 +59,8 @@ class Autoscaler:
         addresses: The other replicas of extproc.
 
     Raises:
-        ConfigError: A policy cannot be read.
+        ConfigError: A policy cannot be read, or two pools name one object, the namespace of this
+            process being written out for one of them.
     """
 
     def __init__(
@@ -122,7 +123,16 @@ class Autoscaler:
             wanted = plan.settings.pool.autoscaling
             if wanted is not None:
                 runtime = registry.by_name[plan.name]
-                self._scaled[plan.name] = ScaledPool(runtime, wanted, self._context)
+                pool = ScaledPool(runtime, wanted, self._context)
+                other = self._find_pool_with_target(pool)
+                if other is not None:
+                    raise ConfigError(
+                        f"autoscaling of pool {plan.name}",
+                        wanted="another scale target than that of every other pool",
+                        got=f"that of pool {other}",
+                        fix="scale it for a single pool",
+                    )
+                self._scaled[plan.name] = pool
         # A file is this replica's own.
         self._writes: Callable[[], bool] = _always if shared.state_file else is_leader
         self._state_store = _build_state_store(
@@ -272,11 +282,11 @@ class Autoscaler:
         """Name of the pool that scales the same object already; None where there is none."""
         if pool.target is None:
             return None
-        place = _target_path(pool.target)
+        place = pool.target.path
         taken = (
             name
             for name, other in self._scaled.items()
-            if other.target is not None and _target_path(other.target) == place
+            if other.target is not None and other.target.path == place
         )
         return next(taken, None)
 
@@ -415,11 +425,6 @@ def _build_state_store(
             cluster, namespace=namespace, name=shared.state, clock=clock, time=_time
         )
     return None
-
-
-def _target_path(target: ScaleTarget) -> tuple[str, str, str, str]:
-    """Key of a target: group, resource, namespace and name, without the API version."""
-    return target.group, target.resource, target.namespace, target.name
 
 
 def _time() -> float:

@@ -13,6 +13,7 @@ from extproc.config import loader
 from extproc.decision import Rejection, all_busy
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, schedule
@@ -181,6 +182,18 @@ def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(capl
     fixture.bring("a/y", target="g.io/v2/fleets/Fleet/vllm")
     assert fixture.scaled == ["a/x"]
     assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
+
+
+def test_configured_pools_may_not_name_one_object(monkeypatch):
+    """Also where a single one of them writes out the namespace in which extproc runs."""
+    monkeypatch.setenv("NAMESPACE", "n")
+    pools = """pools:
+- {name: a, endpoints_file: x, autoscaling: {target: {name: t}}}
+- {name: b, endpoints_file: y, autoscaling: {target: {name: t, namespace: %s}}}
+"""
+    with pytest.raises(ConfigError, match=r"autoscaling of pool b: .* got that of pool a; "):
+        AutoscalerFixture(more=pools % "n")
+    assert AutoscalerFixture(more=pools % "m").scaled == ["a", "b"]
 
 
 def test_an_invalid_annotation_scales_nothing(caplog):
