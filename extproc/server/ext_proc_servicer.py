@@ -350,7 +350,6 @@ def build_server(max_message_bytes: int, *, keepalive: Keepalive = _KEEPALIVE) -
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
             # A second process on the same port is a mistake, not a load-balancing group.
             ("grpc.so_reuseport", 0),
             # Envoys may ask every few seconds whether we live; the default of 5 minutes hangs up.

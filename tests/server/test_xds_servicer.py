@@ -54,10 +54,10 @@ class XdsScene:
 
 
 @contextlib.asynccontextmanager
-async def serving():
+async def serving(max_message_bytes=1 << 24):
     """A scene whose discovery looks at its pools."""
     scene = XdsScene()
-    server = ext_proc_servicer.build_server(1 << 24)
+    server = ext_proc_servicer.build_server(max_message_bytes)
     control_plane_servers.register(server, scene.discovery)
     port = ext_proc_servicer.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
@@ -161,6 +161,19 @@ def test_envoy_receives_every_change():
             await stream.call.done_writing()
             assert await stream.ended() is grpc.StatusCode.OK
             assert scene.counters.streams_open == 0
+
+    run(test())
+
+
+def test_responses_may_exceed_the_largest_message():
+    """`limits.max_message_bytes` is for what arrives: pools have any number of endpoints."""
+
+    async def test():
+        async with serving(max_message_bytes=1 << 14) as scene:
+            stream = await listening(scene)
+            pool = [f"127.0.0.1:{port}" for port in range(1, 1001)]
+            scene.set_endpoints(*pool)
+            assert set(addresses(*await stream.take(ASSIGNMENT, "engines"))) == set(pool)
 
     run(test())
 
