@@ -383,7 +383,8 @@ def bind(
         ConfigError: The port is taken, or the host is none of this machine.
     """
     host, _, number = address.rpartition(":")
-    host, port = host.strip("[]"), int(number)
+    # A single pair of brackets: those of `--host [::1]` are no part of a name.
+    host, port = host.removeprefix("[").removesuffix("]"), int(number)
     # Looked at first, because gRPC prints lines of its own about what it cannot bind.
     failed = transport.find_bind_error(host, port)
     if failed is not None:

@@ -2,6 +2,7 @@ import socket
 
 import pytest
 
+from extproc.config.settings import ServerSection
 from extproc.errors import ConfigError
 from extproc.server import ext_proc_servicer, transport
 
@@ -16,6 +17,15 @@ async def test_a_port_in_use_is_a_single_error(host, capfd):
             ext_proc_servicer.bind(listening, f"{host}:{port}", flag="--grpc-port")
     await listening.stop(None)
     assert capfd.readouterr() == ("", "")
+
+
+async def test_a_host_in_brackets_is_no_host():
+    """The error is about the host: a free port 0 cannot be missing."""
+    listening = ext_proc_servicer.build_server(1 << 20)
+    address = ServerSection(host="[::1]").grpc_address(0)
+    with pytest.raises(ConfigError, match="--host: expected an address of this machine"):
+        ext_proc_servicer.bind(listening, address, flag="--xds-port")
+    await listening.stop(None)
 
 
 def test_a_free_port_can_be_bound():
