@@ -468,7 +468,7 @@ ALERTS: Sequence[Alert] = (
         summary="The autoscaler of pool {{ $labels.pool }} does not know all counters",
         meaning="A replica of extproc cannot read the counters of another one. Until it can, no engine is taken away.",
         look="The log names the peer; [several replicas](../guides/autoscaling/index.md#several-replicas-of-extproc).",
-        action="Let replicas reach each other on port 9090: the headless Service and the NetworkPolicy of the manifests.",
+        action="Let replicas reach each other on port 9090: the headless Service and the NetworkPolicy of the manifests. Where the log says that a peer has no counters of a pool, that replica does not scale it: give all replicas the same configuration, and end a rollout that stands still.",
     ),
     Alert(
         name="ExtprocPeersMissing",

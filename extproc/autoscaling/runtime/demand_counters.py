@@ -153,11 +153,16 @@ def read_report(page: bytes) -> PeerReport | None:
 
 
 class _PolledPeer(msgspec.Struct):
-    """A peer, by its address before the first answer, and its report; None if the last read failed."""
+    """A peer, by its address before the first answer, and its report; None if the last read failed.
+
+    Attributes:
+        misses: Reports in a row without a pool (count), by pool.
+    """
 
     name: str
     report: PeerReport | None = None
     is_reported: bool = False
+    misses: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class PeerCounterClient:
@@ -197,6 +202,8 @@ class PeerCounterClient:
         if self._addresses:
             await self.resolve()
             await asyncio.gather(*map(self._poll, list(self._peers)))
+            for peer in self._peers.values():
+                _log_missing_pool(peer, pool)
         return self.last(pool)
 
     async def push(self) -> None:
@@ -268,3 +275,20 @@ class PeerCounterClient:
         peer.report, peer.is_reported = report, bool(reason)
         if report is not None:
             peer.name = report.picker
+
+
+def _log_missing_pool(peer: _PolledPeer, pool: str) -> None:
+    """Log once that a peer does not scale a pool: at its second report, as pools are found in turn."""
+    if peer.report is None:
+        return
+    if pool in peer.report.pools:
+        del peer.misses[pool]
+        return
+    peer.misses[pool] += 1
+    if peer.misses[pool] == 2:
+        _log.warning(
+            "autoscaling: peer %s has no counters of pool %s, as it does not scale it: the pool is not "
+            "scaled down; give all replicas the same configuration",
+            peer.name,
+            pool or "(unnamed)",
+        )

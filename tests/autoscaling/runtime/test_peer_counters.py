@@ -96,6 +96,28 @@ async def test_a_peer_that_cannot_be_read_is_logged_once_until_it_answers(caplog
     subject.close()
 
 
+async def test_a_peer_that_does_not_scale_a_pool_is_logged_once(caplog):
+    """Until it does: it keeps the pool from being scaled down, as an unreadable peer does."""
+    async with picker("b") as other:
+        subject = PeerCounterClient(
+            "a", peers_at(f"127.0.0.1:{other.port}"), timeout_s=300.0, own_counters=dict
+        )
+        assert await subject.read("q") == {"b": None}
+        assert caplog.messages == []  # it may find the pool a moment later
+        for _ in range(3):
+            await subject.read("q")
+            await subject.read("p")
+        (message,) = caplog.messages
+        assert message.startswith("autoscaling: peer b has no counters of pool q, ")
+        other.counters["q"] = PickerCounters()
+        await subject.read("q")
+        del other.counters["q"]
+        for _ in range(2):
+            await subject.read("q")
+        assert len(caplog.messages) == 2
+        subject.close()
+
+
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
     subject = PeerCounterClient(
