@@ -13,7 +13,6 @@ What is not known is UNAVAILABLE, never 0: KEDA then keeps what it has.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import NoReturn, TypeAlias
 
@@ -29,6 +28,9 @@ _USUAL = "desired-replicas"
 
 #: Metrics whose target is what it is.
 _FIXED = frozenset({_USUAL})
+
+#: Largest target value: as an integer it fits into the messages of KEDA.
+_MAX_TARGET = 1e9
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Served: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -111,10 +113,9 @@ class KedaExternalScaler:
         if loop is None and not name and len(loops) == 1:
             loop = next(iter(loops.values()))
         if loop is None:
-            there = ", ".join(loops) or "none"
-            message = (
-                f"no pool {name!r} is scaled here; there are: {there}; name one in the metadata"
-            )
+            there = ", ".join(known_name or "(unnamed)" for known_name in loops) or "none"
+            fix = "leave pool out of the metadata" if "" in loops else "name one in the metadata"
+            message = f"no pool {name!r} is scaled here; there are: {there}; {fix}"
             await _refuse(context, grpc.StatusCode.NOT_FOUND, message)
         if known and loop.desired is None:
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, "the pool was not looked at yet")
@@ -135,8 +136,8 @@ async def _metric(reference: keda.ScaledObjectRef | None, context: Context) -> t
         target = float(written)
     except ValueError:
         target = 0.0
-    if not 0.0 < target < math.inf:
-        message = f"target must be a number above 0, not {written!r}"
+    if not 0.0 < target <= _MAX_TARGET:
+        message = f"target must be a number above 0 and at most {_MAX_TARGET:.0f}, not {written!r}"
         await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message)
     return name, target
 

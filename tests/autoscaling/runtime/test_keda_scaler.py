@@ -166,20 +166,30 @@ async def test_the_stream_of_a_removed_pool_ends():
 
 
 @pytest.mark.parametrize(
-    ("metadata", "code"),
+    ("metadata", "code", "message"),
     [
-        ({"pool": "other"}, grpc.StatusCode.NOT_FOUND),
-        ({"metric": "what"}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"metric": "queue-depth", "target": "0"}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"metric": "queue-depth", "target": "x"}, grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            {"pool": "other"},
+            grpc.StatusCode.NOT_FOUND,
+            "there are: (unnamed); leave pool out of the metadata",
+        ),
+        ({"metric": "what"}, grpc.StatusCode.INVALID_ARGUMENT, "no metric 'what'"),
+        ({"metric": "queue-depth", "target": "0"}, grpc.StatusCode.INVALID_ARGUMENT, "above 0"),
+        ({"metric": "queue-depth", "target": "x"}, grpc.StatusCode.INVALID_ARGUMENT, "above 0"),
+        (
+            {"metric": "queue-depth", "target": "1e300"},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "at most 1000000000",
+        ),
     ],
 )
-async def test_unknown_pools_and_metrics_are_refused(metadata, code):
+async def test_unknown_pools_and_metrics_are_refused(metadata, code, message):
     """An unknown pool or metric, or a target that is none, has a status of its own."""
     async with picker() as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await KedaClient(channel, **metadata).spec()
         assert refused.value.code() == code
+        assert message in refused.value.details()
 
 
 async def test_an_unknown_metric_is_not_zero():
