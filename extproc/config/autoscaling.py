@@ -221,12 +221,13 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             those of `peer_sync.peers`, so it is only needed without them.
         peer_timeout_s: Time limit of a request to a peer (seconds). 1 is far above what it takes.
         state: Name of the ConfigMap, in the namespace of this process, for learned speeds and
-            observed demand, so that a restart changes nothing. Empty: after a restart nothing is
-            scaled down for one window. `extproc-autoscaling` is the name that the shipped manifests
-            grant. Deployments that share a ConfigMap overwrite each other's state: further ones in a
-            namespace need names, and the rights for these.
-        state_file: File for the same, in place of the ConfigMap, for a single process without a
-            cluster. Its folder must exist. Empty: none.
+            observed demand, so that a restart changes nothing. It is used only where Kubernetes
+            objects are scaled, by a target. Empty: after a restart nothing is scaled down for one
+            window. `extproc-autoscaling` is the name that the shipped manifests grant. Deployments
+            that share a ConfigMap overwrite each other's state: further ones in a namespace need
+            names, and the rights for these.
+        state_file: File for the same, in place of the ConfigMap, for a process without a cluster or
+            without a target; each process has its own. Its folder must exist. Empty: none.
         save_s: Seconds between two writes of the state, besides those at changes. 30: a crash loses
             a fraction of a window.
         discovered_pools: Rules for the pools of `cluster.discover_pools`. None: such pools are not
