@@ -308,7 +308,7 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     Attributes:
         up: Depth above which replicas are added. 5, as in the published runs; there is no published
             default.
-        down: Depth below which replicas are removed, below `up`. 1, the published default.
+        down: Depth below which replicas are removed, at most `up`. 1, the published default.
         window_s: Window of the depth (seconds). 60, the smallest published value and that of the
             published runs; with the published default of 300, a burst is over before it is
             answered.
@@ -334,8 +334,8 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def __post_init__(self) -> None:
         """Check that no depth asks for both more and fewer replicas; raises ValueError."""
-        if self.down >= self.up:
-            raise ValueError(f"expected down below up ({self.up:g}), got {self.down:g}")
+        if self.down > self.up:
+            raise ValueError(f"expected down of at most up ({self.up:g}), got {self.down:g}")
 
     @property
     def watch_s(self) -> float:

@@ -55,8 +55,11 @@ def test_explicit_target_fields_override_those_of_the_kind():
         ("policy: what", "policy", "'what'"),
         ("policy: kubeai, params: {target: 3}", "params", "target"),
         ("policy: queue-depth, params: {up: -1}", "params", "up"),
-        ("policy: queue-depth, params: {up: 1, down: 5}", "params", "down below up (1), got 5"),
-        ("policy: queue-depth, params: {up: 1}", "params", "down below up (1), got 1"),
+        (
+            "policy: queue-depth, params: {up: 1, down: 5}",
+            "params",
+            "down of at most up (1), got 5",
+        ),
         ("target: {kind: Fleet, name: x}", "target.kind", "Fleet"),
         ("target: {name: X_}", "target.name", "'X_'"),
         ("target: {name: x, namespace: 'a/b'}", "target.namespace", "'a/b'"),
