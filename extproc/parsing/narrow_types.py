@@ -33,11 +33,12 @@ _MAX_MESSAGES: Final = 4096
 
 
 class _EnvelopeObject(TypedDict, total=False):
-    """Keys that surfaces read in an object of the envelope; others are skipped."""
+    """Keys that surfaces read in an object; others are skipped."""
 
     id: str | None
     session_id: str | None
     user_id: str | None
+    effort: str | None
     max_new_tokens: int | float | None
     max_tokens: int | float | None
 

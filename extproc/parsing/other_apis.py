@@ -47,9 +47,14 @@ class MessagesBody(envelope.Envelope, gc=False):
     messages: list[AnthropicMessage] | None = None
     system: narrow_types.Content = None
     tools: msgspec.Raw = canonical_prompt.ABSENT
+    chat_template_kwargs: msgspec.Raw = canonical_prompt.ABSENT
+    output_config: narrow_types.Object = None
 
 
 _MESSAGES_DECODER = msgspec.json.Decoder(MessagesBody)
+
+#: Beginning of a block of Claude Code that changes with every request and that vLLM leaves out.
+_BILLING: Final = "x-anthropic-billing-header:"
 
 
 def parse_messages(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
@@ -59,19 +64,52 @@ def parse_messages(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
         return body
     if not body.messages:
         return decision.bad_request(_WANTED_MESSAGES)
-    fields = [canonical_prompt.salt(body.cache_salt), canonical_prompt.option(b"t", body.tools)]
+    fields = [
+        canonical_prompt.salt(body.cache_salt),
+        canonical_prompt.option(b"k", body.chat_template_kwargs),
+        _effort(body.output_config),
+        canonical_prompt.option(b"t", body.tools),
+    ]
     if body.system is not None:
-        fields.append(canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.system))
+        fields += (canonical_prompt.MESSAGE, b"system", _system_content(body.system))
+    history: list[bytes] = []
     message = None
     for message in body.messages:
-        fields += (
-            canonical_prompt.MESSAGE,
-            canonical_prompt.as_bytes(message.role),
-            canonical_prompt.content(message.content),
-        )
+        if message.role == "system":
+            # vLLM puts these before all other messages.
+            fields += (canonical_prompt.MESSAGE, b"system", _system_content(message.content))
+        else:
+            history += (
+                canonical_prompt.MESSAGE,
+                canonical_prompt.as_bytes(message.role),
+                canonical_prompt.content(message.content),
+            )
         del message
     body.messages = None
+    fields += history
+    del history
     return envelope.request(api, raw, body, prompt=canonical_prompt.joined_prompt(fields))
+
+
+def _effort(output_config: object) -> bytes:
+    """The effort of the reasoning, which chat templates may read; empty when there is none."""
+    effort = output_config.get("effort") if type(output_config) is dict else None
+    return canonical_prompt.OPTION + b"e" + effort.encode() if type(effort) is str else b""
+
+
+def _system_content(content: object) -> bytes:
+    """Content of a system prompt without the blocks that vLLM leaves out."""
+    if type(content) is list and any(map(_is_billing, content)):
+        content = [block for block in content if not _is_billing(block)]
+    return canonical_prompt.content(content)
+
+
+def _is_billing(block: object) -> bool:
+    if type(block) is canonical_prompt.TextPart:
+        text: object = block.text
+    else:
+        text = block.get("text") if type(block) is dict else None
+    return type(text) is str and text.startswith(_BILLING)
 
 
 _WANTED_RANKING: Final = "invalid ranking request: must be a JSON object"

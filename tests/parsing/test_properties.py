@@ -191,6 +191,8 @@ def test_any_change_of_a_message_changes_the_prompt(history, numbers, data):
 def test_prompts_of_other_surfaces_extend(path, history, more):
     """Anthropic, Responses and unknown paths keep the prefix property."""
     field = "input" if path.endswith("responses") else "messages"
+    if path == "/v1/messages":  # there, system messages precede all others
+        more = [message for message in more if message["role"] != "system"]
     before = builders.parsed(path, {"model": "m", field: history})
     after = builders.parsed(path, {"model": "m", field: [*history, *more]})
     assert after.prompt.startswith(before.prompt)
@@ -210,6 +212,7 @@ usual = st.fixed_dictionaries(
         "metadata": st.dictionaries(st.sampled_from(["session_id", "user_id", "x"]), leaves),
         "conversation": names | st.fixed_dictionaries({"id": names}, optional={"x": names}),
         "sampling_params": st.dictionaries(st.sampled_from(["max_new_tokens", "x"]), leaves),
+        "output_config": st.dictionaries(st.sampled_from(["effort", "x"]), leaves),
         "user": leaves,
         "lora_path": names | st.lists(names, max_size=2),
         "max_tokens": leaves,

@@ -70,6 +70,57 @@ def test_anthropic_cache_breakpoints_move():
     assert after.prompt.startswith(before.prompt)
 
 
+@pytest.mark.parametrize("filler", ["", "x" * 20_000])
+def test_anthropic_billing_header_is_left_out(filler):
+    """The block of Claude Code that changes with every request is not in the prompt, as in vLLM."""
+    rules = {"type": "text", "text": f"rules {filler}"}
+    body = {"model": "m", "system": [rules], "messages": [builders.user("hi")]}
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=0a1b2;"}
+    marked = {**body, "system": [billing, rules]}
+    prompt = builders.parsed("/v1/messages", body).prompt
+    assert builders.parsed("/v1/messages", marked).prompt == prompt
+    moved = {"role": "system", "content": [billing, rules]}
+    marked = {"model": "m", "messages": [moved, builders.user("hi")]}
+    assert builders.parsed("/v1/messages", marked).prompt == prompt
+    text = {**body, "system": billing["text"]}
+    assert b"billing" in builders.parsed("/v1/messages", text).prompt
+
+
+def test_anthropic_system_messages_precede_the_others():
+    """System messages within the history follow `system`, where vLLM puts them."""
+    history = [builders.user("a"), {"role": "system", "content": "note"}, builders.user("b")]
+    body = {"model": "m", "system": "brief", "messages": history}
+    request = builders.parsed("/v1/messages", body)
+    assert request.prompt == b"\xffsystem\xfebrief\xffsystem\xfenote\xffuser\xfea\xffuser\xfeb"
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "second"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": True}, {"enable_thinking": False}),
+        ("output_config", {"effort": "low"}, {"effort": "high"}),
+    ],
+)
+@pytest.mark.parametrize("filler", ["", "x" * 20_000])
+def test_anthropic_options_of_the_template(field, first, second, filler):
+    """Options that vLLM passes to the chat template precede the messages."""
+    body = {"model": "m", "messages": [builders.user("hi" + filler)]}
+    plain = builders.parsed("/v1/messages", body).prompt
+    prompts = {
+        builders.parsed("/v1/messages", {**body, field: value}).prompt for value in (first, second)
+    }
+    assert len(prompts | {plain}) == 3
+    assert all(prompt.endswith(plain) for prompt in prompts)
+
+
+@pytest.mark.parametrize("value", [None, 5, "low", {"effort": 10**30}, {"effort": None}, []])
+def test_anthropic_output_config_of_another_form_counts_as_none(value):
+    """An effort that is no text is no option."""
+    body = {"model": "m", "messages": [builders.user("hi")]}
+    odd = builders.parsed("/v1/messages", {**body, "output_config": value})
+    assert odd.prompt == builders.parsed("/v1/messages", body).prompt
+
+
 @pytest.mark.parametrize("messages", [[], None, "hi", ["hi"]])
 def test_anthropic_without_messages(messages):
     """At least one message is demanded."""
