@@ -23,6 +23,12 @@ _MEMBER: Final = re.compile(rb'"usage"\s{0,32}:\s{0,32}(?:null|(\{))')
 #: What separates the lines of events. An answer in JSON cannot contain it.
 _EVENT = b"\ndata:"
 
+#: First event of Anthropic's streams. Its tokens of the answer are those before the answer, and SGLang
+#: writes zeros for those of the prompt.
+_MESSAGE_START: Final = re.compile(
+    rb'\n?data:\s{0,32}\{\s{0,32}"type"\s{0,32}:\s{0,32}"message_start"'
+)
+
 #: The object in which SGLang's `/generate` reports, where nothing but the end follows: with several
 #: prompts or samples, each reports its own tokens, and an `index` or the end of a list follows.
 _META_MARK = b'"meta_info"'
@@ -75,7 +81,12 @@ def read(tail: bytes) -> Mapping[str, int]:
             continue
         # The search for an event is a slow scan of a body of one line; that for a byte is not.
         line = tail.rfind(_EVENT, 0, at) if tail.find(b"\n", 0, at) >= 0 else -1
-        for kind, tokens in _count(_find_usage(tail, member, line)).items():
+        reported = _count(_find_usage(tail, member, line))
+        if _MESSAGE_START.match(tail, max(line, 0)):
+            reported.pop("completion", None)
+            if reported.get("prompt") == 0:
+                del reported["prompt"]
+        for kind, tokens in reported.items():
             counts.setdefault(kind, tokens)
         # Others of that name in the line are in parts of the answer that a client can choose, as
         # the input of a tool. A report of prompt and completion is whole.

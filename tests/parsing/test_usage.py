@@ -96,6 +96,41 @@ def test_usage_of_sglang_is_read_where_there_is_one_answer(tail, expected):
     assert usage.read(tail) == expected
 
 
+_START = b'data: {"type":"message_start","message":{"content":[],"usage":%b}}\n\n'
+_DELTA = b'data: {"type":"content_block_delta","delta":{"text":"x"}}\n\n'
+_END = b'event: message_delta\ndata: {"type":"message_delta","delta":{},"usage":%b}\n\n'
+_ZEROS = b'{"input_tokens":0,"output_tokens":0,"cache_read_input_tokens":0}'
+_BEGUN = b'{"input_tokens":4,"output_tokens":1,"cache_read_input_tokens":3}'
+
+
+@pytest.mark.parametrize("before", [b"", b"event: message_start\n"])
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (_START % _BEGUN + _DELTA, {"prompt": 4, "cached": 3}),
+        (_START % _ZEROS + _DELTA, {}),
+        (
+            _START % _BEGUN + _DELTA + _END % b'{"output_tokens":9}',
+            {"prompt": 4, "completion": 9, "cached": 3},
+        ),
+        (
+            _START % _ZEROS + _END % b'{"input_tokens":4,"output_tokens":0}',
+            {"prompt": 4, "completion": 0},
+        ),
+        (_START % _ZEROS + _END % b'{"output_tokens":2}', {"completion": 2}),
+    ],
+)
+def test_the_start_of_an_anthropic_stream_reports_no_answer(before, events, expected):
+    """The stream may end early, and then its first event reports tokens of the prompt only."""
+    assert usage.read(before + events) == expected
+
+
+def test_an_answer_that_names_the_start_of_a_stream_reports_all():
+    """Of an answer that is no stream, a text in the input of a tool changes nothing."""
+    body = b'{"content":[{"type":"tool_use","input":{"type":"message_start"}}],"usage":%b}' % _BEGUN
+    assert usage.read(body) == {"prompt": 4, "completion": 1, "cached": 3}
+
+
 _INPUT = (
     b'{"content":[{"type":"tool_use","input":{"usage":{"note":"{{{",'
     b'"output_tokens":1,"cache_read_input_tokens":2000000000}}}],"usage":'

@@ -257,6 +257,23 @@ async def test_a_request_that_an_engine_refuses_takes_no_tokens(status):
     assert account.tokens.level < 100.0
 
 
+async def test_a_client_that_leaves_an_anthropic_stream_pays_its_maximum():
+    """The first event reports zero tokens of the answer, which is no usage yet."""
+    fixture = WaitingStreamFixture(A, limit=RateLimit(tokens_per_s=0.2, burst_s=1000.0))
+    left, _ = fixture.send(max_tokens=150)
+    head = {":status": "200", "content-type": "text/event-stream"}
+    list(left.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, head)))
+    usage = b'{"input_tokens":1,"output_tokens":0}'
+    event = (
+        b'event: message_start\ndata: {"type":"message_start","message":{"usage":%b}}\n\n' % usage
+    )
+    list(left.handle(ProcessingRequest(MessageKind.RESPONSE_BODY, body=event)))
+    left.finish("cancelled")
+    late, answers = fixture.send(max_tokens=150)
+    assert refusals(answers) == [429]
+    late.finish()
+
+
 @given(
     st.lists(st.sampled_from(["send", "leave", "serve", "expire", "end"]), max_size=40),
     st.integers(0, 1 << 16),
