@@ -161,12 +161,14 @@ class GenerateBody(envelope.Envelope, gc=False):
 
 
 class NativeGenerateBody(envelope.Envelope, gc=False):
-    """Fields that are read from a `/generate` body: SGLang's names, then vLLM's and TGI's."""
+    """Fields that are read from a `/generate` body: names of SGLang, vLLM, TGI and Triton."""
 
     input_ids: narrow_types.TextOrIds = None
     text: Any = None
     prompt: narrow_types.TextOrIds = None
     inputs: Any = None
+    text_input: Any = None
+    parameters: narrow_types.Object = None
 
 
 _TOKENS_DECODER = msgspec.json.Decoder(GenerateBody)
@@ -205,13 +207,23 @@ def parse_native_generate(raw: HttpRequest, api: str) -> InferenceRequest | Reje
     if isinstance(body, Rejection):
         return body
     prompt = canonical_prompt.NOTHING
-    for value in (body.input_ids, body.text, body.prompt, body.inputs):
+    for value in (body.input_ids, body.text, body.prompt, body.inputs, body.text_input):
         candidate = canonical_prompt.prompt_of(value)
         if candidate is not None:
             prompt = candidate
             break
     salted = canonical_prompt.with_cache_salt(prompt, body.cache_salt)
+    body = msgspec.structs.replace(body, sampling_params=_sampling_params(body))
     return envelope.request(api, raw, body, prompt=salted)
+
+
+def _sampling_params(body: NativeGenerateBody) -> Any:
+    """Parameters under SGLang's or TGI's name; of a list for a batch, the largest bound."""
+    sampling = body.sampling_params or body.parameters
+    if type(sampling) is not list:
+        return sampling
+    bounds = [params.get("max_new_tokens") for params in sampling if type(params) is dict]
+    return {"max_new_tokens": max([b for b in bounds if type(b) is int], default=None)}
 
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -230,6 +242,7 @@ class LooseBody(envelope.Envelope, gc=False):
     prompt: narrow_types.TextOrIds = None
     messages: Any = None
     input: narrow_types.TextOrIds = None
+    text_input: Any = None
 
 
 _DECODER = msgspec.json.Decoder(LooseBody)
@@ -245,6 +258,7 @@ def parse_opaque(raw: HttpRequest, api: str) -> InferenceRequest:
         canonical_prompt.prompt_of(body.prompt)
         or openai_api.loose_prompt(body.messages)
         or canonical_prompt.prompt_of(body.input)
+        or canonical_prompt.prompt_of(body.text_input)
         or canonical_prompt.NOTHING
     )
     return envelope.request(

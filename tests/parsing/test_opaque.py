@@ -22,6 +22,14 @@ def test_chat_body_on_another_path():
     assert builders.parsed("/invocations", body).prompt == builders.parsed(CHAT, body).prompt
 
 
+@pytest.mark.parametrize("path", ["generate", "generate_stream", "versions/1/generate"])
+def test_prompt_of_triton(path):
+    """Triton's own paths have a prompt and a bound of the answer; the model in the path is not read."""
+    body = {"text_input": "hi", "max_tokens": 20}
+    request = builders.parsed(f"/v2/models/ensemble/{path}", body)
+    assert (request.model, request.prompt, request.max_tokens) == ("", b"hi", 20)
+
+
 @pytest.mark.parametrize("path", ["/invocations", "/tokenize", "/v1/messages/count_tokens"])
 def test_lone_surrogates_are_mended(path):
     """As on the paths of chats: JavaScript clients cut strings inside an emoji."""

@@ -198,6 +198,7 @@ def test_prompts_of_other_surfaces_extend(path, history, more):
     assert after.prompt.startswith(before.prompt)
 
 
+parameters = st.dictionaries(st.sampled_from(["max_new_tokens", "x"]), leaves)
 usual = st.fixed_dictionaries(
     {"model": names},
     optional={
@@ -211,7 +212,8 @@ usual = st.fixed_dictionaries(
         "tools": calls,
         "metadata": st.dictionaries(st.sampled_from(["session_id", "user_id", "x"]), leaves),
         "conversation": names | st.fixed_dictionaries({"id": names}, optional={"x": names}),
-        "sampling_params": st.dictionaries(st.sampled_from(["max_new_tokens", "x"]), leaves),
+        "sampling_params": parameters | st.lists(parameters, max_size=2),
+        "parameters": parameters,
         "output_config": st.dictionaries(st.sampled_from(["effort", "x"]), leaves),
         "user": leaves,
         "lora_path": names | st.lists(names, max_size=2),

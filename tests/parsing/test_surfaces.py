@@ -231,6 +231,7 @@ def test_vllm_generate_with_odd_features(features):
         ({"input_ids": [[1], [2]]}, struct.pack("<I4sI", 1, b"\xff" * 4, 2)),
         ({"prompt": "hi"}, b"hi"),
         ({"inputs": "hi"}, b"hi"),
+        ({"text_input": "hi"}, b"hi"),
         ({}, b""),
     ],
 )
@@ -240,6 +241,25 @@ def test_sglang_generate(body, prompt):
     request = builders.parsed("/generate", body)
     assert (request.api, request.prompt) == ("sglang_generate", prompt)
     assert (request.max_tokens, request.adapter) == (8, "sql")
+
+
+@pytest.mark.parametrize("filler", ["", "x" * 20_000])
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ({"sampling_params": [{"max_new_tokens": 8}, {"max_new_tokens": 77}]}, 77),
+        ({"sampling_params": [{"max_new_tokens": 8}, {}, {"max_new_tokens": "9"}, None]}, 8),
+        ({"sampling_params": [{}, {"temperature": 0}]}, None),
+        ({"sampling_params": [], "parameters": {"max_new_tokens": 7}}, 7),
+        ({"parameters": {"max_new_tokens": 7, "details": True}}, 7),
+        ({"parameters": [5, {"max_new_tokens": -1}]}, None),
+        ({"max_tokens": 6}, 6),
+    ],
+)
+def test_native_bounds_of_answers(fields, bound, filler):
+    """The bound of SGLang, of a batch the largest, that of TGI, or that of Triton."""
+    request = builders.parsed("/generate", {"text": "hi" + filler, **fields})
+    assert request.max_tokens == bound
 
 
 def test_sglang_generate_wants_json():
