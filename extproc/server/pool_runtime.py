@@ -207,6 +207,8 @@ class PoolRuntime:
             prefix_budget=shared.prefix_budget,
             on_shadow_pending=self._schedule_shadow,
         )
+        store = self.parts.store
+        self._counts.series.read_listed_models(lambda: store.pool.serving.names)
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
         self._kv_events = self._build_kv_events()

@@ -8,7 +8,7 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -165,7 +165,7 @@ _MAX_STATUSES: Final = 24
 #: labels by as much.
 MAX_SERIES: Final = 1000
 
-#: Models in one pool that have series before an engine answered a request for them (count). Where
+#: Models in one pool that have series before an engine listed them or answered (count). Where
 #: no engine lists its models, clients can name any, and a long name is on some 80 lines of the page.
 MAX_UNANSWERED_MODELS: Final = 32
 
@@ -285,12 +285,13 @@ def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHisto
 class RequestSeriesTable:
     """Series of the requests of one pool, by labels; their number is bounded.
 
-    A model has series of its own once an engine answered a request for it, and a few have from
-    their first request on if an engine may serve them; others count as `other`.
+    A model has series of its own once an engine listed it or answered a request for it, and a few
+    have from their first request on if an engine may serve them; others count as `other`.
     Where the table is full, new tenants of a model in it do, and then everything else.
     """
 
     def __init__(self) -> None:
+        self._read_listed: Callable[[], Collection[str]] = frozenset
         self._by_labels: dict[RequestLabels, RequestSeries] = {}
         self._overflow: dict[RequestLabels, RequestSeries] = {}
         self._models = {UNNAMED}
@@ -299,6 +300,10 @@ class RequestSeriesTable:
     def __iter__(self) -> Iterator[RequestSeries]:
         yield from self._by_labels.values()
         yield from self._overflow.values()
+
+    def read_listed_models(self, read: Callable[[], Collection[str]]) -> None:
+        """Read the names that engines of the pool list from `read`, where a request has no series."""
+        self._read_listed = read
 
     def find(
         self, labels: RequestLabels, *, is_served: bool = False, may_be_served: bool = False
@@ -315,6 +320,8 @@ class RequestSeriesTable:
             return series
         model = labels.target_model
         is_known = is_served or model in self._models
+        if not is_known and may_be_served:
+            is_known = model in self._read_listed()
         if not is_known and may_be_served and self._num_unanswered < MAX_UNANSWERED_MODELS:
             self._num_unanswered += 1
             is_known = True

@@ -241,6 +241,25 @@ def test_few_models_have_series_before_an_engine_answers_for_them():
     assert len(page) == MAX_UNANSWERED_MODELS + 2
 
 
+def test_every_model_that_an_engine_lists_has_series_from_its_first_request_on():
+    """Requests and tokens count for it and its tenant, however many models there are."""
+    traffic = TrafficFixture()
+    names = [f"lora-{number}" for number in range(MAX_UNANSWERED_MODELS + 8)]
+    traffic.counters.for_pool("p").series.read_listed_models(lambda: frozenset(names))
+    requests = [(name, traffic.open(labels_of(name, f"team-{name}"))) for name in names]
+    traffic.counters.settle()
+    for _, request in requests:
+        request.on_usage({"completion": 5})
+        request.on_finished(endpoint=ADDRESS, status="200", duration_s=1.0)
+    tokens = traffic.page("extproc_tenant_tokens_total")
+    assert tokens == {
+        f'kind="completion",model="{name}",tenant="team-{name}"': 5.0 for name in names
+    }
+    for number in range(MAX_UNANSWERED_MODELS):
+        traffic.serve(labels_of(f"m{number}"), status="503")
+    assert 'model="other",status="503"' not in traffic.page("extproc_requests_total")
+
+
 def test_durations_and_first_tokens_of_sampled_traces_are_exemplars():
     """The last one of each bucket, in OpenMetrics, which has room for them."""
     traffic = TrafficFixture()
