@@ -17,7 +17,7 @@ from extproc.parsing.usage import UsageKind
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.trace_context import TraceContext, TraceSampler
-from extproc.request import FlowHeaders, HttpRequest, RequestLabels
+from extproc.request import FlowHeaders, HttpRequest, RequestBody, RequestLabels
 from extproc.routing.pool_selector import PoolSelector, RoutingResult
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.server.large_bodies import LargeBodies
@@ -119,7 +119,7 @@ class RequestObserver(Protocol):
             elapsed_s: Seconds since the stream was opened.
         """
 
-    def on_response_chunk(self, elapsed_s: float) -> None:
+    def on_response_chunk(self, elapsed_s: float, chunk: RequestBody) -> None:
         """A chunk of the response body arrived, so long after the stream was opened."""
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:

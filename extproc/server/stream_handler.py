@@ -106,8 +106,8 @@ class StreamHandler(msgspec.Struct, eq=False):
                 self.unparsed = pending
                 return ()
             return self._route(pending)
-        if event.kind is _RESPONSE_BODY and exchange.is_event_stream and event.body:
-            self._observer.on_response_chunk(self._context.clock() - self._started_s)
+        if event.kind is _RESPONSE_BODY and exchange.is_event_stream and (chunk := event.body):
+            self._observer.on_response_chunk(self._context.clock() - self._started_s, chunk)
         if event.kind is _RESPONSE_HEADERS:
             if self._reservation is not None:
                 context = self._context

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.decision import Decision, Rejection
 from extproc.protocol.trace_context import TraceContext
 from extproc.recording.rows import EndRow
-from extproc.request import UNNAMED, RequestLabels, shorten_id
+from extproc.request import UNNAMED, RequestBody, RequestLabels, shorten_id
 from extproc.telemetry import explanation
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.decision_log import NO_USAGE, DecisionRecord, RejectionRecord
@@ -30,6 +30,12 @@ _BATCH: Final = 128
 #: Statuses that are numbers; empty where there was none.
 _STATUS: Final = re.compile("[1-9][0-9]{2}")
 
+
+#: An event of `/v1/responses` other than those that vLLM sends before its engine has read the prompt,
+#: or data where the stream does not name its events. Chunks may begin anywhere in an event.
+_OUTPUT_EVENT: Final = re.compile(
+    rb"\Adata:|(?:\A|\n)event: ?+(?!response\.(?:created|in_progress|queued))[^\n]*+\n"
+)
 
 #: Tokens by `TOKEN_KINDS` of a response that reported none.
 _NO_TOKENS: Final[Sequence[None]] = (None,) * len(TOKEN_KINDS)
@@ -56,7 +62,7 @@ class RequestRecorder(DecisionRecord):
         refusal_status: HTTP status of a refusal after the decision; empty without.
         response_s: Seconds from the first message to response headers; negative before. So are the
             next ones.
-        first_chunk_s: The same to the first chunk of a streamed response.
+        first_chunk_s: The same to the first chunk with output of a streamed response.
         last_chunk_s: The same to the last one.
         is_stream: Whether the response is a stream.
         is_served: Whether its status is below 400.
@@ -245,11 +251,13 @@ class RequestRecorder(DecisionRecord):
         if len(answered) >= _BATCH:
             streams.settle()
 
-    def on_response_chunk(self, elapsed_s: float) -> None:
+    def on_response_chunk(self, elapsed_s: float, chunk: RequestBody = b"") -> None:
         """Count the gap between two chunks of a stream; the first one has the first token."""
-        if not self.is_stream or not self.is_routed:
+        if not self.is_served or not self.is_routed:
             return
         if self.first_chunk_s < 0.0:
+            if self.decision.request.api == "responses" and not _OUTPUT_EVENT.search(chunk):
+                return
             self.first_chunk_s = elapsed_s
             if self.is_ttft_due:
                 self.is_ttft_due = False

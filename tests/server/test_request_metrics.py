@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from bench import soak, soak_messages
 from extproc.telemetry.exposition import Exposition
 
@@ -66,3 +68,64 @@ async def test_a_stream_has_times_tokens_and_a_trace_on_the_page():
         if line.startswith("extproc_request_predicted_ttft_seconds_sum")
     ]
     assert 0.0 < float(predicted) < 0.1
+
+
+async def _stream(
+    path: str, status: str, kind: str, chunks: list[tuple[float, bytes]]
+) -> list[str]:
+    """The page behind a stream whose chunks come so long after what precedes them."""
+    core = soak.Core(soak.settings(engines=2, holding=False))
+    await core.picker.sync()
+    body = {
+        "model": "m",
+        "stream": True,
+        "messages": [{"role": "user", "content": "x"}],
+        "input": "x",
+    }
+    request = soak_messages.headers({**HEADERS, ":path": path})
+    stream = core.open(request, soak_messages.body(json.dumps(body).encode()))
+    core.say(
+        stream, soak_messages.headers({":status": status, "content-type": kind}, response=True)
+    )
+    for wait_s, chunk in chunks:
+        core.now += wait_s
+        core.say(stream, soak_messages.body(chunk, response=True, ends=False))
+    core.say(stream, soak_messages.body(b"", response=True, ends=True))
+    stream.finish()
+    return page_of(core)
+
+
+_CREATED = (
+    b'event: response.created\ndata: {"response":{"usage":null}}\n\n'
+    b'event: response.in_progress\ndata: {"response":{"usage":null}}\n\n'
+)
+
+
+@pytest.mark.parametrize("cut", [0, 30, 70, len(_CREATED)])
+async def test_the_first_token_of_responses_is_behind_the_events_that_precede_the_engine(cut):
+    """VLLM sends them before it asks the engine, in whatever pieces the network makes of them."""
+    added = b'event: response.output_item.added\ndata: {"item":{}}\n\n'
+    delta = b'event: response.output_text.delta\ndata: {"delta":"x"}\n\n'
+    end = b'event: response.completed\ndata: {"response":{"usage":{"output_tokens":3}}}\n\n'
+    chunks = [(0.5, _CREATED[:cut]), (0.5, _CREATED[cut:]), (7.0, added), (0.5, delta), (0.5, end)]
+    lines = await _stream("/v1/responses", "200", "text/event-stream", chunks)
+    labels = '{model="m",pool=""'
+    assert f'extproc_request_ttft_seconds_sum{labels},streaming="true"}} 8.0' in lines
+    assert f"extproc_request_itl_seconds_count{labels}}} 2.0" in lines
+    assert f"extproc_request_tpot_seconds_sum{labels}}} 0.5" in lines
+
+
+async def test_responses_whose_events_have_no_names_begin_with_their_first_chunk():
+    """Their order of keys is not known, so that no event can be told from another at its start."""
+    chunks = [(0.5, b'data: {"type":"response.created"}\n\n'), (0.5, b"data: {}\n\n")]
+    lines = await _stream("/v1/responses", "200", "text/event-stream", chunks)
+    assert 'extproc_request_ttft_seconds_sum{model="m",pool="",streaming="true"} 0.5' in lines
+
+
+async def test_a_failed_stream_has_no_times_between_tokens():
+    """An error may be a stream as well."""
+    chunks = [(0.5, b"data: {}\n\n"), (0.5, b"data: {}\n\n"), (0.5, USAGE)]
+    lines = await _stream("/v1/chat/completions", "500", "text/event-stream", chunks)
+    assert not [
+        line for line in lines if "_itl_seconds_count{" in line or "_tpot_seconds_c" in line
+    ]
