@@ -438,16 +438,20 @@ class Exchange(msgspec.Struct):
         self.status = event.headers.get(":status", "")
         self.response_state = _ENDED if event.end_of_stream else _STARTED
         settings, restorer, mode = self._settings, None, None
+        content_type = event.headers.get("content-type", "").lower()
+        self.is_event_stream = "text/event-stream" in content_type
         if self._model_names[1] and not event.end_of_stream:
             restorer = model_name_restorer.for_response(event.headers, *self._model_names)
         if (settings.feedback or restorer is not None) and not event.end_of_stream:
             mode = response_handling.response_body_mode_override(
-                modes, event.headers, watch_stream=self.watch_stream or restorer is not None
+                modes,
+                event.headers,
+                is_event_stream=self.is_event_stream,
+                watch_stream=self.watch_stream or restorer is not None,
             )
         drops_length = False
         shown = BODY_MODE_TRAITS[mode or modes.response]
         self.is_response_streamed = shown.is_streamed
-        self.is_event_stream = "text/event-stream" in event.headers.get("content-type", "")
         if restorer is not None:
             # A buffered body carries its length itself.
             drops_length = shown.is_streamed

@@ -48,7 +48,10 @@ def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, wa
     """A whole answer is shown where its length is declared; a stream only where it is watched."""
     assert (
         response_handling.response_body_mode_override(
-            BodyModes(*modes), headers, watch_stream=watch_stream
+            BodyModes(*modes),
+            headers,
+            is_event_stream=EVENTS.items() <= headers.items(),
+            watch_stream=watch_stream,
         )
         is mode
     )

@@ -129,3 +129,10 @@ async def test_a_failed_stream_has_no_times_between_tokens():
     assert not [
         line for line in lines if "_itl_seconds_count{" in line or "_tpot_seconds_c" in line
     ]
+
+
+async def test_a_content_type_in_upper_case_is_that_of_a_stream():
+    """Types of media have no case."""
+    chunks = [(0.5, b"data: {}\n\n"), (0.5, USAGE)]
+    lines = await _stream("/v1/chat/completions", "200", "Text/Event-Stream", chunks)
+    assert 'extproc_request_itl_seconds_count{model="m",pool=""} 1.0' in lines
