@@ -240,8 +240,10 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             `x-llm-d-inference-fairness-id` and its older name. Empty: only those are read.
         by_adapter: Take the model or adapter as the tenant where no header names one. False: such
             requests are one tenant.
-        limit: Rate limit of every tenant. Null: no limit.
-        limits: Rate limits by tenant, in place of `limit`. None: all tenants have `limit`.
+        limit: Rate limit of every tenant. Each replica counts alone: for a limit of all together,
+            divide it by their number. Null: no limit.
+        limits: Rate limits by tenant, in place of `limit`, in each replica as well. None: all
+            tenants have `limit`.
     """
 
     enabled: bool = False
@@ -285,7 +287,8 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         marker: Add `x-went-into-resp-headers: true` to responses. True, as the upstream EPP does;
             its conformance tests check it.
         feedback: Request the bodies of responses that are not streamed, for the usage that they
-            report, where the data plane allows it. True: it costs one message per response.
+            report, where the data plane allows it and `content-length` is at most 256 KiB, which
+            Envoy can buffer. True: it costs one message per response.
         stream_sample_ratio: Share of streamed responses whose body is requested as well (0..1). 0,
             because every chunk then passes through extproc.
         restore_model: Restore the client's model name in responses to requests whose model was

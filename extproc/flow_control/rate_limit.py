@@ -24,12 +24,13 @@ _Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rate limit of a tenant; null is no limit.
+    """Rate limit of a tenant in each replica; null is no limit.
 
     Attributes:
         requests_per_s: Requests per second. Null: no limit.
-        tokens_per_s: Tokens of prompts and responses per second. A response counts with the maximum
-            that its request allows until its usage is known, where it is visible. Null: no limit.
+        tokens_per_s: Tokens of prompts and responses per second. A response counts with the
+            `max_tokens` of its request, once for all its samples and prompts, until its usage is
+            known, where it is visible. Null: no limit.
         burst_s: Seconds of either rate that may be used at once after a pause. With 10, a handful
             of requests may be sent together.
     """
