@@ -312,16 +312,14 @@ class RequestSeriesTable:
 
         Args:
             is_served: Whether an engine answered a request for its model.
-            may_be_served: Whether an engine lists it, or some list none.
+            may_be_served: Whether an engine may serve it, as some list none.
         """
         by_labels = self._by_labels
         series = by_labels.get(labels)
         if series is not None:
             return series
         model = labels.target_model
-        is_known = is_served or model in self._models
-        if not is_known and may_be_served:
-            is_known = model in self._read_listed()
+        is_known = is_served or model in self._models or model in self._read_listed()
         if not is_known and may_be_served and self._num_unanswered < MAX_UNANSWERED_MODELS:
             self._num_unanswered += 1
             is_known = True

@@ -246,6 +246,7 @@ def test_every_model_that_an_engine_lists_has_series_from_its_first_request_on()
     traffic = TrafficFixture()
     names = [f"lora-{number}" for number in range(MAX_UNANSWERED_MODELS + 8)]
     traffic.counters.for_pool("p").series.read_listed_models(lambda: frozenset(names))
+    traffic.refuse(labels_of(names[-1]))
     requests = [(name, traffic.open(labels_of(name, f"team-{name}"))) for name in names]
     traffic.counters.settle()
     for _, request in requests:
