@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from extproc.demo import stack
-from tests.e2e import http1, installation
+from tests.e2e import backend, http1, installation
 
 PATH = "/v1/chat/completions"
 CHAT = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -81,3 +81,40 @@ async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
             assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
             assert "/debug/pool" in error["message"]
         await fixture.start_extproc()
+
+
+async def test_limits_of_envoy_are_json_with_their_name():
+    """Bodies that are too large, timeouts, and upgrades that are not configured."""
+
+    def tighten(config):
+        manager = installation.manager(config)
+        manager["request_headers_timeout"] = manager["request_timeout"] = "0.2s"
+        manager["stream_idle_timeout"] = "2s"
+        (listener,) = config["static_resources"]["listeners"]
+        listener["per_connection_buffer_limit_bytes"] = 1024
+
+    async def wait_for_client(_request, peer):
+        await peer.gone()
+
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+    requests = {
+        (413, "request_payload_too_large"): head + b"content-length: 2048\r\n\r\n" + bytes(2048),
+        (408, "request_header_timeout"): head,
+        (408, "request_overall_timeout"): head + b"content-length: 100\r\n\r\n{",
+        (504, "stream_idle_timeout"): b"GET /hang HTTP/1.1\r\nhost: a\r\n\r\n",
+        (403, "upgrade_failed"): b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\n"
+        b"upgrade: websocket\r\n\r\n",
+    }
+    async with backend.backend() as engine:
+        engine.plays["/hang"] = wait_for_client
+        async with installation.installed(
+            engine.address, template="original-dst-buffered.yaml", change=tighten
+        ) as fixture:
+            for (status, details), data in requests.items():
+                async with http1.calling(fixture.port) as call:
+                    await call.send(data)
+                    answer = await call.answer()
+                error = answer.json()["error"]
+                assert (answer.status, error["code"]) == (status, status)
+                assert error["type"] == "request_ended_by_envoy"
+                assert details in error["message"]
