@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 
 import pytest
 
 from extproc.demo import stack
 from tests.e2e import backend, http1, http2, installation
+from tests.support import serving
 
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 DESTINATION = "x-gateway-destination-endpoint"
@@ -41,6 +44,16 @@ def place(live, served, dead):
         )
     ) as item:
         yield item
+
+
+async def until_picked(place, served):
+    """Ask until extproc chooses; the workers of Envoy learn later than its statistics that it is healthy."""
+    async with asyncio.timeout(serving.LIMIT_S):
+        while True:
+            answer = await http1.ask(place.port, "/v1/chat/completions", CHAT)
+            assert answer.status == 200
+            if served.asks[-1].head.get(DESTINATION):
+                return
 
 
 async def test_059_dead_endpoints_in_front(place, served, dead):
@@ -85,6 +98,24 @@ async def test_080_fail_open(place, served, dead):
         assert served.asks[-1].head.all(DESTINATION) == []
         assert (await http1.ask(place.port, "/v1/models")).status == 200
     await place.start_extproc()
-    answer = await http1.ask(place.port, "/v1/chat/completions", CHAT)
+    await until_picked(place, served)
+
+
+async def test_a_picker_that_hangs_is_not_asked(place, served):
+    """Once it is unhealthy, requests go to Envoy's own policy; none is repeated at it."""
+    await place.settled()
+    place.extproc.process.send_signal(signal.SIGSTOP)
+    try:
+        before = await place.until_stats(
+            lambda stats: "cluster.extproc.membership_healthy" not in stats
+        )
+        answer = await http1.ask(place.port, "/v1/chat/completions", CHAT)
+        after = await place.stats()
+    finally:
+        place.extproc.process.send_signal(signal.SIGCONT)
     assert answer.status == 200
-    assert served.asks[-1].head.get(DESTINATION)
+    assert served.asks[-1].head.all(DESTINATION) == []
+    refused = "cluster.extproc.upstream_cx_none_healthy"
+    assert after[refused] > before.get(refused, 0)
+    assert "cluster.extproc.lb_healthy_panic" not in after
+    await until_picked(place, served)
