@@ -43,7 +43,8 @@ class KubernetesDiscovery:
             depends on was listed.
         on_event: Called when something happened. Kinds: `synced` and `unsynced`
             (at the start), `disconnected` and `connected`, `unauthorized`, `misconfigured`,
-            `forbidden`, `not-installed`, `relisted`, `unreadable` and `broken-object`.
+            `forbidden`, `not-installed`, `relisted`, `unreadable`, `broken-object` and
+            `port-missing`.
         supervisor: Keeps the loops alive; None for one of its own.
     """
 
@@ -71,6 +72,8 @@ class KubernetesDiscovery:
         #: What `on_pools` has not taken yet.
         self._changed: dict[str, DiscoveredPool] = {}
         self._removed: set[str] = set()
+        #: Per Service, the last reason why its pods are no endpoints.
+        self._missing_ports: dict[str, str] = {}
         self._synced_reported = False
 
     @property
@@ -176,6 +179,10 @@ class KubernetesDiscovery:
         changes = self._object_store.collect()
         for key, fault in changes.faults.items():
             self._supervisor.record_error("kubernetes", fault, instance=key)
+        for key, reason in changes.missing_ports.items():
+            if reason and reason != self._missing_ports.get(key):
+                self.on_event("port-missing", f"Service {key}: {reason}")
+            self._missing_ports[key] = reason
         for key in changes.removed:
             self._changed.pop(key, None)
         self._removed = (self._removed - changes.discovered.keys()) | changes.removed

@@ -150,6 +150,23 @@ def _chosen(ports: Sequence[objects.SlicePort], port: str) -> int:
     )
 
 
+def describe_missing_port(slices: Iterable[objects.EndpointSlice], port: str) -> str:
+    """Describes why ready backends are no endpoints; empty where there are endpoints, or no backends."""
+    ready = [
+        endpoint_slice
+        for endpoint_slice in slices
+        if any(backend.ready and backend.ip for backend in endpoint_slice.backends)
+    ]
+    if not ready or any(_chosen(endpoint_slice.ports, port) for endpoint_slice in ready):
+        return ""
+    ports = {slice_port for endpoint_slice in ready for slice_port in endpoint_slice.ports}
+    listed = [f"{slice_port.name} {slice_port.number}".strip() for slice_port in ports]
+    return (
+        f"its pods are ready, but no port is chosen: expected pool.kubernetes.port to be the name of a "
+        f"port, or its number on the pods, of {', '.join(sorted(listed)) or 'none'}, got {port!r}"
+    )
+
+
 def _of_backend(
     endpoint_slice: objects.EndpointSlice, backend: objects.SliceBackend, port: int
 ) -> Endpoint:
@@ -230,6 +247,10 @@ class SliceView:
             exists=bool(slices),
             app_protocol=app_protocol(slices, self._port),
         )
+
+    def describe_missing_port(self) -> str:
+        """Describes why ready pods are no endpoints; empty where they are, or there are none."""
+        return describe_missing_port(self.slices.values(), self._port)
 
 
 View = PodView | SliceView

@@ -39,11 +39,14 @@ class PoolChanges(msgspec.Struct, frozen=True):
         removed: Keys of those that are no pools of ours any more.
         faults: Exceptions of pools that could not be built, by key; they are retried at the next
             call.
+        missing_ports: Of Services that were built, the reason why ready pods are no endpoints, by key;
+            empty where they are.
     """
 
     discovered: Mapping[str, endpoint_list.DiscoveredPool]
     removed: frozenset[str]
     faults: Mapping[str, Exception] = {}
+    missing_ports: Mapping[str, str] = {}
 
 
 class ObjectStore:
@@ -171,6 +174,7 @@ class ObjectStore:
         removed: set[str] = set()
         waiting: set[str] = set()
         faults: dict[str, Exception] = {}
+        missing_ports: dict[str, str] = {}
         for key in self._dirty:
             view = self._views.get(key)
             if view is None:
@@ -182,6 +186,8 @@ class ObjectStore:
             else:
                 try:
                     now = self._build_pool(key, view)
+                    if isinstance(view, pool_views.SliceView):
+                        missing_ports[key] = view.describe_missing_port()
                 except Exception as error:  # noqa: BLE001 - the other pools are reported
                     faults[key] = error
                     waiting.add(key)
@@ -189,7 +195,7 @@ class ObjectStore:
                 if self._published.get(key) != now:
                     self._published[key] = changed[key] = now
         self._dirty = waiting
-        return PoolChanges(changed, frozenset(removed), faults)
+        return PoolChanges(changed, frozenset(removed), faults, missing_ports)
 
     def _build_pool(self, key: str, view: pool_views.View) -> endpoint_list.DiscoveredPool:
         """Builds the current state of a pool."""

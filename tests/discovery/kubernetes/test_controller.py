@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 from extproc.discovery.kubernetes import settings
 from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import KEY, FollowerScene, following
@@ -172,6 +174,29 @@ def test_a_service_is_discovered_from_its_endpoint_slices(tmp_path):
             assert {path for path, _ in scene.server.requests} == {
                 "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
             }
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("port", ["", "80"])
+def test_a_service_whose_port_is_not_chosen_is_reported(tmp_path, port):
+    """The ports to choose from are named once, and the pool is empty until there is one."""
+
+    async def scene():
+        sources = (settings.ServiceRef("default", "engines", port),)
+        ports, backends = {"http": 8000, "metrics": 9000}, [builders.backend()]
+        several = builders.slice_of(ports=ports, backends=backends)
+        async with following(tmp_path, several, sources=sources) as scene:
+            assert scene.names("default/engines") == []
+            assert scene.kinds() == ["port-missing", "synced"]
+            assert scene.facts[0].detail == (
+                "Service default/engines: its pods are ready, but no port is chosen: expected "
+                "pool.kubernetes.port to be the name of a port, or its number on the pods, of "
+                f"http 8000, metrics 9000, got {port!r}"
+            )
+            scene.server.put(builders.slice_of(ports={"": 80}, backends=backends))
+            await scene.until_names("a", key="default/engines")
+            assert len(scene.facts) == 2
 
     asyncio.run(scene())
 
