@@ -361,13 +361,13 @@ class ObjectStore:
     def _current_resource(
         self, kind: tuple[watch_plan.ResourceType, watch_plan.ResourceType], namespace: str
     ) -> watch_plan.ResourceType:
-        """Returns the resource of the new API group if it is listed, else that of the old one."""
+        """Returns the resource of the new API group, or that of the old one where only this is installed."""
         new, old = kind
-        listed = any(
-            collection.covers(new, namespace) and status is CollectionStatus.LISTED
+        absent = any(
+            collection.covers(new, namespace) and status is CollectionStatus.ABSENT
             for collection, status in self._statuses.items()
         )
-        return new if listed else old
+        return old if absent else new
 
     def _is_complete(self, key: str, view: pool_views.View) -> bool:
         """Returns True once the server has answered for all collections of a pool; final."""

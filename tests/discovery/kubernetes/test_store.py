@@ -272,6 +272,9 @@ def test_where_both_groups_are_installed_only_the_new_one_is_read():
     world.subject.replace(new, ())
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {}
+    world.subject.set_status(new, store.CollectionStatus.FORBIDDEN)
+    assert world.collect() == set()
+    assert world.pools["default/pool"].policy.priorities == {}
     world.subject.set_status(new, store.CollectionStatus.ABSENT)
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {"high": 7}
