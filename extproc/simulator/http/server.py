@@ -25,6 +25,8 @@ from extproc.simulator.http import (
 _MAX_BODY_BYTES = 1 << 28
 _VERSION = "0.32.0"
 _RANK = "x-data-parallel-rank"
+#: Errors of bodies that are no request: no JSON, other types, or nested too deep.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 #: Requests in flight get this long when the server stops; aiohttp reads 0 as for ever.
 _SHUTDOWN_S = 0.01
 
@@ -234,7 +236,7 @@ class EngineServer:
         surface, body = api_responses.SURFACES[request.path], await request.read()
         try:
             ask = surface.read(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             return responses.bad_request(str(error))
         name = self.settings.model if ask.model is None else ask.model
         adapter = name if name in self.adapters.names else ""
@@ -277,7 +279,7 @@ class EngineServer:
         """Count tokens; the ids are the 4-byte words themselves."""
         try:
             text = api_requests.tokenize(await request.read()).prompt
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             return responses.bad_request(str(error))
         ids = prompt.token_ids(text)
         longest = self.settings.profile.max_model_len
@@ -444,7 +446,7 @@ async def _render(
 ) -> web.StreamResponse:
     try:
         text = read(await request.read()).prompt
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         return responses.bad_request(str(error))
     rendered = {"token_ids": prompt.token_ids(text), "features": None}
     is_chat = read is api_requests.chat

@@ -179,6 +179,20 @@ async def test_bad_requests_get_error_bodies(body, status, kind):
         assert set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/tokenize", "/v1/chat/completions/render"]
+)
+@engine_server.run
+async def test_a_body_that_nests_too_deep_is_a_bad_request(path):
+    """3,000 arrays in a message, which is valid JSON."""
+    nested = b"[" * 3000 + b"]" * 3000
+    body = b'{"messages": [{"role": "user", "content": ' + nested + b"}]}"
+    async with engine_server.engine() as (_, client):
+        reply = await client.post(path, data=body)
+        assert reply.status == 400
+        assert (await reply.json())["error"]["type"] == "BadRequestError"
+
+
 @engine_server.run
 async def test_unknown_paths_answer_like_fastapi():
     """404 `{"detail": "Not Found"}` for any method; 405 for a known path."""
