@@ -246,11 +246,15 @@ class DecisionLog:
 
 
 def _spellings(request_id: str) -> Iterator[str]:
-    """Returns the request ids that an id may stand for, the most literal first."""
-    yield request_id
-    bare = _ENGINE_PREFIX.sub("", request_id)
-    yield bare
-    yield _CHOICE_SUFFIX.sub("", bare)
+    """Returns the request ids that an id may stand for, the most literal first.
+
+    Bytes of headers are read as latin-1, and an id that is looked up may be the same in UTF-8.
+    """
+    for name in (request_id, request_id.encode(errors="replace").decode("latin-1")):
+        yield name
+        bare = _ENGINE_PREFIX.sub("", name)
+        yield bare
+        yield _CHOICE_SUFFIX.sub("", bare)
 
 
 def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:

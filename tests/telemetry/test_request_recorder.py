@@ -258,6 +258,14 @@ def test_a_long_id_is_cut():
     assert ring.find("x" * 100_000) is not None
 
 
+def test_an_id_is_found_by_its_utf8():
+    """Headers are bytes, which are kept as latin-1."""
+    ring = DecisionLog(2)
+    record = ring.add("zürich".encode().decode("latin-1"), decided(), 0.0)
+    assert ring.find("zürich") is record
+    assert ring.find("chatcmpl-zürich") is record
+
+
 def test_refused_requests_are_listed_among_decisions():
     """Newest first; a flood of refused requests drops no decision."""
     ring = DecisionLog(2)
