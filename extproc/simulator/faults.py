@@ -2,7 +2,8 @@
 
 `KIND[=VALUE][,rate=R][,count=N][,for=SECONDS]`, the same in a flag, in a request header and in the
 admin body. `rate` is the share of requests hit (default all), `count` ends the fault after so many
-hits, `for` after so much time.
+hits, `for` after so much time. What happens to the engine as a whole takes `for` alone, and a
+header takes what happens to one request.
 """
 
 from __future__ import annotations
@@ -71,16 +72,19 @@ class Fault(msgspec.Struct, frozen=True):
         return ",".join(parts)
 
 
-def parse(text: str) -> Fault:
+def parse(text: str, kinds: Mapping[str, bool] = _KINDS) -> Fault:
     """Parse a fault.
+
+    Args:
+        kinds: Kinds that are taken, of the tables above.
 
     Raises:
         errors.ConfigError: It is not one.
     """
     head, *options = text.split(",")
     kind, _, value = head.partition("=")
-    if _KINDS.get(kind) is not bool(value):
-        raise _bad(text)
+    if kinds.get(kind) is not bool(value):
+        raise _bad(text, kinds)
     try:
         pairs = dict(option.split("=", 1) for option in options)
         fault = Fault(
@@ -91,19 +95,24 @@ def parse(text: str) -> Fault:
             float(pairs.pop("for", math.inf)),
         )
     except ValueError:
-        raise _bad(text) from None
+        raise _bad(text, kinds) from None
     if pairs or not (0 <= fault.value < math.inf and 0 <= fault.rate <= 1 and fault.for_s >= 0):
-        raise _bad(text)
+        raise _bad(text, kinds)
+    if (fault.count or 0) < 0:
+        raise _bad(text, kinds)
+    if fault.kind in ENGINE_KINDS and (fault.rate < 1 or fault.count is not None):
+        raise _bad(text, kinds)
     if fault.kind.endswith("status") and not 200 <= fault.value <= 599:
-        raise _bad(text)
+        raise _bad(text, kinds)
     return fault
 
 
-def _bad(text: str) -> errors.ConfigError:
-    kinds = " ".join(f"{kind}=N" if valued else kind for kind, valued in _KINDS.items())
+def _bad(text: str, kinds: Mapping[str, bool]) -> errors.ConfigError:
+    listed = " ".join(f"{kind}=N" if valued else kind for kind, valued in kinds.items())
     return errors.ConfigError(
         "fault",
-        wanted=f"KIND[=VALUE][,rate=0..1][,count=N][,for=SECONDS] with one of {kinds}",
+        wanted=f"KIND[=VALUE][,rate=0..1][,count=N][,for=SECONDS] with one of {listed}, and no rate "
+        f"and count for {' and '.join(ENGINE_KINDS)}",
         got=repr(text),
         fix="name one kind, with a value where it takes one",
     )

@@ -210,7 +210,7 @@ class EngineServer:
         fault, header = None, request.headers.get("x-engine-fault")
         if header:
             try:
-                fault = faults.parse(header)
+                fault = faults.parse(header, faults.REQUEST_KINDS)
             except errors.ConfigError as error:
                 return responses.bad_request(str(error))
         elif inference:

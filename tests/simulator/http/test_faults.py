@@ -163,6 +163,10 @@ def test_slow_stretches_steps_while_it_is_armed():
         "status=503,rate=2",
         "reset,odd=1",
         "delay=-1",
+        "reset,count=-1",
+        "not-ready,count=2",
+        "not-ready,rate=0.5",
+        "slow=4,count=2",
     ],
 )
 def test_what_is_no_fault_is_refused(text):
@@ -183,6 +187,7 @@ def test_a_fault_prints_as_it_reads(text):
 async def test_a_bad_fault_is_a_bad_request():
     """In the header and in the admin body."""
     async with engine_server.engine() as (_, client):
-        assert (await ask(client, "nope")).status == 400
+        for header in ("nope", "not-ready", "metrics-empty", "kv-drop", "slow=10"):
+            assert (await ask(client, header)).status == 400
         for body in (b"{", b"{}", b'{"faults": ["nope"]}'):
             assert (await client.put("/admin/faults", data=body)).status == 400
