@@ -78,10 +78,10 @@ def test_many_hanging_names_keep_no_other_name_from_its_lookup():
         resolver = static_discovery.DnsResolver(look_up=server.look_up)
         live = [f"live-{number}" for number in range(100)]
         assert all((await resolver.resolve(live)).values())
-        hanging = [f"hangs-{number}" for number in range(500)]
+        hanging = [f"hangs-{number}" for number in range(200)]
         began = asyncio.get_running_loop().time()
         new_at = None
-        while asyncio.get_running_loop().time() - began < 900.0:
+        while asyncio.get_running_loop().time() - began < 400.0:
             answers = await resolver.resolve([*hanging, "new", *live])
             assert all(answers[name] for name in live)
             if answers["new"] and new_at is None:
@@ -89,7 +89,7 @@ def test_many_hanging_names_keep_no_other_name_from_its_lookup():
             await asyncio.sleep(3.0)
         # 48 places, each taken for a minute.
         assert new_at is not None
-        assert new_at <= 60.0 * (500 // 48 + 1) + 5.0
+        assert new_at <= 60.0 * (200 // 48 + 1) + 5.0
         assert server.most_running <= 64
 
     virtually(scene())

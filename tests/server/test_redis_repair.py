@@ -116,7 +116,7 @@ async def two_replicas():
         yield store, first, second
 
 
-@pytest.mark.parametrize("away_s", [1.5, 60.0])
+@pytest.mark.parametrize("away_s", [1.5, pytest.param(60.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "broken",
     [
