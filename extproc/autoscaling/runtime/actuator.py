@@ -133,6 +133,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
     Attributes:
         transport: Sends signals and knows the status.
         ended: Set once the process ended, also while processes that it started go on.
+        is_read: Set once the last writer of its output ended, and all of it was read.
     """
 
     transport: asyncio.SubprocessTransport
@@ -140,7 +141,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
     def __init__(self, on_output: Callable[[bytes], None]) -> None:
         self.ended = asyncio.Event()
         self._on_output = on_output
-        self._is_read = asyncio.Event()
+        self.is_read = asyncio.Event()
 
     @classmethod
     async def start(
@@ -169,7 +170,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         """See `asyncio.SubprocessProtocol`."""
         del fd, exc
-        self._is_read.set()
+        self.is_read.set()
         self._close_if_done()
 
     def process_exited(self) -> None:
@@ -178,13 +179,13 @@ class ChildProcess(asyncio.SubprocessProtocol):
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        if self.ended.is_set() and self._is_read.is_set():
+        if self.ended.is_set() and self.is_read.is_set():
             self.transport.close()
 
     async def wait_for_output(self) -> None:
         """Wait for the last output of the ended process, not for that of others in the background."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_read.wait(), _LAST_OUTPUT_S)
+            await asyncio.wait_for(self.is_read.wait(), _LAST_OUTPUT_S)
 
 
 #: Longest part of the output of a failed program that is logged (bytes).
@@ -236,6 +237,7 @@ class ExecActuator(AdvisoryActuator):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.transport.get_pid(), signal.SIGKILL)
                 await child.ended.wait()
+                await child.wait_for_output()
         status = child.transport.get_returncode()
         if status:
             await child.wait_for_output()

@@ -38,14 +38,29 @@ def test_every_actuator_is_selected_by_its_setting_and_has_a_class(row):
 UP = ScalingDecision(3, ScalingReason.UP)
 
 
-async def test_the_program_receives_the_number_of_replicas(tmp_path):
+def record_processes(monkeypatch):
+    """Processes that are started from now on."""
+    started = []
+
+    class RecordedProcess(actuator.ChildProcess):
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            started.append(self)
+
+    monkeypatch.setattr(actuator, "ChildProcess", RecordedProcess)
+    return started
+
+
+async def test_the_program_receives_the_number_of_replicas(tmp_path, monkeypatch):
     """It is run with the number in its place, which is then what is asked for."""
+    started = record_processes(monkeypatch)
     note = tmp_path / "note"
     hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=300.0)
     assert hook.can_scale
     assert await hook.current_replicas(1) == 1
     assert await hook.scale(UP, 1) is None
     assert note.read_text() == "replicas=3\n"
+    await started[0].is_read.wait()
     assert await hook.current_replicas(1) == 3
 
 
@@ -64,11 +79,13 @@ async def test_a_program_that_fails_changes_nothing():
     assert await hook.current_replicas(1) == 1
 
 
-async def test_a_program_that_hangs_is_ended():
+async def test_a_program_that_hangs_is_ended(monkeypatch):
     """After its time."""
+    started = record_processes(monkeypatch)
     wait = "import signal; signal.pause()  # {replicas}"
     failed = await ExecActuator([sys.executable, "-c", wait], timeout_s=0.2).scale(UP, 1)
     assert "did not end within 0.2 s" in failed.message
+    await started[0].is_read.wait()
 
 
 #: A process that connects to a socket, and prints a lot once it gets an answer there.
@@ -95,8 +112,9 @@ async def child_of_a_program(directory, script):
         yield ExecActuator(command, timeout_s=300.0), connections
 
 
-async def test_a_program_may_leave_a_process_in_the_background(tmp_path):
+async def test_a_program_may_leave_a_process_in_the_background(tmp_path, monkeypatch):
     """The change succeeds as soon as the program ends, and the process may go on to print."""
+    started = record_processes(monkeypatch)
     async with asyncio.timeout(serving.LIMIT_S), child_of_a_program(tmp_path, '"$@" &') as child:
         hook, connections = child
         assert await hook.scale(UP, 1) is None
@@ -104,10 +122,12 @@ async def test_a_program_may_leave_a_process_in_the_background(tmp_path):
         writer.write(b"!")
         assert await reader.read() == b"printed"
         writer.close()
+        await started[0].is_read.wait()
 
 
-async def test_a_program_that_hangs_is_ended_with_its_processes(tmp_path):
+async def test_a_program_that_hangs_is_ended_with_its_processes(tmp_path, monkeypatch):
     """A shell alone would leave the process for which it waits."""
+    started = record_processes(monkeypatch)
     async with asyncio.timeout(serving.LIMIT_S), child_of_a_program(tmp_path, '"$@"; :') as child:
         hook, connections = child
         scaling = asyncio.ensure_future(hook.scale(UP, 1))
@@ -117,6 +137,7 @@ async def test_a_program_that_hangs_is_ended_with_its_processes(tmp_path):
             await scaling
         assert await reader.read() == b""
         writer.close()
+        await started[0].is_read.wait()
 
 
 async def test_a_missing_program_is_reported():
