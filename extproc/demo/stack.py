@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import yaml
 
@@ -337,6 +338,26 @@ async def _listens(port: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def _finds_picker_healthy(config: Mapping[str, Any]) -> None:
+    """Wait until Envoy takes the picker for healthy, if its configuration checks that.
+
+    The first check can time out on a busy machine. With a panic threshold of 0, Envoy then asks no
+    picker until the next one, and serves requests by its own policy.
+    """
+    clusters = config["static_resources"]["clusters"]
+    if not any(cluster["name"] == "extproc" and "health_checks" in cluster for cluster in clusters):
+        return
+    port = config["admin"]["address"]["socket_address"]["port_value"]
+    gauge = "cluster.extproc.membership_healthy"
+    url = f"http://127.0.0.1:{port}/stats?usedonly&filter=^{gauge}$"
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(url) as response:
+                if gauge in (text := await response.text()) and not text.endswith(": 0\n"):
+                    return
+            await asyncio.sleep(0.01)
+
+
 class Stack:
     """Children that belong together and end together."""
 
@@ -367,6 +388,7 @@ class Stack:
         # Its workers listen a moment after they were announced.
         listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
         await _listens(int(listener["port_value"]))
+        await _finds_picker_healthy(config)
         return child
 
     async def stop(self) -> None:

@@ -54,7 +54,6 @@ async def installed(*endpoints, template):
     async with installation.installed(
         *endpoints, template=template, plaintext=False, arguments=arguments, change=name_xds_server
     ) as fixture:
-        await fixture.until_stats(lambda stats: "cluster.extproc.membership_healthy" in stats)
         if stack.asks_for_xds(installation.SHIPPED / template):
             await fixture.until_stats(lambda stats: "cluster.engines.membership_total" in stats)
         yield fixture
