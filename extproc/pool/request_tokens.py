@@ -9,6 +9,7 @@ were (`AnswerTokens`).
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -469,3 +470,19 @@ class BytesPerTokenEstimator:
             del self._by_model[next(iter(self._by_model))]
         sums.add(prompt_bytes, tokens, requests)
         self._all.add(prompt_bytes, tokens, requests)
+
+
+def weak_callback(method: Callable[[], None]) -> Callable[[], None]:
+    """A method that does not keep its object alive, and does nothing once that is freed.
+
+    Accounts call it, and lie in snapshots, which the garbage collector does not track: with a
+    reference back to the store nothing of a removed pool would be freed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call

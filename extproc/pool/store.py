@@ -15,6 +15,7 @@ from extproc.pool import (
     inference_policy,
     outlier_detection,
     plausibility,
+    request_tokens,
 )
 from extproc.pool.adapter_names import AdapterNames
 from extproc.pool.engine_counters import ForeignTraffic
@@ -62,14 +63,16 @@ class PoolStore:
         self.pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters = AdapterNames()
-        self._answers = AnswerTokens(on_change=self._share_answers)
+        self._answers = AnswerTokens(on_change=request_tokens.weak_callback(self._share_answers))
         self._estimators = PoolStepTimeEstimators(self._answers)
         self._synced = False
         #: Engines as discovery lists them, and numbers of the ranks on their pages, by address.
         self._listed: dict[str, Endpoint] = {}
         self._rank_numbers: dict[str, tuple[int, ...]] = {}
         self._policy = inference_policy.EMPTY_POLICY
-        self._typical_work = TypicalWork(self._estimate_foreign_tokens)
+        self._typical_work = TypicalWork(
+            request_tokens.weak_callback(self._estimate_foreign_tokens)
+        )
         self.bytes_per_token = BytesPerTokenEstimator()
         self.foreign_traffic = ForeignTraffic()
         self.outlier_detector = outlier_detector or outlier_detection.OutlierDetector(

@@ -62,8 +62,12 @@ class IndexBudget:
         self._indexes: weakref.WeakSet[PrefixIndex] = weakref.WeakSet()
 
     def add(self, index: PrefixIndex) -> None:
-        """Count an index, for as long as it exists."""
+        """Count an index, until it is removed or freed."""
         self._indexes.add(index)
+
+    def remove(self, index: PrefixIndex) -> None:
+        """Count an index no longer; what lies in a removed pool takes no room of others."""
+        self._indexes.discard(index)
 
     def enforce(self) -> None:
         """Evict blocks of the largest indexes until all fit."""

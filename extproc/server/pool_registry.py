@@ -157,17 +157,26 @@ class PoolRegistry:
             running: dict[str, tuple[PoolRuntime, asyncio.Task[None]]] = {}
             while True:
                 self._changed.clear()
-                for name, (runtime, task) in list(running.items()):
-                    if self.by_name.get(name) is not runtime:
-                        task.cancel()
-                        del running[name]
-                for name, runtime in self.by_name.items():
-                    if name not in running:
-                        supervised = self._shared.supervisor.keep(
-                            "pools", runtime.run, instance=name
-                        )
-                        running[name] = runtime, tasks.create_task(supervised, name=f"pool {name}")
+                self._update_tasks(tasks, running)
                 await self._changed.wait()
+
+    def _update_tasks(
+        self,
+        tasks: asyncio.TaskGroup,
+        running: dict[str, tuple[PoolRuntime, asyncio.Task[None]]],
+    ) -> None:
+        """Stop the tasks of removed pools, and start those of new ones.
+
+        Not in `run`, whose variables would hold the last removed pool until the next change.
+        """
+        for name, (runtime, task) in list(running.items()):
+            if self.by_name.get(name) is not runtime:
+                task.cancel()
+                del running[name]
+        for name, runtime in self.by_name.items():
+            if name not in running:
+                supervised = self._shared.supervisor.keep("pools", runtime.run, instance=name)
+                running[name] = runtime, tasks.create_task(supervised, name=f"pool {name}")
 
     def on_pools_changed(
         self, changed: Mapping[str, DiscoveredPool], removed: Iterable[str]

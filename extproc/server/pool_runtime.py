@@ -376,9 +376,11 @@ class PoolRuntime:
             self._schedule_shadow()
 
     def close(self) -> None:
-        """Reject queued requests, and drop the metrics of the pool, which is no longer served."""
+        """Reject queued requests, and drop metrics and cache of the pool, which is no longer served."""
         if self.flow_controller is not None:
             self.flow_controller.close(_REMOVED)
+        if self._shared.prefix_budget is not None:
+            self._shared.prefix_budget.remove(self.parts.index)
         self._shared.counters.pools.pop(self.name, None)
 
     def _build_scraper(self) -> scraper.Scraper:

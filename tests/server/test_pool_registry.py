@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import weakref
 
 import pytest
 
@@ -291,6 +293,40 @@ async def test_loops_run_for_existing_pools():
         subject.on_pools_changed({}, {"n/p"})
         await loops("pool n/q")
     await loops()
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+async def test_a_removed_pool_is_freed(is_emptied):
+    """Nothing of a pool stays that had endpoints and requests, whether its pods leave first or not."""
+    subject = sites("cluster: {discover_pools: cluster}")
+    async with running(subject):
+        subject.on_pools_changed({"n/keep": discovered(B), "n/p": discovered(A)}, ())
+        await loops("pool n/keep", "pool n/p")
+        parts = subject.by_name["n/p"].parts
+        parts.director.route(
+            HttpRequest({":method": "POST", ":path": "/v1/completions"}, b"{}"), 1.0
+        )
+        left = weakref.ref(parts.store), weakref.ref(parts.director), weakref.ref(parts.index)
+        del parts
+        if is_emptied:
+            subject.on_pools_changed({"n/p": discovered()}, ())
+        subject.on_pools_changed({}, {"n/p"})
+        await loops("pool n/keep")
+        await asyncio.sleep(0)  # the callbacks of its task
+        gc.collect()
+        assert [reference() for reference in left] == [None, None, None]
+
+
+async def test_the_index_of_a_removed_pool_takes_no_room():
+    """The pools that stay have the whole bound at once, before the garbage collector runs."""
+    subject = sites("cluster: {discover_pools: cluster}", prefix_budget=IndexBudget(200_000))
+    subject.on_pools_changed({"n/keep": discovered(B), "n/p": discovered(A)}, ())
+    indexes = [subject.by_name[name].parts.index for name in ("n/p", "n/keep")]
+    subject.on_pools_changed({}, {"n/p"})
+    for index in indexes:
+        for number in range(2000):
+            index.record((A, 0), [number])
+    assert indexes[1].bytes_estimate() > 150_000
 
 
 async def test_match_rules_are_reloaded():
