@@ -186,7 +186,7 @@ class Spans(msgspec.Struct, frozen=True, gc=False):
         """
         gaps, prompts, prefilled = self.gaps, self.prompts, max(0.0, self.prefilled)
         batch = max(1.0, (gaps + prompts) / max(1.0, steps))
-        if gaps > 0.0 and self.gaps_s > 0.0:
+        if gaps >= 1.0 and self.gaps_s > 0.0:
             beside = prefilled * (1.0 - 1.0 / batch)
             yield (gaps / batch, beside, gaps), self.gaps_s / batch
         if prompts > 0.0 and self.prompts_s > 0.0:
@@ -214,18 +214,19 @@ class SpanReader:
         """Rows as `Spans.rows` has them; empty while fewer than ten requests ended.
 
         Iterations may have waited for sequences that were preempted and for adapters: what such an
-        engine did shows nothing. Of ranks all are counted: the time that sequences had is summed over
+        engine did shows nothing. Counters that went back begin anew. Of ranks all are counted: the time that sequences had is summed over
         them as well.
         """
         until = Spans.read(load.counters)
         if until is None:
             return ()
         spans = until.since(self._since)
-        if 0.0 <= spans.prompts < _SERVED:  # below 0 the counters went back: begin anew
-            return ()
         steps = (load.counters.steps or 0.0) - self._steps
+        went_back = steps < 0.0 or min(msgspec.structs.astuple(spans)) < 0.0
+        if spans.prompts < _SERVED and not went_back:
+            return ()
         self.skip(load)
-        if load.adapters or spans.preemptions * _PREEMPTED_STEPS > spans.gaps:
+        if went_back or load.adapters or spans.preemptions * _PREEMPTED_STEPS > spans.gaps:
             return ()
         return spans.rows(steps)
 
@@ -261,8 +262,16 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
         return max((end - begin for begin, end in pairs), default=self.steps - start.steps)
 
     def can_begin(self, end: WorkCounters) -> bool:
-        """True if a window may last from here to there."""
-        return self.idled == end.idled and len(self.rank_steps) == len(end.rank_steps)
+        """True if a window may last from here to there: no counter went back."""
+        return (
+            self.idled == end.idled
+            and len(self.rank_steps) == len(end.rank_steps)
+            and self.steps <= end.steps
+            and self.generated <= end.generated
+            # Prompt tokens alone may be counted after those that are generated with them.
+            and self.computed + self.generated <= end.computed + end.generated
+            and self.loads <= end.loads
+        )
 
 
 class CounterReader:
@@ -298,7 +307,7 @@ class CounterReader:
         return WorkCounters(
             load.at,
             *work,
-            None if capacity is None or usage is None else capacity * usage + shared,
+            None if capacity is None or usage is None else max(0.0, capacity * usage + shared),
             self._device.loads if adapter_load_s is None else 0,
             (adapter_load_s or 0.0) / max(1, len(load.counters.rank_steps)),
             idle.until(load.at) if is_alone else 0.0,

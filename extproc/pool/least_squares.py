@@ -96,6 +96,8 @@ class RecursiveLeastSquares:
         size = len(rows)
         for i in range(size):
             pivot = rows[i]
+            # At least the weight but for rounding, which takes all of it from rows of nonsense.
+            pivot[i] = max(pivot[i], 0.5 * weight)
             for k in range(i + 1, size):
                 factor = rows[k][i] / pivot[i]
                 if factor:

@@ -253,6 +253,6 @@ def _summarize(shown: Iterable[StepTimeEstimator]) -> _Shown:
     mean = msgspec.structs.replace(mean, evidence=float(len(learners)))
     slowness = [learner.slowness for learner in learners]
     return _Shown(
-        step_time_values.scaled(mean, median(slowness)),
-        step_time_values.scaled(mean, min(slowness)),
+        step_time_values.bounded(step_time_values.scaled(mean, median(slowness))),
+        step_time_values.bounded(step_time_values.scaled(mean, min(slowness))),
     )

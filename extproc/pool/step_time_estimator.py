@@ -83,10 +83,7 @@ _MOST_LOADS, _ENOUGH_LOADS = 9, 3
 #: Share of a new mean in the running one.
 _ALPHA = 0.2
 
-#: Bounds of a, b, c, d and l: beyond them a row was not what it seemed.
-_BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
-
-#: Where l stands among them.
+#: Where l stands among the unknowns.
 _LOADING = 4
 
 #: Counts of one iteration of a usual batch, where an engine has shown none of its own.
@@ -148,11 +145,11 @@ class StepTimeEstimator:
         self._off = 0.0  # of the last row, if it was unusual
         # Sums of the windows, fading: seconds, counts of each unknown, and the windows themselves.
         self._seconds = self._windows = 0.0
-        self._rows = [0.0] * len(_BOUNDS)
+        self._rows = [0.0] * len(step_time_values.BOUNDS)
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._reload_time = ReloadTimeEstimator()
         self._batch_limit = BatchLimitEstimator()
-        self._squares = RecursiveLeastSquares(_BOUNDS)
+        self._squares = RecursiveLeastSquares(step_time_values.BOUNDS)
         self._row_at: float | None = None  # end of the last row
         self._start: WorkCounters | None = None
         self._last: Load | None = None
@@ -299,8 +296,11 @@ class StepTimeEstimator:
             at: Its end.
             began: Begin of its work, without the idle time before it.
         """
-        if seconds < sum([low * count for (low, _), count in zip(_BOUNDS, row, strict=True)]):
+        bounds = step_time_values.BOUNDS
+        if seconds < sum([low * count for (low, _), count in zip(bounds, row, strict=True)]):
             return  # counters of another process, as behind an address of several
+        most = sum([high * count for (_, high), count in zip(bounds, row, strict=True)])
+        seconds = min(seconds, step_time_values.SLACK * most)
         foretold = zip(step_time_values.unknowns_of(self.rates), row, strict=True)
         past_share = self._share_kept(began)
         self._weigh(
@@ -352,7 +352,7 @@ class StepTimeEstimator:
         keep, weight = _KEEP_LESS if changed else _KEEP, 1.0
         loads = row[_LOADING]
         if loads:
-            low, high = _BOUNDS[_LOADING]
+            low, high = step_time_values.BOUNDS[_LOADING]
             load_s = self.rates.adapter_load_s + rest / loads
             self._loads.append(min(high, max(low, load_s)))
             keep, weight = _KEEP * past_share, 1.0 if usual else _USUAL / abs(off)
@@ -486,7 +486,9 @@ class StepTimeEstimator:
             return
         finished = totals.finished - before.finished
         generated = totals.generated_tokens - before.generated_tokens
-        if finished >= 1.0 and generated > 0.0:
+        if finished < 0.0 or generated < 0.0:
+            self._outputs = totals
+        elif finished >= 1.0 and generated > 0.0:
             self._outputs = totals
             self._answers.add(generated, finished)
             self.rates = msgspec.structs.replace(self.rates, output_tokens=self._answers.mean)

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
+
+#: Bounds of a, b, c, d and l: beyond them a row was not what it seemed.
+BOUNDS: Final = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
+
+#: How far beyond them a row, or a mean over engines whose speeds differ, may lie (a factor).
+SLACK: Final = 10.0
 
 #: Share by which an engine may differ from its pool and count as equal, however many windows show
 #: it: pickers that do not talk agree on the endpoint of a conversation where costs are equal. Where
@@ -41,6 +48,13 @@ def scaled(rates: StepTimeModel, factor: float) -> StepTimeModel:
     """Rates with every time but that of adapter loads times a factor."""
     *times, loading = unknowns_of(rates)
     return from_unknowns([*(factor * value for value in times), loading], rates)
+
+
+def bounded(rates: StepTimeModel) -> StepTimeModel:
+    """Rates not far beyond `BOUNDS`: those of counters that contradict each other drift."""
+    pairs = zip(BOUNDS, unknowns_of(rates), strict=True)
+    values = [min(high * SLACK, max(low / SLACK, value)) for (low, high), value in pairs]
+    return from_unknowns(values, rates)
 
 
 def shrunk(shown: float, prior: float, *, noise: float) -> float:

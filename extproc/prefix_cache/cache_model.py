@@ -178,7 +178,7 @@ class Calibration:
         self._clear()
         if is_chance or abs(self.error) <= _NOISE:
             return False
-        step = min(_STEP[1], max(_STEP[0], math.exp(-_GAIN * self.error)))
+        step = min(_STEP[1], max(_STEP[0], math.exp(min(1.0, -_GAIN * self.error))))
         before = self.factor
         most = _MAX_FACTOR_WITH_COPIES if self.has_copies else _FACTOR[1]
         self.factor = min(most, max(_FACTOR[0], before * step))

@@ -165,3 +165,22 @@ def test_an_engine_that_restarted_begins_anew():
     estimator.update(msgspec.structs.replace(later, started_at=9_000.0), idle=idle(2))
     assert estimator.rates.evidence
     assert iteration_s(estimator.rates) < 0.5 * iteration_s(before)
+
+
+@pytest.mark.parametrize("reset", ["gaps", "gaps_s", "prefill_s", "prefill_tokens", "steps"])
+def test_sums_that_go_back_alone_show_nothing(reset):
+    """Of the time in which one of them went back nothing is learned, and later times as before."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    engine = ServedEngine(profiles.find("l4-8b-fp8"))
+    estimator.update(engine.serve(60, rate=0.5), idle=idle(1))
+    before = estimator.rates
+    page = engine.serve(60, rate=0.5)
+    lost = getattr(page.counters, reset)
+    lower = msgspec.structs.replace(page.counters, **{reset: 0.0})
+    estimator.update(msgspec.structs.replace(page, counters=lower), idle=idle(2))
+    assert estimator.rates.evidence == before.evidence
+    page = engine.serve(60, rate=0.5)
+    lower = msgspec.structs.replace(page.counters, **{reset: getattr(page.counters, reset) - lost})
+    estimator.update(msgspec.structs.replace(page, counters=lower), idle=idle(3))
+    assert estimator.rates.evidence > before.evidence
+    assert iteration_s(estimator.rates) == pytest.approx(iteration_s(before), rel=0.2)

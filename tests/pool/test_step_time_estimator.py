@@ -175,6 +175,58 @@ def test_a_restart_starts_a_new_window():
     assert not engine_counters.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0))
 
 
+@pytest.mark.parametrize("reset", ["steps", "computed", "generated"])
+def test_a_counter_that_goes_back_alone_ends_a_window(reset):
+    """Whatever it counts, nothing is learned of the time before, and all of the time after."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    counts = {"steps": 0.0, "computed": 0.0, "generated": 0.0}
+    for tick in range(10):
+        estimator.update(row(float(tick), **counts))
+        for count in counts:
+            counts[count] += 20.0
+    before = estimator.rates
+    counts[reset] = 0.0
+    estimator.update(row(10.0, **counts))
+    assert estimator.rates == before
+    for tick in range(11, 14):
+        for count in counts:
+            counts[count] += 20.0
+        estimator.update(row(float(tick), **counts))
+    assert estimator.rates.evidence > before.evidence + 30.0
+
+
+def test_the_length_of_answers_is_learned_after_counters_went_back():
+    """Requests that finish are counted from the lower number on."""
+    estimator = step_time_estimator.StepTimeEstimator()
+    for tick, finished in enumerate([1e6, 0.0, 10.0, 20.0, 30.0, 40.0]):
+        totals = EngineCounters(finished=finished, generated_tokens=1e9 + 1000.0 * finished)
+        estimator.update(Load(at=float(tick), started_at=5.0, counters=totals))
+    assert estimator.rates.output_tokens > 2 * DEFAULT_STEP_TIMES.output_tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_contradicting_counters_of_one_engine_spoil_no_other(seed):
+    """Times beyond any engine make no rate negative or endless, and another engine is learned."""
+    rng, estimators = random.Random(seed), PoolStepTimeEstimators()
+    sums = dict.fromkeys(["steps", "generated_tokens", "finished", "gaps", "gaps_s"], 0.0)
+    sums |= dict.fromkeys(["prefill_s", "prefill_tokens"], 0.0)
+    for incarnation in (1, 2):
+        estimators.on_endpoint_added(incarnation)
+    for tick in range(200):
+        for name in sums:
+            sums[name] = rng.choice([0.0, sums[name] + rng.choice([0.0, 1.0, 5000.0]), 2.0**53])
+        pages = [
+            Load(at=float(tick), running=1.0, counters=EngineCounters(step_tokens=0.0, **sums)),
+            row(float(tick), 50.0 * tick, 0.0, 50.0 * tick),
+        ]
+        for incarnation, page in enumerate(pages, 1):
+            learner = estimators.with_pool_prior(incarnation, float(tick), page)
+            learner.update(page)
+            unknowns = step_time_values.unknowns_of(learner.pooled_rates)
+            assert all(0.0 < value < 1e3 for value in unknowns)
+    assert learner.pooled_rates.iteration_s(1) == pytest.approx(0.02, rel=0.1)
+
+
 def test_counters_of_another_process_are_not_work():
     """Steps that no engine takes in the time of a scrape, as behind an address of two engines."""
     estimator = step_time_estimator.StepTimeEstimator()

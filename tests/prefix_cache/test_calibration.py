@@ -40,6 +40,13 @@ def test_underprediction_grows_the_factor_slowly():
     assert estimate.factor == 1.15
 
 
+def test_more_hits_than_tokens_grow_the_factor_as_slowly():
+    """Whatever an engine reports, a correction has a bound."""
+    estimate = Calibration()
+    assert any(estimate.observe_usage(1, 0, 10**6) for _ in range(8))
+    assert estimate.factor == 1.15
+
+
 def test_a_few_requests_are_not_enough():
     """Seven requests change nothing, the eighth does."""
     estimate = Calibration()
