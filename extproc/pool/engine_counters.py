@@ -214,8 +214,8 @@ class SpanReader:
         """Rows as `Spans.rows` has them; empty while fewer than ten requests ended.
 
         Iterations may have waited for sequences that were preempted and for adapters: what such an
-        engine did shows nothing. Counters that went back begin anew. Of ranks all are counted: the time that sequences had is summed over
-        them as well.
+        engine did shows nothing. Counters that went back begin anew. Of ranks all are counted: the
+        time that sequences had is summed over them as well.
         """
         until = Spans.read(load.counters)
         if until is None:
@@ -363,10 +363,12 @@ class ForeignTraffic:
 
 
 def engine_restarted(before: Load, after: Load) -> bool:
-    """True if the engine is another process than at the last scrape."""
+    """True if the engine is another process than at the last scrape.
+
+    An earlier start time shows it too: the clock of its machine may have been set back.
+    """
     if before.started_at is not None and after.started_at is not None:
-        # Whole seconds: an exporter may round.
-        return after.started_at > before.started_at + 1.0
+        return abs(after.started_at - before.started_at) > 1.0  # an exporter may round
     pairs = (
         (before.prefix_queries, after.prefix_queries),
         (before.counters.generated_tokens, after.counters.generated_tokens),

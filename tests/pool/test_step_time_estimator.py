@@ -175,6 +175,23 @@ def test_a_restart_starts_a_new_window():
     assert not engine_counters.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0))
 
 
+@pytest.mark.parametrize(
+    ("started_at", "steps", "is_restart"),
+    [
+        (9e8, 10.0, False),
+        (9e8 + 1.0, 10.0, False),
+        (9e8 + 40.0, 10.0, True),
+        (9e8 - 3600.0, 10.0, True),
+        (9e8 - 0.5, 1.0, False),
+    ],
+)
+def test_another_start_time_is_a_restart(started_at, steps, is_restart):
+    """The clock of its machine may be set back; counters are not looked at."""
+    before = row(0.0, 9.0, 0.0, 9.0, started_at=9e8)
+    after = row(1.0, steps, 0.0, steps, started_at=started_at)
+    assert engine_counters.engine_restarted(before, after) == is_restart
+
+
 @pytest.mark.parametrize("reset", ["steps", "computed", "generated"])
 def test_a_counter_that_goes_back_alone_ends_a_window(reset):
     """Whatever it counts, nothing is learned of the time before, and all of the time after."""
@@ -231,7 +248,7 @@ def test_counters_of_another_process_are_not_work():
     """Steps that no engine takes in the time of a scrape, as behind an address of two engines."""
     estimator = step_time_estimator.StepTimeEstimator()
     for tick in range(10):
-        estimator.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=9.0))
+        estimator.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
     before = estimator.rates
     estimator.update(row(10.0, 200_000.0, 0.0, 200_000.0, started_at=5.0))
     assert estimator.rates == before
