@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,9 @@ from extproc.discovery import endpoint_list
 from extproc.discovery.kubernetes import objects, pool_views, settings, watch_plan
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.pool import inference_policy
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 class CollectionStatus(enum.Enum):
@@ -66,10 +70,11 @@ class ObjectStore:
         self._objects: dict[WatchedCollection, dict[tuple[str, str], objects.Value]] = {
             collection: {} for collection in self.collections
         }
-        self._pods: dict[str, dict[str, objects.Pod]] = defaultdict(dict)
+        self._pods: dict[str, dict[str, objects.Pod]] = {}
         self._pools: dict[str, dict[str, objects.InferencePool]] = defaultdict(dict)
-        self._policy_objects: dict[tuple[watch_plan.ResourceType, str], dict[str, objects.Value]]
-        self._policy_objects = defaultdict(dict)
+        self._policy_objects: dict[
+            tuple[watch_plan.ResourceType, str], dict[str, objects.Value]
+        ] = {}
         self._services = {
             (ref.namespace, ref.name): ref.key
             for ref in kubernetes_settings.sources
@@ -232,10 +237,7 @@ class ObjectStore:
     ) -> None:
         namespace, name = key
         pod = new if isinstance(new, objects.Pod) else None
-        if pod is None:
-            self._pods[namespace].pop(name, None)
-        else:
-            self._pods[namespace][name] = pod
+        _set_or_remove(self._pods, namespace, name, pod)
         labels: set[tuple[str, str]] = set()
         for version in (old, pod):
             if isinstance(version, objects.Pod):
@@ -266,7 +268,7 @@ class ObjectStore:
         if not isinstance(view, pool_views.PodView):
             return
         self._unindex_view(key, view)
-        view.set_pool(current, self._pods[pool.namespace].values())
+        view.set_pool(current, self._pods.get(pool.namespace, {}).values())
         self._index_view(key, view)
         self._mark_policy_changed(key)
         self._dirty.add(key)
@@ -328,11 +330,7 @@ class ObjectStore:
         new: objects.Value | None,
     ) -> None:
         namespace, name = key
-        by_name = self._policy_objects[resource, namespace]
-        if new is None:
-            by_name.pop(name, None)
-        else:
-            by_name[name] = new
+        _set_or_remove(self._policy_objects, (resource, namespace), name, new)
         for policy_object in (old, new):
             if (
                 isinstance(policy_object, objects.ObjectiveObject | objects.RewriteObject)
@@ -352,9 +350,9 @@ class ObjectStore:
         policy_objects = [
             policy_object
             for kind in watch_plan.POLICY_RESOURCES
-            for policy_object in self._policy_objects[
-                self._current_resource(kind, namespace), namespace
-            ].values()
+            for policy_object in self._policy_objects.get(
+                (self._current_resource(kind, namespace), namespace), {}
+            ).values()
         ]
         return pool_views.build_policy(view.pool.ref, policy_objects)
 
@@ -388,3 +386,17 @@ class ObjectStore:
 
 
 _NO_POOLS: dict[str, pool_views.PodView] = {}
+
+
+def _set_or_remove(
+    tables: dict[_Key, dict[str, _Value]], key: _Key, name: str, value: _Value | None
+) -> None:
+    """Put a value into the table of a key, or remove it for None; an empty table is removed too."""
+    if value is not None:
+        tables.setdefault(key, {})[name] = value
+        return
+    table = tables.get(key)
+    if table is not None:
+        table.pop(name, None)
+        if not table:
+            del tables[key]

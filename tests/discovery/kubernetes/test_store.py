@@ -125,6 +125,25 @@ def test_a_pod_of_another_namespace_is_not_a_member():
     assert world.addresses() == []
 
 
+def test_nothing_stays_of_a_deleted_namespace():
+    """Namespaces of previews come and go for as long as the process runs."""
+    world = StoreWorld(settings.AllPools())
+    sizes = []
+    for number in range(3):
+        there = f"preview-{number}"
+        things = (
+            builders.pool(namespace=there),
+            builders.pod("a", there),
+            builders.objective(namespace=there, pool_ref=builders.ref()),
+        )
+        world.put(*things)
+        assert world.addresses(f"{there}/pool") == ["10.0.0.1:8000"]
+        world.delete(*things)
+        tables = vars(world.subject).items()
+        sizes.append({name: len(table) for name, table in tables if isinstance(table, dict)})
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
 def test_all_labels_must_match():
     """A pool that asks for two takes no pod with one."""
     world = StoreWorld()
