@@ -14,6 +14,10 @@ RATE_S: Final = 180.0
 #: Seconds below which a rate says little.
 _FEW_S: Final = 10.0
 
+#: Pickers whose counts are remembered (count), the latest read: each has another name once restarted,
+#: and one that cannot be read for a while goes on where it was.
+_MAX_PICKERS: Final = 1024
+
 
 class HistoryRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """State of a scale target at one time.
@@ -163,6 +167,8 @@ class ScalingHistory:
         """Requests that arrived since the last call."""
         arrivals = 0.0
         for name, count in arrived.items():
-            arrivals += max(0.0, count - self._arrived.get(name, count))
+            arrivals += max(0.0, count - self._arrived.pop(name, count))
             self._arrived[name] = count
+        while len(self._arrived) > max(_MAX_PICKERS, len(arrived)):
+            del self._arrived[next(iter(self._arrived))]
         return arrivals

@@ -52,6 +52,24 @@ def test_a_restarted_peer_gives_no_negative_rate():
     assert row.queries_per_s == 0.0
 
 
+def test_a_picker_counts_on_after_a_failed_read():
+    """Requests that it received meanwhile count when it can be read again."""
+    history = ScalingHistory(60.0)
+    for now, arrived in ((0.0, {"a": 0.0}), (10.0, {}), (20.0, {"a": 100.0})):
+        row = history.record(now, requests=0.0, available=1, spec=1, arrived=arrived)
+    assert row.queries_per_s == pytest.approx(5.0)
+
+
+def test_pickers_that_left_are_forgotten():
+    """After a thousand others a name is that of a new picker, whose first count is its zero."""
+    history = ScalingHistory(60.0)
+    names = ["a", *(f"b{number}" for number in range(2000)), "a"]
+    for now, name in enumerate(names):
+        arrived = {name: 10.0 + now, "c": 7.0}
+        row = history.record(float(now), requests=0.0, available=1, spec=1, arrived=arrived)
+    assert row.queries_per_s == 0.0
+
+
 def window_of(*samples, span_s=60.0):
     """A window that saw these."""
     window = TimeWindow()
