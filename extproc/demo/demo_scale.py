@@ -75,7 +75,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="Envoy profile or file (%(default)s)",
     )
-    add("--plot", default=".cache/demo-scale.png", help="file for the charts (%(default)s)")
+    add(
+        "--plot",
+        type=Path,
+        default=".cache/demo-scale.png",
+        metavar="FILE",
+        help="file for the charts; ends in .svg or .png (%(default)s)",
+    )
     add(
         "--short",
         action="store_true",
@@ -84,12 +90,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; returns the exit status.
+
+    Raises:
+        ConfigError: A flag or the file that it names is wrong, or there is no Envoy.
+    """
     import uvloop
 
+    from extproc.simulator import report_plots
+
+    report_plots.require_format("--plot", args.plot)
     template = envoy_config.find(args.envoy_config, where="--envoy-config")
     try:
-        return uvloop.run(_demo(template, Path(args.plot), short=args.short))
+        return uvloop.run(_demo(template, args.plot, short=args.short))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
 
@@ -107,13 +120,13 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
     print(scaling_plot.as_text(chart))
-    print(scaling_plot.save_plot(chart, plot))
     lost = [answer.error for answer in answers if answer.status != 200]
     slowest = max(answer.seconds for answer in answers)
     print(f"{len(answers)} requests, {len(lost)} lost, the slowest took {slowest:.1f} s.")
     print(*lost, sep="\n", end="\n" if lost else "")
     back = bool(chart.rows) and chart.rows[-1].available == 0
     print("No engine is left." if back else "Engines still run: the demo did not scale to zero.")
+    print(scaling_plot.save_plot(chart, plot))
     return 1 if lost or not back else 0
 
 

@@ -73,7 +73,7 @@ def save_plot(chart: ScalingPlot, path: Path) -> str:
             axes.grid(visible=True)
         axes.legend(loc="upper right")
         axes.set_xlabel("time (s)")
-        content = plot_style.encode(figure, path.suffix.removeprefix(".") or "png")
+        content = plot_style.encode(figure, path.suffix.lower().removeprefix("."))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

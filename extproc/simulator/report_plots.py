@@ -51,19 +51,29 @@ def require(flag: str = "--plots", path: Path | None = None) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the name has no suffix of a format.
     """
-    if path is not None and _suffix(path) not in _FORMATS:
-        raise ConfigError(
-            flag,
-            wanted="a name that ends in .svg or .png",
-            got=repr(str(path)),
-            fix="write another name",
-        )
+    if path is not None:
+        require_format(flag, path)
     if not plot_style.is_available():
         raise ConfigError(
             flag,
             wanted="matplotlib",
             got="none",
             fix=f"install the extra: {distribution.install_command('plots')}",
+        )
+
+
+def require_format(flag: str, path: Path) -> None:
+    """Refuse a file whose suffix names no format of plots.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    if _suffix(path) not in _FORMATS:
+        raise ConfigError(
+            flag,
+            wanted="a name that ends in .svg or .png",
+            got=repr(str(path)),
+            fix="write another name",
         )
 
 
