@@ -93,6 +93,7 @@ async def play(
     Args:
         url: Base URL of Envoy.
         at_once: How many are held at the same time.
+        on_answer: Called with each answer; what it raises ends all conversations.
     """
     samples: list[AnswerSample] = []
     places = asyncio.Semaphore(at_once)
@@ -111,12 +112,16 @@ async def play(
                 messages.append({"role": "assistant", "content": answer})
 
     timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S)
-    async with (
-        aiohttp.ClientSession(url, timeout=timeout) as session,
-        asyncio.TaskGroup() as tasks,
-    ):
-        for number, talk in enumerate(talks):
-            tasks.create_task(hold(session, talk), name=f"conversation {number}")
+    try:
+        async with (
+            aiohttp.ClientSession(url, timeout=timeout) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for number, talk in enumerate(talks):
+                tasks.create_task(hold(session, talk), name=f"conversation {number}")
+    except BaseExceptionGroup as failures:
+        # Alone, as from the caller's own code: a closed pipe is no error of the conversations.
+        raise failures.exceptions[0] from None
     return samples
 
 
