@@ -158,19 +158,23 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
 async def _install(
     children: stack.Stack, template: Path, strategy: str, numbers: Ports, *, is_kept: bool
 ) -> DemoInstallation:
-    loras = [word for name in _ADAPTERS for word in ("--lora", name)]
-    arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
-    started = await asyncio.gather(
-        *(
-            children.engine("--port", str(numbers.take(_FIRST_ENGINE_PORT + at)), *arguments)
-            for at in range(_ENGINES)
-        )
-    )
-    addresses = tuple(address for _, address in started)
+    engines = [numbers.take(_FIRST_ENGINE_PORT + at) for at in range(_ENGINES)]
+    addresses = tuple(f"127.0.0.1:{port}" for port in engines)
     envoy_ports = stack.EnvoyPorts(
         listener=numbers.take(8080), admin=numbers.take(9901), extproc=numbers.take(9002)
     )
     metrics, xds = numbers.take(9090), numbers.take(18000)
+    config = stack.envoy_config(
+        template,
+        envoy_ports,
+        engines=addresses,
+        pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
+    )
+    # Envoy would share its port with any other process of this user, which then gets some requests.
+    config["static_resources"]["listeners"][0]["enable_reuse_port"] = False
+    loras = [word for name in _ADAPTERS for word in ("--lora", name)]
+    arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
+    await asyncio.gather(*(children.engine("--port", str(port), *arguments) for port in engines))
     words = ["--endpoints", ",".join(addresses), "--strategy", strategy, "--host", "127.0.0.1"]
     words += ["--grpc-port", str(envoy_ports.extproc)]
     words += ["--grpc-health-port", str(numbers.take(9003))]
@@ -180,14 +184,6 @@ async def _install(
     if stack.asks_for_xds(template):
         words += ["--xds", "--xds-port", str(xds), "--fallback-endpoints", "2"]
     await children.extproc(*words)
-    config = stack.envoy_config(
-        template,
-        envoy_ports,
-        engines=addresses,
-        pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
-    )
-    # Envoy would share its port with any other process of this user, which then gets some requests.
-    config["static_resources"]["listeners"][0]["enable_reuse_port"] = False
     await children.envoy(config)
     return DemoInstallation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
 

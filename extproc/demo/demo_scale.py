@@ -153,13 +153,14 @@ async def _install(children: stack.Stack, template: Path, *, waits: float) -> De
     ports = stack.EnvoyPorts(
         listener=stack.free_port(), admin=stack.free_port(), extproc=stack.free_port()
     )
+    envoy = stack.envoy_config(template, ports)
     pages = stack.free_port()
     await children.extproc(
         *("--config-text", json.dumps(config), "--host", "127.0.0.1", "--drain-timeout", "0s"),
         *("--grpc-port", str(ports.extproc), "--grpc-health-port", str(stack.free_port())),
         *("--metrics-port", str(pages)),
     )
-    await children.envoy(stack.envoy_config(template, ports))
+    await children.envoy(envoy)
     return DemoAddresses(ports.listener, pages)
 
 

@@ -266,26 +266,32 @@ def envoy_config(
         pickers: Addresses for each cluster of pickers (`extproc`, `extproc-xds`); without any, the
             ext_proc port is that of `ports`.
         has_access_log: Whether Envoy writes its access log, which is among its other lines then.
+
+    Raises:
+        ConfigError: The file cannot be read, or has another form than the shipped ones.
     """
     pickers = {"extproc": [f"127.0.0.1:{ports.extproc}"], **pickers}
     config = _read_yaml(template)
     try:
         config["admin"]["address"]["socket_address"]["port_value"] = ports.admin
-        listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
-        listener.update(address="127.0.0.1", port_value=ports.listener)
+        listener = config["static_resources"]["listeners"][0]
+        address = listener["address"]["socket_address"]
+        address.update(address="127.0.0.1", port_value=ports.listener)
+        if not has_access_log:
+            for chain in listener["filter_chains"]:
+                for network_filter in chain["filters"]:
+                    network_filter["typed_config"].pop("access_log", None)
+        for cluster in config["static_resources"]["clusters"]:
+            if cluster["name"] in pickers:
+                cluster["load_assignment"] = assignment(cluster["name"], pickers[cluster["name"]])
+                if plaintext:
+                    del cluster["transport_socket"]
+            elif "load_assignment" in cluster:
+                cluster["load_assignment"] = assignment(cluster["name"], engines)
     except (LookupError, TypeError, AttributeError):
-        raise _unlike_shipped_error(template, "without an admin address or a listener") from None
-    if not has_access_log:
-        for chain in config["static_resources"]["listeners"][0]["filter_chains"]:
-            for network_filter in chain["filters"]:
-                network_filter["typed_config"].pop("access_log", None)
-    for cluster in config["static_resources"]["clusters"]:
-        if cluster["name"] in pickers:
-            cluster["load_assignment"] = assignment(cluster["name"], pickers[cluster["name"]])
-            if plaintext:
-                del cluster["transport_socket"]
-        elif "load_assignment" in cluster:
-            cluster["load_assignment"] = assignment(cluster["name"], engines)
+        raise _unlike_shipped_error(
+            template, "without an admin address, a listener with filters, or named clusters"
+        ) from None
     return config
 
 
@@ -314,7 +320,8 @@ def _unlike_shipped_error(path: Path, difference: str) -> ConfigError:
 def asks_for_xds(template: Path) -> bool:
     """True if an Envoy configuration takes its clusters from the endpoint picker."""
     config = _read_yaml(template)
-    return bool((config.get("dynamic_resources") or {}).get("ads_config"))
+    dynamic = config.get("dynamic_resources")
+    return isinstance(dynamic, dict) and bool(dynamic.get("ads_config"))
 
 
 def assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:

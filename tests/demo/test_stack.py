@@ -33,9 +33,25 @@ def test_a_variable_that_names_no_envoy_is_an_error(monkeypatch):
         stack.find_envoy()
 
 
+#: An Envoy configuration with one listener and any clusters.
+ENVOY = """
+admin: {address: {socket_address: {port_value: 1}}}
+static_resources:
+  listeners: [{address: {socket_address: {port_value: 2}}%s}]
+  clusters: %s
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "difference"),
-    [("a: 1", "without an admin"), ("x: [", "is no YAML"), ("[]", "is no mapping")],
+    [
+        ("a: 1", "without an admin"),
+        ("x: [", "is no YAML"),
+        ("[]", "is no mapping"),
+        (ENVOY % ("", "[]"), "a listener with filters"),
+        (ENVOY % (", filter_chains: [{filters: [{name: x}]}]", "[]"), "a listener with filters"),
+        (ENVOY % (", filter_chains: []", "[{type: EDS}]"), "named clusters"),
+    ],
 )
 def test_an_envoy_file_unlike_the_shipped_ones_is_an_error(tmp_path, text, difference):
     """The error names the file and what it lacks."""
@@ -43,3 +59,10 @@ def test_an_envoy_file_unlike_the_shipped_ones_is_an_error(tmp_path, text, diffe
     file.write_text(text)
     with pytest.raises(ConfigError, match=difference):
         stack.envoy_config(file, stack.EnvoyPorts(1, 2, 3))
+
+
+def test_dynamic_resources_of_another_form_ask_for_no_xds(tmp_path):
+    """Envoy names what is wrong with them."""
+    file = tmp_path / "envoy.yaml"
+    file.write_text("dynamic_resources: [ads_config]")
+    assert not stack.asks_for_xds(file)
