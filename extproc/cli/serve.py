@@ -117,6 +117,7 @@ def configure_grpc_core() -> bool:
 def find_problems(settings: Settings) -> Sequence[ConfigError]:
     """Collect the errors for which an endpoint picker with these settings would not start."""
     steps: list[Callable[[], object]] = [
+        lambda: _check_ports(settings),
         lambda: admin_access.read_token(settings.server.admin_token_file),
         lambda: redis_peer_channel.require(settings.peer_sync),
         lambda: peer_addresses.PeerDirectory(settings, str),
@@ -139,6 +140,13 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
 
 def find_taken_ports(settings: Settings) -> Iterator[str]:
     """A line per port of these settings that another process listens on."""
+    for flag, port in _listening_ports(settings).items():
+        if port and transport.is_taken(settings.server.host, port):
+            yield f"{flag}: something on this machine listens on port {port} already"
+
+
+def _listening_ports(settings: Settings) -> Mapping[str, int]:
+    """Ports to listen on, by flag or field; 0 picks a free one."""
     server = settings.server
     numbers = {
         "--grpc-port": server.grpc_port,
@@ -149,9 +157,21 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
         numbers["--xds-port"] = settings.xds.port
     if settings.autoscaling.keda.enabled:
         numbers["autoscaling.keda.port"] = settings.autoscaling.keda.port
-    for flag, port in numbers.items():
-        if port and transport.is_taken(server.host, port):
-            yield f"{flag}: something on this machine listens on port {port} already"
+    return numbers
+
+
+def _check_ports(settings: Settings) -> None:
+    """Check that no two listeners share a port."""
+    flags_by_port: dict[int, str] = {}
+    for flag, port in _listening_ports(settings).items():
+        if port and port in flags_by_port:
+            raise ConfigError(
+                flag,
+                wanted=f"another port than that of {flags_by_port[port]}",
+                got=str(port),
+                fix="name another port (0 picks a free one)",
+            )
+        flags_by_port[port] = flag
 
 
 def find_invalid_certificates(server: ServerSection) -> Iterator[str]:

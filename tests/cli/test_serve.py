@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import serve
+from extproc.cli import main, serve
 
 COMMAND = """
 import os, sys
@@ -41,6 +41,32 @@ def test_the_command_configures_grpc_before_import():
         [sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True
     )
     assert ended.stdout.split()[0] == "True", ended
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--grpc-port 7 --metrics-port 7",
+            "--metrics-port: expected another port than that of --g",
+        ),
+        (
+            "--xds --xds-port 9002",
+            "--xds-port: expected another port than that of --grpc-port, got",
+        ),
+    ],
+)
+def test_listeners_that_share_a_port_are_refused(capsys, command, words, expected):
+    """Both flags are named, and nothing listens."""
+    assert main.main([command, "--endpoints", "10.0.0.1:1", *words.split()]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_free_ports_and_listeners_that_are_off_share_none(capsys):
+    """Each 0 is a port of its own."""
+    words = "--grpc-port 0 --grpc-health-port 0 --metrics-port 7 --xds-port 7"
+    assert main.main(["check", "--endpoints", "10.0.0.1:1", *words.split()]) == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
