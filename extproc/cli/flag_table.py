@@ -26,9 +26,16 @@ SHORTEST_REFRESH_S = 0.05
 #: Verbosity from which the upstream picker logs at its debug level.
 _DEBUG_VERBOSITY = 4
 
-_ZAP_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
+#: Words of zap, which takes them in upper case as well.
+_ZAP_LEVELS = {
+    "debug": "debug",
+    "info": "info",
+    "warn": "warning",
+    "error": "error",
+    "panic": "error",
+}
 _ZAP_ENCODERS = {"console": "text", "json": "json"}
-
+_ABOVE_ZERO = re.compile(r"\+?0*[1-9][0-9]*")
 
 _PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
 _SIZE = re.compile(r"(\d+)\s*([kKMG]?)(i?)(B?)")
@@ -163,22 +170,36 @@ def _size_if_any(flag: str, text: str) -> int | None:
     return size_bytes(flag, text) if text else None
 
 
-def _verbosity(_: str, text: str) -> str | None:
-    if not text.isdigit():
-        return None
-    return "debug" if int(text) >= _DEBUG_VERBOSITY else "info"
+def _verbosity(flag: str, text: str) -> str:
+    return "debug" if whole_number(flag, text) >= _DEBUG_VERBOSITY else "info"
 
 
-def _zap(_: str, text: str) -> str | None:
-    return "debug" if text.isdigit() and int(text) else _ZAP_LEVELS.get(text)
+def _zap(flag: str, text: str) -> str:
+    if _ABOVE_ZERO.fullmatch(text):
+        return "debug"
+    if text.lower() in _ZAP_LEVELS:
+        return _ZAP_LEVELS[text.lower()]
+    raise ConfigError(
+        flag,
+        wanted=f"{', '.join(_ZAP_LEVELS)} or a number above 0",
+        got=repr(text),
+        fix="write one of them, or use --log-level instead",
+    )
 
 
 def _zap_development(flag: str, text: str) -> str | None:
     return "debug" if boolean(flag, text) else None
 
 
-def _zap_encoder(_: str, text: str) -> str | None:
-    return _ZAP_ENCODERS.get(text)
+def _zap_encoder(flag: str, text: str) -> str:
+    if text.lower() in _ZAP_ENCODERS:
+        return _ZAP_ENCODERS[text.lower()]
+    raise ConfigError(
+        flag,
+        wanted=" or ".join(_ZAP_ENCODERS),
+        got=repr(text),
+        fix="write one of them, or use --log-format instead",
+    )
 
 
 def default(flag: Flag) -> str:

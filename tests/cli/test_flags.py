@@ -81,7 +81,11 @@ REACHES = [
     ("seed", ["--seed", "5"], "seed", 5),
     ("v", ["-v", "4"], "log.level", "debug"),
     ("v", ["--v=2"], "log.level", "info"),
+    ("v", ["--v=-1"], "log.level", "info"),
     ("zap-log-level", ["--zap-log-level=warn"], "log.level", "warning"),
+    ("zap-log-level", ["--zap-log-level=ERROR"], "log.level", "error"),
+    ("zap-log-level", ["--zap-log-level=panic"], "log.level", "error"),
+    ("zap-log-level", ["--zap-log-level=1"], "log.level", "debug"),
     ("zap-devel", ["--zap-devel"], "log.level", "debug"),
     ("zap-devel", ["--zap-devel=false"], "log.level", "info"),
     ("zap-devel", ["--zap-devel", "true", "-v", "2"], "log.level", "info"),
@@ -258,15 +262,22 @@ def test_short_refresh_is_clamped():
     assert resolved.settings.scrape.busy_interval_s == 0.05
 
 
-@pytest.mark.parametrize("words", [["--v=x"], ["--zap-log-level=panic"]])
-def test_an_unknown_log_level_keeps_the_default(words):
-    """A log level of another program that has no like here does not abort."""
-    assert resolve(ENDPOINTS, *words).settings.log.level == "info"
-
-
-def test_an_unknown_encoder_keeps_the_default():
-    """Nor does an encoder."""
-    assert resolve(ENDPOINTS, "--zap-encoder=xml").settings.log.format == "text"
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--v=x", "--v: expected a whole number, got 'x'"),
+        ("--v=²", "--v: expected a whole number, got '²'"),
+        ("--zap-log-level=loud", "panic or a number above 0, got 'loud'"),
+        ("--zap-log-level=²", "panic or a number above 0, got '²'"),
+        ("--zap-log-level=0", "panic or a number above 0, got '0'"),
+        ("--zap-encoder=xml", "--zap-encoder: expected console or json, got 'xml'"),
+    ],
+)
+def test_a_log_flag_that_upstream_refuses_is_refused(word, expected):
+    """The error names the values, as a level that is misspelt would hide what is looked for."""
+    with pytest.raises(ConfigError) as raised:
+        resolve(ENDPOINTS, word)
+    assert expected in str(raised.value)
 
 
 def test_an_encoder_beats_the_file():
