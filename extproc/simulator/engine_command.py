@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--output-tokens",
         type=int,
         default=64,
-        help="length where max_tokens is not set (%(default)s)",
+        help="length where max_tokens is not set, but 16 on /v1/completions (%(default)s)",
     )
     add(
         "--coalesce-ms",
@@ -155,6 +155,13 @@ def _check_numbers(args: argparse.Namespace) -> None:
     if not 1 <= args.ranks <= 64:
         raise errors.ConfigError(
             "--ranks", wanted="1 to 64", got=str(args.ranks), fix="1 is an engine without ranks"
+        )
+    if args.output_tokens < 1:
+        raise errors.ConfigError(
+            "--output-tokens",
+            wanted="1 or more",
+            got=str(args.output_tokens),
+            fix="leave it out for the default",
         )
     for flag, number in (
         ("--cold-start-s", args.cold_start_s),

@@ -81,6 +81,8 @@ def test_flags_change_the_profile():
         ["--fault", "slow=inf"],
         ["--fault", "hang,for=nan"],
         ["--token-budget", "1"],
+        ["--output-tokens", "0"],
+        ["--output-tokens", "-3"],
         ["--cold-start-s", "nan"],
         ["--coalesce-ms", "-1"],
         ["--keepalive-s", "inf"],
