@@ -26,6 +26,7 @@ from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import metrics_page
 from extproc.server import transport
+from extproc.simulator import engine_command, simulate_command
 from extproc.supervision import run_forever
 
 _ENGINES = 4
@@ -97,21 +98,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--conversations",
-        type=_positive,
+        type=simulate_command.count,
         default=_CONVERSATIONS,
         metavar="N",
         help="how many of five turns to hold; fewer fit into the caches of any engine (%(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="seed of the conversations (%(default)s)"
+        "--seed",
+        type=engine_command.whole_number,
+        default=1,
+        help="seed of the conversations (%(default)s)",
     )
-
-
-def _positive(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {count}")
-    return count
 
 
 def run(args: argparse.Namespace) -> int:

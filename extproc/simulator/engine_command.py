@@ -20,56 +20,74 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=int, default=8000, help="port; 0 picks a free one (%(default)s)")
+    add("--port", type=whole_number, default=8000, help="port; 0 picks a free one (%(default)s)")
     add("--model", default="demo", help="name of the base model (%(default)s)")
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
-    add("--max-loras", type=int, help="adapter slots; 0 turns LoRA off (of the profile)")
+    add("--max-loras", type=whole_number, help="adapter slots; 0 turns LoRA off (of the profile)")
     add("--profile", default="demo", help="machine to simulate, as h100-8b-bf16 (%(default)s)")
     add(
-        "--speed", type=float, default=1.0, help="factor of its speed; 1 is real time (%(default)s)"
+        "--speed",
+        type=number,
+        default=1.0,
+        help="factor of its speed; 1 is real time (%(default)s)",
     )
-    add("--seed", type=int, default=0, help="seed of random request ids and faults (%(default)s)")
-    add("--kv-tokens", type=int, help="KV cache in tokens (of the profile)")
-    add("--block-tokens", type=int, help="tokens per KV block (of the profile)")
-    add("--host-kv-tokens", type=int, help="evicted tokens that its host holds (of the profile)")
+    add(
+        "--seed",
+        type=whole_number,
+        default=0,
+        help="seed of random request ids and faults (%(default)s)",
+    )
+    add("--kv-tokens", type=whole_number, help="KV cache in tokens (of the profile)")
+    add("--block-tokens", type=whole_number, help="tokens per KV block (of the profile)")
+    add(
+        "--host-kv-tokens",
+        type=whole_number,
+        help="evicted tokens that its host holds (of the profile)",
+    )
     add(
         "--reload-us",
-        type=float,
+        type=number,
         help="microseconds to load a token from host memory (of the profile)",
     )
-    add("--max-num-seqs", type=int, help="sequences in the batch (of the profile)")
-    add("--token-budget", type=int, help="tokens per step (of the profile)")
-    add("--max-model-len", type=int, help="prompt plus output tokens (of the profile)")
-    add("--max-queued", type=int, help="requests before it answers 503; 0 is no limit")
-    add("--cold-start-s", type=float, default=0.0, help="seconds before it listens (%(default)s)")
+    add("--max-num-seqs", type=whole_number, help="sequences in the batch (of the profile)")
+    add("--token-budget", type=whole_number, help="tokens per step (of the profile)")
+    add("--max-model-len", type=whole_number, help="prompt plus output tokens (of the profile)")
+    add("--max-queued", type=whole_number, help="requests before it answers 503; 0 is no limit")
+    _add_answer_flags(parser)
+
+
+def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of answers, events, ranks and faults."""
+    add = parser.add_argument
+    add("--cold-start-s", type=number, default=0.0, help="seconds before it listens (%(default)s)")
     add(
         "--output-tokens",
-        type=int,
+        type=whole_number,
         default=64,
         help="length where max_tokens is not set, but 16 on /v1/completions (%(default)s)",
     )
     add(
         "--coalesce-ms",
-        type=float,
+        type=number,
         default=5.0,
         help="tokens within so many ms are one chunk (%(default)s)",
     )
     add(
         "--keepalive-s",
-        type=float,
+        type=number,
         default=5.0,
         help="seconds until an idle connection is closed (%(default)s)",
     )
     add("--hide-cached-tokens", action="store_true", help="no cached_tokens in usage")
     add(
         "--kv-events-port",
-        type=int,
+        type=whole_number,
         default=0,
         help="port that publishes KV events; 0 is off (%(default)s)",
     )
     add(
         "--kv-replay-port",
-        type=int,
+        type=whole_number,
         default=0,
         help="port that replays earlier KV events; 0 is off (%(default)s)",
     )
@@ -79,7 +97,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="map",
         help="of events: of vLLM from 0.24, or before (%(default)s)",
     )
-    add("--ranks", type=int, default=1, help="data-parallel ranks behind the port (%(default)s)")
+    add(
+        "--ranks",
+        type=whole_number,
+        default=1,
+        help="data-parallel ranks behind the port (%(default)s)",
+    )
     add("--pod", default="", help="value of x-inference-pod (engine-PORT)")
     add(
         "--fault",
@@ -88,6 +111,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[=N][,rate=R][,count=N][,for=S]",
         help="arm a fault from the start; repeatable",
     )
+
+
+def whole_number(text: str) -> int:
+    """A whole number, for a flag."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    """A number, for a flag."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
 
 
 def settings(args: argparse.Namespace) -> server.EngineServerSettings:
@@ -163,14 +202,14 @@ def _check_numbers(args: argparse.Namespace) -> None:
             got=str(args.output_tokens),
             fix="leave it out for the default",
         )
-    for flag, number in (
+    for flag, value in (
         ("--cold-start-s", args.cold_start_s),
         ("--coalesce-ms", args.coalesce_ms),
         ("--keepalive-s", args.keepalive_s),
     ):
-        if not 0 <= number < math.inf:
+        if not 0 <= value < math.inf:
             raise errors.ConfigError(
-                flag, wanted="a number from 0", got=str(number), fix="leave it out for the default"
+                flag, wanted="a number from 0", got=str(value), fix="leave it out for the default"
             )
 
 
@@ -228,8 +267,8 @@ async def _serve(
     from extproc.simulator.http import server
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
     if cold_s > 0:
         # A real one reads its weights.
         with contextlib.suppress(TimeoutError):

@@ -53,6 +53,23 @@ def test_serve_without_endpoints_is_refused(capsys):
     assert "expected endpoints" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("demo --conversations x", "--conversations: expected a number from 1 to 1000000000, got"),
+        ("demo --conversations 0", "--conversations: expected a number from 1 to 1000000000, got"),
+        ("demo --seed x", "--seed: expected a whole number, got 'x'"),
+        ("engine --port x", "--port: expected a whole number, got 'x'"),
+        ("engine --speed x", "--speed: expected a number, got 'x'"),
+        ("plan f --max-engines x", "--max-engines: expected a number from 1 to 10000, got 'x'"),
+    ],
+)
+def test_a_flag_that_is_no_number_says_what_was_expected(words, expected, capsys):
+    """The message has no name of a function of Python."""
+    assert main.main(words.split()) == 2
+    assert expected in capsys.readouterr().err
+
+
 def test_version_is_printed(capsys):
     """The version and what it runs on are printed."""
     assert main.main(["version"]) == 0
