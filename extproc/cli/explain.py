@@ -271,19 +271,20 @@ def _read_request(name: str) -> bytes:
     """The body of a request, of a file or of standard input."""
     if name != "-":
         try:
-            return Path(name).read_bytes()
+            body = Path(name).read_bytes()
         except OSError as error:
             raise file_error(name, error) from None
-    is_open = sys.stdin is not None  # not after `<&-`
-    if is_open and sys.stdin.isatty():
-        print("Reading the request from the terminal; Ctrl-D ends it.", file=sys.stderr)
-    body = sys.stdin.buffer.read() if is_open else b""
+    else:
+        is_open = sys.stdin is not None  # not after `<&-`
+        if is_open and sys.stdin.isatty():
+            print("Reading the request from the terminal; Ctrl-D ends it.", file=sys.stderr)
+        body = sys.stdin.buffer.read() if is_open else b""
     if not body.strip():
         raise ConfigError(
-            "standard input",
+            "standard input" if name == "-" else name,
             wanted="the JSON body of a request",
             got="nothing",
-            fix="name a file, or write: echo '{\"model\": ...}' | extproc explain",
+            fix="name a file with one, or write: echo '{\"model\": ...}' | extproc explain",
         )
     return body
 

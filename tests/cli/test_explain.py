@@ -459,11 +459,14 @@ def test_a_state_of_many_failures_is_explained(files, tmp_path, capsys):
     assert "chosen by rendezvous: 10.0.0.2:8000" in output
 
 
-def test_empty_standard_input_is_status_2(files, capsys, monkeypatch):
+def test_an_empty_request_is_status_2(files, tmp_path, capsys, monkeypatch):
     """No request is not a request without a model."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" ")))
-    assert main.main(["explain", "--state", files["state"]]) == 2
-    assert "standard input" in capsys.readouterr().err
+    (tmp_path / "empty.json").write_bytes(b"\n")
+    for words, where in (([], "standard input"), ([str(tmp_path / "empty.json")], "empty.json")):
+        assert main.main(["explain", *words, "--state", files["state"]]) == 2
+        wanted = f"{where}: expected the JSON body of a request, got nothing"
+        assert wanted in capsys.readouterr().err
 
 
 def test_a_closed_standard_input_is_status_2(files, capsys, monkeypatch):
