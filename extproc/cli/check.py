@@ -57,7 +57,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also compare with FILE, as if that was running: what is live, what needs a restart",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of text, but not for --plugins"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
     flags.add(parser)
 
@@ -69,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: Flags or files are wrong.
     """
     if args.plugins:
+        if args.json:
+            raise ConfigError(
+                "--plugins",
+                wanted="no --json, as plugins are listed as text",
+                got="both",
+                fix="remove --json",
+            )
         print("\n".join(_describe_plugins()))
         return 0
     if args.schema:

@@ -213,6 +213,14 @@ def test_check_file_is_named_once(capsys):
     assert "name it once" in capsys.readouterr().err
 
 
+def test_plugins_are_not_listed_as_json(capsys):
+    """Rather than text that no program can read."""
+    assert main.main(["check", "--plugins", "--json"]) == 2
+    output = capsys.readouterr()
+    assert "--plugins: expected no --json" in output.err
+    assert not output.out
+
+
 def test_plugins_are_listed(capsys):
     """Every strategy and plugin kind is listed."""
     assert main.main(["check", "--plugins"]) == 0
