@@ -3,12 +3,16 @@
 The same conversations run twice, by round robin and by the default strategy, each time on fresh
 engines with empty caches. Everything listens on loopback and is gone at the end; with --keep it
 stays, on the usual ports where they are free.
+
+Exit status: 0 all requests were answered, also after the Ctrl-C that ends --keep; 1 some failed;
+2 wrong flags or files, or a child did not start; 130 Ctrl-C before the result, 143 SIGTERM before it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -124,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         main.print_error(error)
         return 2
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return 0
+    except asyncio.CancelledError:
+        return stack.TERMINATED
 
 
 async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, keep: bool) -> int:
@@ -148,7 +152,8 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
                 print(await _decision(place, total))
                 print(_hints(place, keep=keep))
             if last and keep:
-                await run_forever()
+                with contextlib.suppress(asyncio.CancelledError):  # the end that the hints name
+                    await run_forever()
     return 0 if _healthy(runs) else 1
 
 

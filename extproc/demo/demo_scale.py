@@ -2,6 +2,9 @@
 
 The first request is held while extproc starts an engine, load calls for more, and silence takes all
 of them away. Everything listens on free loopback ports and is gone at the end.
+
+Exit status: 0 all requests were answered, and no engine is left; 1 otherwise; 2 wrong flags or files,
+or a child did not start; 130 Ctrl-C before the result, 143 SIGTERM before it.
 """
 
 from __future__ import annotations
@@ -103,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     template = envoy_config.find(args.envoy_config, where="--envoy-config")
     try:
         return uvloop.run(_demo(template, args.plot, short=args.short))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return 0
+    except asyncio.CancelledError:
+        return stack.TERMINATED
 
 
 async def _demo(template: Path, plot: Path, *, short: bool) -> int:

@@ -39,6 +39,9 @@ START_TIMEOUT_S = 300.0
 #: The same to end where all do, and no exit code says anything any more.
 STOP_TIMEOUT_S = 5.0
 
+#: Exit status of a demo that SIGTERM or SIGHUP ended, as shells report the first.
+TERMINATED = 128 + signal.SIGTERM
+
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
 

@@ -30,10 +30,10 @@ def session_of(leader):
     return result
 
 
-async def start(folder, *, stdout=asyncio.subprocess.PIPE):
+async def start(folder, *words, stdout=asyncio.subprocess.PIPE):
     """Start the demo as the leader of a session of its own."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "extproc", "demo"),
+        *(sys.executable, "-m", "extproc", *(words or ["demo"])),
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)},
         stdout=stdout,
@@ -58,6 +58,33 @@ def ended(pid):
     finally:
         loop.remove_reader(watched)
         os.close(watched)
+
+
+@pytest.mark.parametrize("command", ["demo", "demo-scale"])
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_an_interrupted_demo_has_the_status_of_its_signal(tmp_path, command, how, status):
+    """A script does not take it for one that showed its result."""
+    demo = await start(tmp_path, command)
+    assert await demo.stdout.readline()  # which comes after the handlers of signals
+    demo.send_signal(how)
+    message, _ = await demo.communicate()
+    assert demo.returncode == status, message.decode()
+    assert b"Traceback" not in message
+    assert session_of(demo.pid) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+async def test_a_demo_that_stays_ends_well(tmp_path, how):
+    """Ctrl-C is the end that it names itself."""
+    demo = await start(tmp_path, "demo", "--keep", "--conversations", "1")
+    async for line in demo.stdout:
+        if b"Running until Ctrl-C" in line:
+            break
+    demo.send_signal(how)
+    message, _ = await demo.communicate()
+    assert demo.returncode == 0, message.decode()
+    assert session_of(demo.pid) == []
 
 
 @pytest.mark.slow
@@ -104,7 +131,8 @@ async def test_the_demo_is_stopped(tmp_path, how):
         assert len(children) > 5
         ends = [watches.enter_context(ended(pid)) for pid in children]
         demo.send_signal(how)
-        await demo.wait()
+        statuses = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+        assert await demo.wait() == statuses[how]
         for end in ends:
             await end.wait()
     os.close(ours)
