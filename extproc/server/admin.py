@@ -363,7 +363,7 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
             endpoint = decision.endpoints[0].address
         if wanted_pool and pool != wanted_pool:
             return False
-        texts = (record.id, model, endpoint)
+        texts = (explanation.show_id(record), model, endpoint)
         return all(part in text.lower() for part, text in zip(wanted.values(), texts, strict=True))
 
     return is_wanted

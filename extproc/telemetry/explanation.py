@@ -164,11 +164,19 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
     }
 
 
+def show_id(record: DecisionRecord | RejectionRecord) -> str:
+    """Id of a record, whose header was read as latin-1, as UTF-8 where its bytes are that."""
+    try:
+        return record.id.encode("latin-1").decode()
+    except UnicodeError:
+        return record.id
+
+
 def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json:
     """A recorded request as JSON: a decision with its age and result, or a rejection."""
     if isinstance(record, RejectionRecord):
         return {
-            "id": record.id,
+            "id": show_id(record),
             "seconds_ago": now - record.at,
             "trace_id": record.trace_id or None,
             "pool": record.pool,
@@ -178,7 +186,7 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
             **explain(record.rejection),
         }
     return {
-        "id": record.id,
+        "id": show_id(record),
         "seconds_ago": now - record.at,
         "result": record.result,
         "status": record.status or None,
@@ -197,7 +205,7 @@ def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Js
     """A recorded request as one row of a list."""
     if isinstance(record, RejectionRecord):
         return {
-            "id": record.id,
+            "id": show_id(record),
             "seconds_ago": now - record.at,
             "pool": record.pool,
             "model": record.model,
@@ -211,7 +219,7 @@ def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Js
         }
     decision = record.decision
     return {
-        "id": record.id,
+        "id": show_id(record),
         "seconds_ago": now - record.at,
         "pool": decision.pool,
         "model": decision.request.target,

@@ -230,17 +230,18 @@ def test_strategies_are_compared_on_the_last_requests():
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("", {"a-1", "b-2", "c-3", "d-4"}),
+        ("", {"a-1", "b-2", "c-3", "dü-4"}),
         ("id=a-", {"a-1"}),
         ("id=A-", {"a-1"}),
+        ("id=%C3%BC-", {"dü-4"}),
         ("result=open", {"a-1"}),
         ("result=ok", {"b-2"}),
         ("result=failed", {"c-3"}),
-        ("result=refused", {"d-4"}),
+        ("result=refused", {"dü-4"}),
         ("endpoint=127.0.0", {"a-1", "b-2", "c-3"}),
         ("model=demo&result=ok", {"b-2"}),
         ("model=other", set()),
-        ("limit=1", {"d-4"}),
+        ("limit=1", {"dü-4"}),
     ],
 )
 def test_decisions_are_selected(query, expected):
@@ -251,7 +252,9 @@ def test_decisions_are_selected(query, expected):
             route(process, "a-1")
             route(process, "b-2").on_finished(endpoint=None, status="200", duration_s=1.0)
             route(process, "c-3").on_finished(endpoint=None, status="503", duration_s=1.0)
-            refusal = RejectionRecord("d-4", time.monotonic(), "", "", NO_ENDPOINTS)
+            refusal = RejectionRecord(
+                "dü-4".encode().decode("latin-1"), time.monotonic(), "", "", NO_ENDPOINTS
+            )
             process.decisions.add_rejection(refusal)
             answer = await http1.ask(port, f"/debug/decisions?{query}")
             assert {decision["id"] for decision in answer.json()["decisions"]} == expected

@@ -251,6 +251,14 @@ def test_a_recorded_decision_is_explained_with_its_result():
     assert explanation.summarize_record(record, 8.0)["endpoint"] == "10.0.0.2:8000"
 
 
+def test_an_id_is_shown_in_utf8_where_its_bytes_are_that():
+    """Headers are bytes, which are read as latin-1."""
+    for sent, shown in (("zürich".encode(), "zürich"), (b"z\xfcrich", "zürich"), (b"a", "a")):
+        record = decision_log.DecisionLog(1).add(sent.decode("latin-1"), decision(), 0.0)
+        assert explanation.summarize_record(record, 8.0)["id"] == shown
+        assert explanation.explain_record(record, 8.0)["id"] == shown
+
+
 def fleet():
     pool = PoolStore(on_gone=lambda _: None)
     pool.set_endpoints([Endpoint("a:1", name="one", labels={"zone": "east"}), Endpoint("b:2")], 0.0)
