@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -198,9 +199,12 @@ def run_calls(
             yield n, call()
         return
     context = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(
-        min(jobs, len(calls)), mp_context=context, initializer=_worker
-    ) as pool:
+    with (
+        _exit_on_sigterm(),
+        futures.ProcessPoolExecutor(
+            min(jobs, len(calls)), mp_context=context, initializer=_worker
+        ) as pool,
+    ):
         try:
             with _unheard_by_children():
                 waiting = {pool.submit(call): n for n, call in enumerate(calls)}
@@ -233,6 +237,16 @@ def run(
 def trace_rows(trace: str) -> tuple[str, ...]:
     """Lines of a trace, none without its path; every run of a process reads the same ones."""
     return tuple(loader.read_text(Path(trace)).splitlines()) if trace else ()
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Exit on SIGTERM by an exception, so that the pool ends its workers and frees its semaphores."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -311,6 +311,22 @@ def test_ctrl_c_ends_it_at_once(small):
     assert "Traceback" not in err
 
 
+def test_sigterm_ends_it_in_silence(small):
+    """Workers are ended, and no semaphore is left that Python would warn of."""
+    small.write_text(SMALL.replace("requests: 30", "requests: 100000000"))
+    argv = [sys.executable, "-m", "extproc", "simulate", str(small), "--jobs", "2"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _workers(process, 2, ticks=60)
+            process.terminate()
+            _, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert "warn" not in err.lower()
+    assert "Traceback" not in err
+
+
 def test_workers_end_with_their_parent(small):
     """Nothing goes on computing after the command was killed."""
     small.write_text(SMALL.replace("requests: 30", "requests: 100000000"))
