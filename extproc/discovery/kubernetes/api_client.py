@@ -230,13 +230,16 @@ async def _call_api(
             header_params={"Accept": _JSON} | ({} if body is None else {"Content-Type": kind}),
             auth_settings=["BearerToken"],
         )
+        # A token file may end in a newline, which no header may contain.
+        headers = {name: " ".join(text.split()) for name, text in headers.items()}
         call = await client.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = call.response
         if response.status in {200, 201}:
             return response
         async with response:
             error_body = await response.content.read(_MAX_ERROR_BYTES)
-    except config.ConfigException as error:
+    except (config.ConfigException, ValueError) as error:
+        # A token that no header may contain is a ValueError.
         return api_responses.ApiError(0, _error_text(error), credentials_expired=True)
     except _CONNECTION_ERRORS as error:
         return api_responses.ApiError(

@@ -155,6 +155,37 @@ def test_a_service_account_without_a_token_is_refused(account, monkeypatch):
         )
 
 
+def test_a_token_file_may_end_in_a_newline(account, monkeypatch):
+    """So `kubectl create token` writes it; the newline is no part of the token."""
+
+    async def scene():
+        (account / "token").write_text("first\n")
+        async with secure(certificate(account, "server"), {"first"}) as port:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+            async with connected() as server:
+                assert await server.page(PODS, "") == builders.page()
+                assert await server.send("GET", PODS.path, seconds=60.0) == builders.page()
+
+    asyncio.run(scene())
+
+
+def test_a_token_that_no_header_may_contain_is_a_failed_request(account, monkeypatch):
+    """The next one is read by renewing."""
+
+    async def scene():
+        (account / "token").write_text("fir\0st")
+        async with secure(certificate(account, "server"), {"first"}) as port:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+            async with connected() as server:
+                refused = await server.page(PODS, "")
+                assert (refused.status, refused.credentials_expired) == (0, True)
+                (account / "token").write_text("first")
+                await server.renew(server.generation)
+                assert await server.page(PODS, "") == builders.page()
+
+    asyncio.run(scene())
+
+
 def test_a_missing_token_is_a_failed_request(account, monkeypatch):
     """The client reads it again after a minute; what it raises then ends nothing."""
 
