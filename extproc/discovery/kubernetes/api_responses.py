@@ -110,6 +110,9 @@ class UndecodableMessage(msgspec.Struct, frozen=True):
     reason: str
 
 
+#: An object that does not count.
+_Absent = Deleted | InvalidObject
+
 WatchEvent = Applied | Deleted | InvalidObject | Bookmark | WatchError | UndecodableMessage
 
 
@@ -177,6 +180,9 @@ class WatchReader:
     def __init__(self, resource: watch_plan.ResourceType) -> None:
         form = objects.FORMS[resource]
         self._value = form.value
+        # A finalizer may hold a custom resource that is being deleted. Pods and slices say
+        # themselves which endpoints end.
+        self._ends_at_deletion = resource not in {watch_plan.PODS, watch_plan.SLICES}
         self._object: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form.raw)
         generic: Any = _Line
         self._line: msgspec.json.Decoder[_Line[Any]] = msgspec.json.Decoder(generic[form.raw])
@@ -194,7 +200,7 @@ class WatchReader:
                 if not raw.metadata.name:
                     return _NAMELESS
                 value = self._decode_value(raw)
-                return value if isinstance(value, InvalidObject) else Applied(value, version)
+                return value if isinstance(value, _Absent) else Applied(value, version)
             case "DELETED":
                 return Deleted(raw.metadata.namespace, raw.metadata.name, version)
             case "BOOKMARK":
@@ -214,13 +220,13 @@ class WatchReader:
             value = self._decode_object(item)
             if isinstance(value, InvalidObject):
                 invalid_objects.append(value)
-            else:
+            elif not isinstance(value, Deleted):
                 values.append(value)
         return ListPage(
             tuple(values), tuple(invalid_objects), page.metadata.version, page.metadata.more
         )
 
-    def _decode_object(self, text: msgspec.Raw) -> objects.Value | InvalidObject:
+    def _decode_object(self, text: msgspec.Raw) -> objects.Value | _Absent:
         try:
             raw = self._object.decode(text)
         except objects.BROKEN as error:
@@ -230,12 +236,14 @@ class WatchReader:
             return InvalidObject(raw.metadata.namespace, "", "", "it has no name")
         return self._decode_value(raw)
 
-    def _decode_value(self, raw: Any) -> objects.Value | InvalidObject:
+    def _decode_value(self, raw: Any) -> objects.Value | _Absent:
         """Converts an object; an object whose conversion raises is invalid, alone."""
+        named = raw.metadata
+        if self._ends_at_deletion and named.deletion_timestamp:
+            return Deleted(named.namespace, named.name, named.resource_version)
         try:
             return self._value(raw)
         except Exception as error:  # noqa: BLE001 - one object must not hide all others
-            named = raw.metadata
             reason = f"reading it raised {type(error).__name__}"
             return InvalidObject(named.namespace, named.name, named.resource_version, reason)
 
@@ -256,7 +264,7 @@ class WatchReader:
                 return Deleted(key.namespace, key.name, key.version)
             case "ADDED" | "MODIFIED" if key.name:
                 value = self._decode_object(line.object)
-                if isinstance(value, InvalidObject):
+                if isinstance(value, _Absent):
                     return value
         return UndecodableMessage(f"an event of type {line.type[:40]!r} that says nothing")
 

@@ -97,6 +97,27 @@ def test_deletions_bookmarks_and_errors_are_read():
     assert PODS.decode_event(builders.line("ERROR", gone)) == api_responses.WatchError(410, "old")
 
 
+@pytest.mark.parametrize(
+    ("resource", "value"),
+    [
+        (watch_plan.POOLS, builders.pool("a")),
+        (watch_plan.OLD_POOLS, builders.old_pool("a")),
+        (watch_plan.OBJECTIVES, builders.objective("a")),
+        (watch_plan.REWRITES, builders.rewrite("a", rules=[(["m"], {"n": 1})])),
+    ],
+)
+def test_a_custom_object_in_deletion_counts_as_deleted(resource, value):
+    """A finalizer may hold it for long; in lists it is absent."""
+    reader = api_responses.WatchReader(resource)
+    assert len(reader.decode_list(builders.page(value)).values) == 1
+    value["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
+    deleted = api_responses.Deleted("default", "a", "8")
+    for kind in ("ADDED", "MODIFIED"):
+        assert reader.decode_event(builders.line(kind, value, "8")) == deleted
+    page = reader.decode_list(builders.page(value))
+    assert (page.values, page.invalid_objects) == ((), ())
+
+
 def test_a_bookmark_of_a_resource_with_required_fields():
     """Bookmarks of pools have an empty spec, which no pool may have."""
     mark = {"kind": "InferencePool", "metadata": {}, "spec": {}}
