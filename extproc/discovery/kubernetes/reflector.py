@@ -68,6 +68,7 @@ class Reflector:
         self._consecutive_failures = 0
         self._expirations = 0
         self._slow_retries = 0
+        self._has_watch_failed = False
         self._missing_since: float | None = None
         self._forbidden_since: float | None = None
         self._is_reachable = True
@@ -112,15 +113,16 @@ class Reflector:
             if not more:
                 break
         self._version, self._has_list = page.version, True
-        self._consecutive_failures = self._slow_retries = 0
-        self._missing_since = self._forbidden_since = None
+        self._consecutive_failures = 0
+        self._missing_since = None
         self._invalid_objects &= {(invalid.namespace, invalid.name) for invalid in invalid_objects}
         for invalid in invalid_objects:
             self._report_invalid(invalid)
         faults = self._object_store.replace(self.collection, values)
         for key, fault in faults.items():
             self._supervisor.record_error("kubernetes", fault, instance="/".join(key))
-        self._listener.on_state(self.collection, "connected", "")
+        if not self._has_watch_failed:
+            self._listener.on_state(self.collection, "connected", "")
         self._listener.on_changed()
         return 0.0
 
@@ -130,8 +132,11 @@ class Reflector:
         generation = self._server.generation
         async with self._server.watch(self.collection, self._version, seconds) as stream:
             if isinstance(stream, api_responses.ApiError):
+                # From now on a list alone does not count: it brings no changes.
+                self._has_watch_failed = True
                 return await self._on_error(stream, generation)
-            self._forbidden_since = None
+            self._has_watch_failed = False
+            self._slow_retries, self._forbidden_since = 0, None
             self._listener.on_state(self.collection, "connected", "")
             partial_line = b""
             async for chunk in stream:

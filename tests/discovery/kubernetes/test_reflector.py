@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 
 import pytest
@@ -15,13 +16,18 @@ LIST = b'{"metadata": {"resourceVersion": "7"}, "items": []}'
 
 
 class ServerFixture:
-    """An API server that answers every list and watch with what a test sets."""
+    """An API server that answers every list and watch with what a test sets.
+
+    Attributes:
+        watch_answer: Answer to watches; None for the answer to lists.
+    """
 
     name = "https://api"
     generation = 1
 
     def __init__(self):
         self.answer = LIST
+        self.watch_answer = None
         self.watched = []
 
     async def page(self, collection, more):
@@ -30,7 +36,13 @@ class ServerFixture:
     @contextlib.asynccontextmanager
     async def watch(self, collection, version, seconds):
         self.watched.append(version)
-        yield self.answer
+        yield self.answer if self.watch_answer is None else self.watch_answer
+
+
+async def quiet_watch():
+    """A watch that the server ends without an event."""
+    for chunk in ():
+        yield chunk
 
 
 class FeedFixture:
@@ -73,6 +85,12 @@ class FeedFixture:
             self.now += pauses[-1]
         return pauses
 
+    def watch(self):
+        """Runs a watch that the server grants and soon ends."""
+        self.server.watch_answer = quiet_watch()
+        asyncio.run(self.subject.step())
+        self.server.watch_answer = None
+
 
 def test_reflector_lists_at_once_when_the_api_server_returns():
     """A long outage makes long pauses, which end with the first answer whatever it is."""
@@ -86,6 +104,7 @@ def test_reflector_keeps_its_version_through_403_after_a_restart():
     """For 10 s; then the right is missing, and is looked for every 10 s at most."""
     feeding = FeedFixture()
     feeding.pauses(LIST, 1)
+    feeding.watch()
     feeding.pauses(AWAY, 1)
     assert feeding.pauses(FORBIDDEN, 5) == [0.25, 0.5, 1.0, 2.0, 4.0]
     assert set(feeding.states) == {"connected", "disconnected"}
@@ -102,3 +121,26 @@ def test_reflector_retries_a_missing_collection_every_10_s(status):
     feeding = FeedFixture()
     assert feeding.pauses(api_responses.ApiError(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]
     assert feeding.states[0] in {"forbidden", "not-installed"}
+
+
+def test_reflector_stays_forbidden_without_the_right_to_watch():
+    """A Role may grant lists alone, which bring the objects now and then, but no changes."""
+    feeding = FeedFixture()
+    feeding.server.watch_answer = FORBIDDEN
+    assert feeding.pauses(LIST, 12)[-5:] == [5.0, 0.0, 10.0, 0.0, 10.0]
+    states = [state for state, _ in itertools.groupby(feeding.states)]
+    assert states == ["connected", "disconnected", "forbidden"]
+    feeding.pauses(LIST, 1)
+    feeding.watch()
+    assert feeding.states[-1] == "connected"
+
+
+def test_reflector_stays_forbidden_after_the_right_to_watch_was_lost():
+    """The grace after a restart of the API server comes once."""
+    feeding = FeedFixture()
+    feeding.pauses(LIST, 1)
+    feeding.watch()
+    feeding.server.watch_answer = FORBIDDEN
+    feeding.pauses(LIST, 20)
+    states = [state for state, _ in itertools.groupby(feeding.states)]
+    assert states == ["connected", "disconnected", "forbidden"]
