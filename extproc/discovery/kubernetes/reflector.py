@@ -8,8 +8,9 @@ and less often. The last state stands through all of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from extproc.discovery.kubernetes import api_responses, objects, settings, store
@@ -72,7 +73,7 @@ class Reflector:
         self._missing_since: float | None = None
         self._forbidden_since: float | None = None
         self._is_reachable = True
-        self._has_list = False
+        self._has_list = self._ends_at_once = False
         self._invalid_objects: set[tuple[str, str]] = set()
 
     async def sync(self) -> None:
@@ -137,29 +138,57 @@ class Reflector:
                 return await self._on_error(stream, generation)
             self._has_watch_failed = False
             self._slow_retries, self._forbidden_since = 0, None
-            self._listener.on_state(self.collection, "connected", "")
-            partial_line = b""
-            async for chunk in stream:
-                *lines, partial_line = (
-                    (partial_line + chunk).split(b"\n") if partial_line else chunk.split(b"\n")
-                )
-                for line in lines:
-                    pause = self._apply_line_safely(line) if line else None
-                    if pause is not None:
+            with self._report_while_open():
+                partial_line = b""
+                async for chunk in stream:
+                    *lines, partial_line = (
+                        (partial_line + chunk).split(b"\n") if partial_line else chunk.split(b"\n")
+                    )
+                    for line in lines:
+                        pause = self._apply_line_safely(line) if line else None
+                        if pause is not None:
+                            self._listener.on_changed()
+                            return pause
+                    if lines:
+                        has_events = True
+                        self._failures = self._consecutive_failures = self._expirations = 0
                         self._listener.on_changed()
-                        return pause
-                if lines:
-                    has_events = True
-                    self._failures = self._consecutive_failures = self._expirations = 0
-                    self._listener.on_changed()
-                if len(partial_line) > _MAX_LINE_BYTES:
-                    return self._restart("a line without end")
+                        if self._ends_at_once:
+                            self._report_connected()
+                    if len(partial_line) > _MAX_LINE_BYTES:
+                        return self._restart("a line without end")
         # The rest is half a line of a connection that broke: its event comes again.
         if has_events or self._clock() - started >= _MIN_WATCH_S:
             self._failures = 0
             # Spread, because a server that goes down ends all watches of all clients at once.
             return self._rng.uniform(0.0, self._settings.retry_s)
+        return self._on_short_watch()
+
+    def _on_short_watch(self) -> float:
+        """Handles a watch that ended at once: of some in a row, changes may be missing."""
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= _MAX_FAILURES:
+            self._version, self._ends_at_once, self._has_watch_failed = "", True, True
+            self._listener.on_state(self.collection, "disconnected", "watches end at once")
         return self._retry_pause()
+
+    @contextlib.contextmanager
+    def _report_while_open(self) -> Iterator[None]:
+        """Reports `connected`: at once, or a second later where watches ended at once."""
+        if not self._ends_at_once:
+            self._report_connected()
+            yield
+            return
+        # Else the state would change with every watch that a proxy cuts.
+        timer = asyncio.get_running_loop().call_later(_MIN_WATCH_S, self._report_connected)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _report_connected(self) -> None:
+        self._ends_at_once = False
+        self._listener.on_state(self.collection, "connected", "")
 
     def _apply_line_safely(self, line: bytes) -> float | None:
         """Applies one line through `_apply_line`; skips a line that raises."""

@@ -177,6 +177,9 @@ def test_repeated_watch_failures_are_followed_by_a_list(tmp_path):
             async def broken(_):
                 return fake.refuse(500, "Too large resource version")
 
+            # A watch without a line is a failure as well.
+            mark = {"kind": "Pod", "metadata": {}}
+            scene.server.send(builders.line("BOOKMARK", mark, str(scene.server.version)) + b"\n")
             scene.server.answers.extend([broken] * 3)
             scene.server.requests.clear()
             scene.server.drop()

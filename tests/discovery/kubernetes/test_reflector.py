@@ -13,6 +13,7 @@ from extproc.supervision import Supervisor
 REF = settings.InferencePoolRef("n", "pool")
 AWAY, BUSY, FORBIDDEN = (api_responses.ApiError(status, "no") for status in (0, 503, 403))
 LIST = b'{"metadata": {"resourceVersion": "7"}, "items": []}'
+BOOKMARK = b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "8"}}}\n'
 
 
 class ServerFixture:
@@ -39,9 +40,9 @@ class ServerFixture:
         yield self.answer if self.watch_answer is None else self.watch_answer
 
 
-async def quiet_watch():
-    """A watch that the server ends without an event."""
-    for chunk in ():
+async def watch_of(*chunks):
+    """A watch that the server ends after some bytes."""
+    for chunk in chunks:
         yield chunk
 
 
@@ -85,11 +86,12 @@ class FeedFixture:
             self.now += pauses[-1]
         return pauses
 
-    def watch(self):
-        """Runs a watch that the server grants and soon ends."""
-        self.server.watch_answer = quiet_watch()
-        asyncio.run(self.subject.step())
+    def watch(self, *chunks):
+        """Runs a watch that the server grants and soon ends; returns the pause."""
+        self.server.watch_answer = watch_of(*chunks)
+        pause = asyncio.run(self.subject.step())
         self.server.watch_answer = None
+        return pause
 
 
 def test_reflector_lists_at_once_when_the_api_server_returns():
@@ -104,11 +106,11 @@ def test_reflector_keeps_its_version_through_403_after_a_restart():
     """For 10 s; then the right is missing, and is looked for every 10 s at most."""
     feeding = FeedFixture()
     feeding.pauses(LIST, 1)
-    feeding.watch()
+    feeding.watch(BOOKMARK)
     feeding.pauses(AWAY, 1)
     assert feeding.pauses(FORBIDDEN, 5) == [0.25, 0.5, 1.0, 2.0, 4.0]
     assert set(feeding.states) == {"connected", "disconnected"}
-    assert set(feeding.server.watched) == {"7"}
+    assert set(feeding.server.watched[1:]) == {"8"}
     feeding.pauses(FORBIDDEN, 1)
     assert "forbidden" not in feeding.states
     assert feeding.pauses(FORBIDDEN, 4) == [5.0, 10.0, 10.0, 10.0]
@@ -131,7 +133,7 @@ def test_reflector_stays_forbidden_without_the_right_to_watch():
     states = [state for state, _ in itertools.groupby(feeding.states)]
     assert states == ["connected", "disconnected", "forbidden"]
     feeding.pauses(LIST, 1)
-    feeding.watch()
+    feeding.watch(BOOKMARK)
     assert feeding.states[-1] == "connected"
 
 
@@ -139,8 +141,50 @@ def test_reflector_stays_forbidden_after_the_right_to_watch_was_lost():
     """The grace after a restart of the API server comes once."""
     feeding = FeedFixture()
     feeding.pauses(LIST, 1)
-    feeding.watch()
+    feeding.watch(BOOKMARK)
     feeding.server.watch_answer = FORBIDDEN
     feeding.pauses(LIST, 20)
     states = [state for state, _ in itertools.groupby(feeding.states)]
     assert states == ["connected", "disconnected", "forbidden"]
+
+
+def test_reflector_lists_again_after_watches_that_end_at_once():
+    """They bring no changes, so the collection is not in step until one brings a line."""
+    feeding = FeedFixture()
+    feeding.pauses(LIST, 1)
+    assert [feeding.watch() for _ in range(3)] == [0.25, 0.5, 1.0]
+    feeding.pauses(LIST, 1)
+    feeding.watch()
+    assert feeding.server.watched == ["7"] * 4
+    assert feeding.states == [*["connected"] * 4, "disconnected"]
+    feeding.watch(BOOKMARK)
+    assert feeding.states[-1] == "connected"
+
+
+def test_reflector_is_connected_while_a_watch_goes_on(monkeypatch):
+    """After some that ended at once, a quiet one counts once it was open for a moment."""
+    monkeypatch.setattr(reflector, "_MIN_WATCH_S", 0.01)
+    feeding = FeedFixture()
+    feeding.pauses(LIST, 1)
+    for _ in range(3):
+        feeding.watch()
+    feeding.pauses(LIST, 1)
+    assert feeding.states[-1] == "disconnected"
+
+    async def scene():
+        ended = asyncio.Event()
+
+        async def quiet():
+            await ended.wait()
+            yield b""
+
+        def on_state(collection, kind, detail):
+            feeding.states.append(kind)
+            ended.set()
+
+        feeding.on_state = on_state
+        feeding.server.watch_answer = quiet()
+        await feeding.subject.step()
+
+    asyncio.run(scene())
+    assert feeding.states[-1] == "connected"
