@@ -124,10 +124,16 @@ class KubernetesApiClient:
             await self._session.retire()
 
     async def page(
-        self, collection: WatchedCollection, more: str
+        self, collection: WatchedCollection, more: str, *, limit: int
     ) -> bytes | api_responses.ApiError:
-        """Fetches a page of a list by its token; empty for the first one."""
-        query = {"limit": str(self._settings.page)} | ({"continue": more} if more else {})
+        """Fetches a page of a list.
+
+        Args:
+            more: Token of the page; empty for the first one.
+            limit: Objects per page (count); 0 for all on one page.
+        """
+        wanted = {"limit": str(limit) if limit else "", "continue": more}
+        query = {key: text for key, text in wanted.items() if text}
         settings = self._settings
         timeout = aiohttp.ClientTimeout(total=settings.request_s, sock_connect=settings.connect_s)
         async with self._request(collection, query, timeout) as answer:

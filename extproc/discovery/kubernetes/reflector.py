@@ -96,11 +96,16 @@ class Reflector:
     async def _list(self) -> float:
         values: list[objects.Value] = []
         invalid_objects: list[api_responses.InvalidObject] = []
-        more = ""
+        more, limit = "", self._settings.page
         while True:
             generation = self._server.generation
-            answer = await self._server.page(self.collection, more)
+            answer = await self._server.page(self.collection, more, limit=limit)
             if isinstance(answer, api_responses.ApiError):
+                if answer.status == 410 and more:
+                    # Pages may come slower than their tokens expire.
+                    values, invalid_objects, more, limit = [], [], "", 0
+                    self._listener.on_event("relisted", self.collection.title)
+                    continue
                 return await self._on_error(answer, generation)
             page = self._reader.decode_list(answer)
             if isinstance(page, api_responses.UndecodableMessage) or not page.version:

@@ -115,14 +115,14 @@ def test_api_client_uses_the_service_account_of_the_pod(account, monkeypatch):
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
             async with connected() as server:
                 assert server.name == f"https://127.0.0.1:{port}"
-                assert await server.page(PODS, "") == builders.page()
+                assert await server.page(PODS, "", limit=500) == builders.page()
                 tokens.clear()
                 tokens.add("second")
                 (account / "token").write_text("second")
-                refused = await server.page(PODS, "")
+                refused = await server.page(PODS, "", limit=500)
                 assert (refused.status, refused.credentials_expired) == (401, True)
                 await server.renew(server.generation)
-                assert await server.page(PODS, "") == builders.page()
+                assert await server.page(PODS, "", limit=500) == builders.page()
 
     asyncio.run(scene())
 
@@ -136,11 +136,11 @@ def test_a_certificate_of_another_authority_is_refused(account, monkeypatch):
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
             certificate(account, "server")
             async with connected() as server:
-                refused = await server.page(PODS, "")
+                refused = await server.page(PODS, "", limit=500)
                 assert (refused.status, refused.credentials_expired) == (0, True)
                 (account / "server.crt").write_bytes(theirs.read_bytes())
                 await server.renew(server.generation)
-                assert await server.page(PODS, "") == builders.page()
+                assert await server.page(PODS, "", limit=500) == builders.page()
 
     asyncio.run(scene())
 
@@ -163,7 +163,7 @@ def test_a_token_file_may_end_in_a_newline(account, monkeypatch):
         async with secure(certificate(account, "server"), {"first"}) as port:
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
             async with connected() as server:
-                assert await server.page(PODS, "") == builders.page()
+                assert await server.page(PODS, "", limit=500) == builders.page()
                 assert await server.send("GET", PODS.path, seconds=60.0) == builders.page()
 
     asyncio.run(scene())
@@ -177,11 +177,11 @@ def test_a_token_that_no_header_may_contain_is_a_failed_request(account, monkeyp
         async with secure(certificate(account, "server"), {"first"}) as port:
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
             async with connected() as server:
-                refused = await server.page(PODS, "")
+                refused = await server.page(PODS, "", limit=500)
                 assert (refused.status, refused.credentials_expired) == (0, True)
                 (account / "token").write_text("first")
                 await server.renew(server.generation)
-                assert await server.page(PODS, "") == builders.page()
+                assert await server.page(PODS, "", limit=500) == builders.page()
 
     asyncio.run(scene())
 
@@ -197,10 +197,10 @@ def test_a_missing_token_is_a_failed_request(account, monkeypatch):
                 loader = configuration.refresh_api_key_hook.__closure__[0].cell_contents
                 loader.token_expires_at = dt.datetime.min  # noqa: DTZ901 - the client's own
                 (account / "token").write_text("")
-                refused = await server.page(PODS, "")
+                refused = await server.page(PODS, "", limit=500)
                 assert (refused.status, refused.credentials_expired) == (0, True)
                 (account / "token").unlink()
-                assert (await server.page(PODS, "")).status == 0
+                assert (await server.page(PODS, "", limit=500)).status == 0
 
     asyncio.run(scene())
 
@@ -255,7 +255,7 @@ def test_retry_after_is_read(tmp_path, header, seconds):
 
         fakes.answers.append(busy)
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
-            error = await server.page(PODS, "")
+            error = await server.page(PODS, "", limit=500)
         await fakes.close()
         assert error == api_responses.ApiError(429, "slow down", seconds)
 
@@ -273,7 +273,7 @@ def test_an_error_without_a_status_object_is_reported(tmp_path):
 
         fakes.answers.append(gateway)
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
-            error = await server.page(PODS, "")
+            error = await server.page(PODS, "", limit=500)
         await fakes.close()
         assert (error.status, error.message) == (502, "<html>bad gateway</html>")
 

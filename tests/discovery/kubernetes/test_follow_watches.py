@@ -83,34 +83,47 @@ def test_an_invalid_event_is_followed_by_a_list(tmp_path):
 
 
 def test_long_lists_are_read_in_pages(tmp_path):
-    """A list of many pages is complete, and one whose token expires begins again."""
+    """A list of many pages is complete."""
+
+    async def scene():
+        pods = [builders.pod(f"p{at:02}", ip=f"10.0.0.{at}") for at in range(25)]
+        sources = (settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,)),)
+        async with following(tmp_path, *pods, sources=sources, page=10) as scene:
+            assert scene.names("default/sel") == [f"p{at:02}" for at in range(25)]
+            assert "relisted" not in scene.kinds()
+            assert [query.get("limit") for _, query in scene.server.requests[:3]] == ["10"] * 3
+
+    asyncio.run(scene())
+
+
+def test_a_list_whose_tokens_expire_is_read_without_pages(tmp_path):
+    """Pages that come slower than their tokens expire would never end either."""
 
     async def scene():
         pods = [builders.pod(f"p{at:02}", ip=f"10.0.0.{at}") for at in range(25)]
 
         def prepare(server):
-            cursors = []
-
             async def expire(request):
-                cursors.append(request.query.get("continue"))
-                return fake.refuse(410, "The provided continue parameter is too old")
-
-            async def pages(request):
-                if request.path.endswith("pods") and request.query.get("continue"):
+                server.answers.append(expire)
+                if request.query.get("continue"):
+                    return fake.refuse(410, "The provided continue parameter is too old")
+                if "limit" not in request.query:
                     server.answers.clear()
-                    return await expire(request)
-                server.answers.append(pages)
                 return server.list_objects(
                     request, fake.Matching(*fake.where(request.path), request.query)
                 )
 
-            server.answers.append(pages)
+            server.answers.append(expire)
 
         sources = (settings.PodSelector("default", "sel", {"app": "vllm"}, (8000,)),)
         async with following(tmp_path, *pods, sources=sources, prepare=prepare, page=10) as scene:
             assert scene.names("default/sel") == [f"p{at:02}" for at in range(25)]
-            assert "relisted" in scene.kinds()
-            assert {query.get("limit") for _, query in scene.server.requests[:3]} == {"10"}
+            assert scene.kinds() == ["relisted", "synced"]
+            assert [query.get("limit") for _, query in scene.server.requests[:3]] == [
+                "10",
+                "10",
+                None,
+            ]
 
     asyncio.run(scene())
 

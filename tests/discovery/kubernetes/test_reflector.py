@@ -31,7 +31,7 @@ class ServerFixture:
         self.watch_answer = None
         self.watched = []
 
-    async def page(self, collection, more):
+    async def page(self, collection, more, *, limit):
         return self.answer
 
     @contextlib.asynccontextmanager
