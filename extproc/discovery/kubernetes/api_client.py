@@ -91,13 +91,18 @@ class KubernetesApiClient:
     def __init__(self, settings: settings.KubernetesSettings) -> None:
         self._settings = settings
         self._session: _Session | None = None
+        #: Whether the credentials are those of the pod; once so, always: its token may be missing
+        #: for a moment.
+        self._in_cluster = False
         self.generation = 0
         self._renewing = asyncio.Lock()
         self.name = "the API server"
 
     async def open(self) -> None:
         """Loads the configuration; raises `ConfigError` if it is missing or broken."""
-        client = await _load_configuration(self._settings)
+        in_cluster = self._in_cluster or (not self._settings.kubeconfig and _in_cluster_token())
+        client = await _load_configuration(self._settings, in_cluster=in_cluster)
+        self._in_cluster = in_cluster
         old, self._session = self._session, _Session(client)
         self.generation += 1
         self.name = str(client.configuration.host)
@@ -281,14 +286,16 @@ def _keep_alive(response: aiohttp.ClientResponse) -> None:
                 link.setsockopt(socket.IPPROTO_TCP, option, number)
 
 
-async def _load_configuration(settings: settings.KubernetesSettings) -> client.ApiClient:
+async def _load_configuration(
+    settings: settings.KubernetesSettings, *, in_cluster: bool
+) -> client.ApiClient:
     configuration = client.Configuration()
     # Every watch holds a connection; the default of 100 would leave the last ones waiting.
     configuration.connection_pool_maxsize = 0
     where = settings.kubeconfig
     try:
-        if not where and _in_cluster_token():
-            where = "the service account"
+        if in_cluster:
+            where = f"the service account, {incluster_config.SERVICE_TOKEN_FILENAME}"
             config.load_incluster_config(client_configuration=configuration)
         else:
             where = where or os.environ.get("KUBECONFIG", "") or "~/.kube/config"

@@ -155,6 +155,24 @@ def test_a_service_account_without_a_token_is_refused(account, monkeypatch):
         )
 
 
+def test_a_service_account_stays_in_use_while_its_token_is_missing(account, monkeypatch):
+    """No kubeconfig file, which may be that of another cluster, takes its place."""
+
+    async def scene():
+        monkeypatch.setenv("KUBECONFIG", str(account / "kubeconfig"))
+        async with secure(certificate(account, "server"), {"first"}) as port:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+            async with connected() as client:
+                (account / "token").unlink()
+                with pytest.raises(ConfigError, match=r"the service account, .*/token"):
+                    await client.renew(client.generation)
+                (account / "token").write_text("first")
+                await client.renew(client.generation)
+                assert client.name == f"https://127.0.0.1:{port}"
+
+    asyncio.run(scene())
+
+
 def test_a_token_file_may_end_in_a_newline(account, monkeypatch):
     """So `kubectl create token` writes it; the newline is no part of the token."""
 
