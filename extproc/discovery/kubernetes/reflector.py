@@ -21,8 +21,8 @@ from extproc.supervision import Supervisor
 if TYPE_CHECKING:
     from extproc.discovery.kubernetes import api_client, controller
 
-#: Watches that may fail in a row, the server answering, before the collection is listed again: its
-#: store may have been restored from a copy and not know our version.
+#: Watches that may fail in a row, the server answering, before the collection is listed again: it
+#: may not know our version.
 _MAX_FAILURES = 3
 
 #: Seconds a collection has to be missing before it counts as absent: an API server that has just
@@ -32,6 +32,10 @@ _MISSING_GRACE_S = 10.0
 #: Seconds for which 403 counts as a failure where the collection was listed before: an API server
 #: that has just started knows no Roles yet.
 _FORBIDDEN_GRACE_S = 10.0
+
+#: Statuses of a server, or of a proxy before it, that may have been away: its store may have been
+#: restored meanwhile. 0 is no answer at all.
+_AWAY = frozenset({0, 502, 503, 504})
 
 #: A watch that ends sooner than that, and has brought nothing, is a failure.
 _MIN_WATCH_S = 1.0
@@ -73,6 +77,7 @@ class Reflector:
         self._missing_since: float | None = None
         self._forbidden_since: float | None = None
         self._is_reachable = True
+        self._was_away = False
         self._has_list = self._ends_at_once = False
         self._invalid_objects: set[tuple[str, str]] = set()
 
@@ -91,7 +96,31 @@ class Reflector:
 
     async def step(self) -> float:
         """Runs one list or one watch to its end; returns seconds to wait before the next step."""
+        if self._version and self._was_away:
+            pause_s = await self._check_version()
+            if pause_s is not None:
+                return pause_s
         return await (self._watch() if self._version else self._list())
+
+    async def _check_version(self) -> float | None:
+        """Drops our version if that of the server is older; returns seconds to wait if it failed.
+
+        An API server whose store was restored from a copy grants a watch from a version that it
+        never had, and leaves out all changes up to it.
+        """
+        generation = self._server.generation
+        answer = await self._server.page(self.collection, "", limit=1)
+        if isinstance(answer, api_responses.ApiError):
+            return await self._on_error(answer, generation)
+        page = self._reader.decode_list(answer)
+        if isinstance(page, api_responses.UndecodableMessage):
+            return self._restart(page.reason)
+        self._was_away = False
+        if _is_older(page.version, self._version):
+            detail = f"the server is at version {page.version}, before our {self._version}"
+            self._listener.on_event("relisted", f"{self.collection.title}: {detail}")
+            self._version = ""
+        return None
 
     async def _list(self) -> float:
         values: list[objects.Value] = []
@@ -118,7 +147,7 @@ class Reflector:
             more = page.continue_token
             if not more:
                 break
-        self._version, self._has_list = page.version, True
+        self._version, self._has_list, self._was_away = page.version, True, False
         self._consecutive_failures = 0
         self._missing_since = None
         self._invalid_objects &= {(invalid.namespace, invalid.name) for invalid in invalid_objects}
@@ -232,6 +261,7 @@ class Reflector:
             # It is back: what it lacks yet it has in a moment.
             self._failures = 0
         self._is_reachable = answer.status != 0
+        self._was_away = self._was_away or answer.status in _AWAY
         if answer.status != 403:
             self._forbidden_since = None
         if answer.credentials_expired:
@@ -338,6 +368,12 @@ class Reflector:
                 "broken-object",
                 f"{self.collection.resource.title} {'/'.join(key)}: {invalid.reason}",
             )
+
+
+def _is_older(version: str, other: str) -> bool:
+    """Returns True if a resource version is before another one; False for those of no order."""
+    are_ordered = version.isdecimal() and other.isdecimal()
+    return are_ordered and (len(version), version) < (len(other), other)
 
 
 def _missing_permission_text(collection: WatchedCollection, message: str) -> str:

@@ -30,8 +30,10 @@ class ServerFixture:
         self.answer = LIST
         self.watch_answer = None
         self.watched = []
+        self.limits = []
 
     async def page(self, collection, more, *, limit):
+        self.limits.append(limit)
         return self.answer
 
     @contextlib.asynccontextmanager
@@ -110,11 +112,28 @@ def test_reflector_keeps_its_version_through_403_after_a_restart():
     feeding.pauses(AWAY, 1)
     assert feeding.pauses(FORBIDDEN, 5) == [0.25, 0.5, 1.0, 2.0, 4.0]
     assert set(feeding.states) == {"connected", "disconnected"}
-    assert set(feeding.server.watched[1:]) == {"8"}
+    assert feeding.server.limits == [500, *[1] * 5]
     feeding.pauses(FORBIDDEN, 1)
     assert "forbidden" not in feeding.states
     assert feeding.pauses(FORBIDDEN, 4) == [5.0, 10.0, 10.0, 10.0]
     assert feeding.states[-1] == "forbidden"
+
+
+@pytest.mark.parametrize(
+    ("version", "watched"),
+    [(b"8", ["7", "8"]), (b"10", ["7", "8"]), (b"x", ["7", "8"]), (b"6", ["7", "6"])],
+)
+def test_reflector_lists_again_where_a_store_was_restored(version, watched):
+    """A server at an older version grants the watch, and would leave out changes."""
+    feeding = FeedFixture()
+    feeding.pauses(LIST, 1)
+    feeding.watch(BOOKMARK)
+    feeding.pauses(AWAY, 2)
+    feeding.server.answer = LIST.replace(b"7", version)
+    feeding.watch(BOOKMARK)
+    feeding.watch(BOOKMARK)
+    assert feeding.server.watched[:1] + feeding.server.watched[-1:] == watched
+    assert ("relisted" in feeding.states) == (version == b"6")
 
 
 @pytest.mark.parametrize("status", [403, 404])
