@@ -76,6 +76,7 @@ class Reflector:
         self._has_watch_failed = False
         self._missing_since: float | None = None
         self._forbidden_since: float | None = None
+        self._failing_since: float | None = None
         self._is_reachable = True
         self._was_away = False
         self._has_list = self._ends_at_once = False
@@ -264,6 +265,8 @@ class Reflector:
         self._was_away = self._was_away or answer.status in _AWAY
         if answer.status != 403:
             self._forbidden_since = None
+        if answer.status < 500:
+            self._failing_since = None
         if answer.credentials_expired:
             return await self._renew_credentials(answer, generation)
         match answer.status:
@@ -277,11 +280,24 @@ class Reflector:
             case 410:
                 return self._on_expired_version()
             case _:
+                self._give_up_waiting(answer)
                 detail = f"{answer.status} {answer.message}"
                 self._listener.on_state(self.collection, "disconnected", detail)
                 counts_as_failure = answer.status != 429 and bool(self._version)
                 pause_s = self._count_failure(detail) if counts_as_failure else self._retry_pause()
                 return max(pause_s, answer.retry_after_s)
+
+    def _give_up_waiting(self, answer: api_responses.ApiError) -> None:
+        """Lets pools do without an optional collection that the server fails to list for long."""
+        is_awaited = not self._object_store.is_synced(self.collection)
+        if answer.status < 500 or not (is_awaited and self.collection.resource.optional):
+            return
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since >= self._settings.start_s:
+            self._object_store.set_status(self.collection, store.CollectionStatus.FAILED)
+            self._listener.on_changed()
 
     async def _renew_credentials(self, answer: api_responses.ApiError, generation: int) -> float:
         """Renews credentials: tokens and certificates rotate while in use."""

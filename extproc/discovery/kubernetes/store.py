@@ -33,6 +33,8 @@ class CollectionStatus(enum.Enum):
     ABSENT = "absent"
     #: We may not see it.
     FORBIDDEN = "forbidden"
+    #: The server fails to list it, and only it.
+    FAILED = "failed"
 
 
 class PoolChanges(msgspec.Struct, frozen=True):

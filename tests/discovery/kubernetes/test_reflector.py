@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from extproc.discovery.kubernetes import api_responses, reflector, settings, store
+from extproc.discovery.kubernetes import api_responses, reflector, settings, store, watch_plan
 from extproc.supervision import Supervisor
 
 REF = settings.InferencePoolRef("n", "pool")
@@ -51,16 +51,17 @@ async def watch_of(*chunks):
 class FeedFixture:
     """A feed on a clock that a test turns, with the longest pauses that chance allows."""
 
-    def __init__(self):
+    def __init__(self, resource=watch_plan.POOLS):
         self.now = 0.0
         self.states = []
         self.server = ServerFixture()
         wanted = settings.KubernetesSettings(sources=(REF,))
-        known = store.ObjectStore(wanted)
+        known = self.known = store.ObjectStore(wanted)
+        (collection,) = [watch for watch in known.collections if watch.resource == resource]
         chance = random.Random(1)
         chance.uniform = lambda low, high: high
         self.subject = reflector.Reflector(
-            known.collections[0],
+            collection,
             self.server,
             known,
             listener=self,
@@ -72,6 +73,10 @@ class FeedFixture:
 
     def on_changed(self):
         pass
+
+    @property
+    def is_synced(self):
+        return self.known.is_synced(self.subject.collection)
 
     def on_event(self, kind, detail):
         self.states.append(kind)
@@ -207,3 +212,17 @@ def test_reflector_is_connected_while_a_watch_goes_on(monkeypatch):
 
     asyncio.run(scene())
     assert feeding.states[-1] == "connected"
+
+
+def test_reflector_gives_up_waiting_for_an_optional_collection_that_fails():
+    """Its conversion webhook may be down, for which no pool has to wait; a list still counts."""
+    feeding = FeedFixture(watch_plan.OBJECTIVES)
+    feeding.pauses(AWAY, 20)
+    feeding.pauses(BUSY, 6)
+    assert (feeding.is_synced, feeding.states[-1]) == (False, "disconnected")
+    feeding.pauses(BUSY, 3)
+    assert (feeding.is_synced, feeding.states[-1]) == (True, "disconnected")
+    assert feeding.pauses(LIST, 1) == [0.0]
+    pools = FeedFixture()
+    pools.pauses(BUSY, 20)
+    assert not pools.is_synced

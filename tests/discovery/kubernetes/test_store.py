@@ -90,6 +90,7 @@ def test_nothing_is_reported_before_all_collections_are_listed():
     [
         (store.CollectionStatus.ABSENT, True, True),
         (store.CollectionStatus.FORBIDDEN, True, True),
+        (store.CollectionStatus.FAILED, True, True),
         (store.CollectionStatus.ABSENT, False, True),
         (store.CollectionStatus.FORBIDDEN, False, False),
     ],
