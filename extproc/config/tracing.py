@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 import msgspec
 
 from extproc import distribution
+from extproc.discovery.static_discovery import open_regular
 from extproc.errors import ConfigError
 from extproc.protocol.trace_context import TraceSampler
 
@@ -31,6 +32,9 @@ _MAX_BATCH_SPANS: Final = 512
 
 #: Variables that name a receiver.
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+#: Beginnings of the variables that name files of TLS: those of traces, and those of all signals.
+_TLS_PREFIXES: Final = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
 
 Exporter: TypeAlias = Literal["otlp", "console"]
 OtlpProtocol: TypeAlias = Literal["grpc", "http/protobuf"]
@@ -89,9 +93,13 @@ def plan_traces(section: TracingSection, environment: Mapping[str, str]) -> Trac
         return None
     max_queued = _read_count(environment, "OTEL_BSP_MAX_QUEUE_SIZE", _MAX_QUEUED_SPANS)
     max_batch = _read_count(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _MAX_BATCH_SPANS)
+    exporter = _choose("OTEL_TRACES_EXPORTER", exporter or "otlp", "otlp", "console")
+    protocol = _read_protocol(environment)
+    if exporter == "otlp":
+        _check_tls_files(environment, protocol)
     return TracePlan(
-        cast("Exporter", _choose("OTEL_TRACES_EXPORTER", exporter or "otlp", "otlp", "console")),
-        _read_protocol(environment),
+        cast("Exporter", exporter),
+        protocol,
         ratio,
         is_parent_based,
         max_queued,
@@ -170,6 +178,42 @@ def _read_protocol(environment: Mapping[str, str]) -> OtlpProtocol:
         if environment.get(name):
             return cast("OtlpProtocol", _choose(name, environment[name], "grpc", "http/protobuf"))
     return "grpc"
+
+
+def _check_tls_files(environment: Mapping[str, str], protocol: OtlpProtocol) -> None:
+    """Check the files that the exporter reads; gRPC ends the process over half a pair.
+
+    Raises:
+        ConfigError: A file cannot be read or is empty, or a client certificate has no key or no chain.
+    """
+    for prefix in _TLS_PREFIXES:
+        for suffix in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"):
+            if path := environment.get(prefix + suffix):
+                _check_tls_file(prefix + suffix, path)
+        names = prefix + "CLIENT_KEY", prefix + "CLIENT_CERTIFICATE"
+        missing = [name for name in names if not environment.get(name)]
+        if protocol == "grpc" and len(missing) == 1:
+            raise ConfigError(
+                missing[0],
+                wanted=f"a file, as {' and '.join(names)} belong together",
+                got="none",
+                fix="set both, or unset both",
+            )
+
+
+def _check_tls_file(name: str, path: str) -> None:
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            fault = "" if file.read(1) else "an empty file"
+    except OSError as error:
+        fault = f"{type(error).__name__}: {error.strerror}"
+    if fault:
+        raise ConfigError(
+            name,
+            wanted=f"a file in PEM at {path}",
+            got=fault,
+            fix="mount it there, or unset the variable",
+        )
 
 
 def _choose(name: str, value: str, *values: str) -> str:

@@ -107,6 +107,34 @@ def test_unsupported_values_are_refused(name, value):
         plan(**{**ENDPOINT, name: value})
 
 
+@pytest.mark.parametrize("prefix", ["OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"])
+@pytest.mark.parametrize("suffix", ["CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"])
+@pytest.mark.parametrize("name", ["missing.pem", "empty.pem", "."])
+def test_tls_files_that_cannot_be_read_are_refused(tmp_path, prefix, suffix, name):
+    """The exporter would go on without them, or end the process."""
+    (tmp_path / "empty.pem").touch()
+    with pytest.raises(ConfigError, match=f"{prefix}{suffix}"):
+        plan(**{**ENDPOINT, prefix + suffix: str(tmp_path / name)})
+
+
+@pytest.mark.parametrize("prefix", ["OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"])
+@pytest.mark.parametrize(
+    ("suffix", "missing"),
+    [("CLIENT_KEY", "CLIENT_CERTIFICATE"), ("CLIENT_CERTIFICATE", "CLIENT_KEY")],
+)
+def test_half_a_client_certificate_is_refused(tmp_path, prefix, suffix, missing):
+    """The core of gRPC aborts over a key without a chain, and over a chain without a key."""
+    file = tmp_path / "client.pem"
+    file.write_text("pem")
+    with pytest.raises(ConfigError, match=f"^{prefix}{missing}"):
+        plan(**{**ENDPOINT, prefix + suffix: str(file)})
+    both = {prefix + suffix: str(file), prefix + missing: str(file)}
+    assert plan(**ENDPOINT, **both) is not None
+    # A chain may hold its key.
+    over_http = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", prefix + suffix: str(file)}
+    assert plan(**ENDPOINT, **over_http) is not None
+
+
 def test_value_that_the_exporter_refuses_is_an_error(monkeypatch):
     """Variables that only the exporter reads are errors of the configuration as well."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "squeeze")
