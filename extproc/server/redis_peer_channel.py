@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from extproc import distribution
@@ -71,7 +71,8 @@ class RedisPeerChannel(PeerChannel):
                 maxlen=self.settings.max_entries,
                 approximate=True,
             )
-        await pipeline.execute()
+        async with self._close_after_failure(self._writing):
+            await pipeline.execute()
         if rewrites:
             self._is_rewrite_wanted, self._rewritten_at = False, now
 
@@ -82,6 +83,10 @@ class RedisPeerChannel(PeerChannel):
     async def receive(self) -> None:
         """Read new entries of the stream until that fails; peers write again what is lost by it."""
         await self.wait_synced()
+        async with self._close_after_failure(self._reading):
+            await self._read_entries()
+
+    async def _read_entries(self) -> None:
         stream, client = self.settings.stream, self._reading
         last = await self._newest_entry()
         self.log_recovery("receive")
@@ -98,6 +103,19 @@ class RedisPeerChannel(PeerChannel):
                 # Not even an own heartbeat is read: the stream was lost, and its ids began anew, as
                 # after a failover to a server whose clock is behind.
                 last = b"0-0"
+
+    @contextlib.asynccontextmanager
+    async def _close_after_failure(self, client: Redis) -> AsyncIterator[None]:
+        """Close the connection after a failure, so that the next attempt opens another one.
+
+        A server that refuses may have become a replica, while new connections lead to the primary.
+        """
+        try:
+            yield
+        except self.connection_errors:
+            with contextlib.suppress(*self.connection_errors):
+                await client.aclose()
+            raise
 
     def _answer(self, message: peer_sync.PeerMessage) -> None:
         """Write all open requests again if a peer lacks some."""

@@ -445,6 +445,11 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
                 raise ConnectionResetError
             return batches.pop()
 
+        async def aclose(self):
+            pass
+
+        connection_pool = types.SimpleNamespace(reset=lambda: None)
+
     supervisor = Supervisor()
     line = OfflineChannel(types.SimpleNamespace(supervisor=supervisor))
     line._reading = Reading()

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
+from redis.exceptions import ReadOnlyError
 
 from extproc.config.settings import PeerSyncSection
 from extproc.routing import peer_sync
@@ -37,12 +38,17 @@ class MemoryStream:
 
 
 class MemoryStreamClient:
-    """A connection to a store: while it is not up, its calls fail."""
+    """A connection to a store: while it is not up, its calls fail.
+
+    Attributes:
+        is_to_replica: It leads to a server that became a replica; a new one leads to the primary.
+    """
 
     def __init__(self, store: MemoryStream) -> None:
         self._store = store
         self._commands: list[dict[bytes, bytes]] = []
         self.is_up = True
+        self.is_to_replica = False
 
     def _call(self) -> None:
         if not self.is_up:
@@ -58,6 +64,8 @@ class MemoryStreamClient:
 
     async def execute(self):
         self._call()
+        if self.is_to_replica:
+            raise ReadOnlyError("You can't write against a read only replica.")
         for fields in self._commands:
             self._store.num_written += 1
             self._store.entries.append((b"1-%d" % self._store.num_written, fields))
@@ -81,7 +89,7 @@ class MemoryStreamClient:
         return []
 
     async def aclose(self):
-        pass
+        self.is_to_replica = False
 
 
 def build_replica(store: MemoryStream) -> Replica:
@@ -154,6 +162,20 @@ def test_requests_open_across_an_outage_are_known_after_it(broken, away_s):
             await asyncio.sleep(60.0)
             assert total(second) == 3
             assert store.started() == written, "nothing is written again once all is known"
+
+    in_virtual_time(test)
+
+
+def test_failover_that_keeps_connections_is_survived():
+    """A connection whose server became a replica is replaced, as a new one leads to the primary."""
+
+    async def test():
+        async with two_replicas() as (_, first, second):
+            first.line._writing.is_to_replica = second.line._writing.is_to_replica = True
+            first.send()
+            await asyncio.sleep(REPAIR_S)
+            assert first.heard == second.heard == 1
+            assert total(first) == total(second) == 1
 
     in_virtual_time(test)
 
