@@ -28,6 +28,9 @@ from extproc.server.transport import BoundServers, Keepalive
 
 _log = logging.getLogger("extproc.server")
 
+#: Returns the TLS context of a new connection.
+TlsSource = Callable[[], ssl.SSLContext]
+
 #: Seconds of a TLS handshake, after which its connection is closed.
 _HANDSHAKE_S = 10.0
 
@@ -68,11 +71,11 @@ class Http2Server:
         self.is_stopping = False
         self._max_connections = max_connections
         self._logged_at = -math.inf
-        self._sockets: list[tuple[socket.socket, ssl.SSLContext | None]] = []
+        self._sockets: list[tuple[socket.socket, TlsSource | None]] = []
         self._listeners: list[asyncio.Server | _TlsListener] = []
         self._gone: asyncio.Event = asyncio.Event()
 
-    def bind(self, address: str, tls: ssl.SSLContext | None) -> int:
+    def bind(self, address: str, tls: TlsSource | None) -> int:
         """Bind to a further address; returns the port.
 
         Args:
@@ -168,7 +171,7 @@ class _TlsListener:
     take all open files.
     """
 
-    def __init__(self, server: Http2Server, bound: socket.socket, tls: ssl.SSLContext) -> None:
+    def __init__(self, server: Http2Server, bound: socket.socket, tls: TlsSource) -> None:
         self._server = server
         self._socket = bound
         self._tls = tls
@@ -214,7 +217,7 @@ class _TlsListener:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: Http2Protocol(self._server),
                 accepted,
-                ssl=self._tls,
+                ssl=self._tls(),
                 ssl_handshake_timeout=_HANDSHAKE_S,
             )
 
@@ -329,7 +332,7 @@ def _find_max_connections(file_share: float) -> int:
     return min(_MAX_CONNECTIONS, int(max_files * file_share))
 
 
-def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | None = None) -> int:
+def bind(server: Http2Server, address: str, *, flag: str, tls: TlsSource | None = None) -> int:
     """Bind a server to a further address.
 
     Args:
@@ -350,8 +353,8 @@ def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | 
         raise transport.bind_error(flag, host.strip("[]"), int(port), error) from error
 
 
-def load_tls_context(server: ServerSection) -> ssl.SSLContext | None:
-    """Load the TLS context by `secure_serving` and `cert_path`; None serves plaintext.
+def load_tls_context(server: ServerSection) -> TlsSource | None:
+    """Load TLS contexts by `secure_serving` and `cert_path`; None serves plaintext.
 
     Raises:
         ConfigError: A certificate cannot be read.
@@ -361,7 +364,8 @@ def load_tls_context(server: ServerSection) -> ssl.SSLContext | None:
     from extproc.server import tls  # noqa: PLC0415 - what it signs with is heavy, and not for everybody
 
     if not server.cert_path:
-        return tls.build_context(tls.self_signed_pair())
+        context = tls.build_context(tls.self_signed_pair())
+        return lambda: context
     return tls.load_context(server.cert_path, reload=server.enable_cert_reload)
 
 

@@ -114,29 +114,28 @@ def _open_pipe(stack: contextlib.ExitStack, data: bytes) -> str:
     return f"/proc/self/fd/{reader}"
 
 
-def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:
-    """Load the TLS context of `tls.crt` and `tls.key` in a folder (a mounted Kubernetes Secret).
+def load_context(folder: str, *, reload: bool) -> Callable[[], ssl.SSLContext]:
+    """Load `tls.crt` and `tls.key` of a folder; returns the source of contexts for connections.
 
     Args:
-        reload: Check the files on each new connection; a pair that cannot be read or served leaves
+        folder: A mounted Kubernetes Secret.
+        reload: Check the files at each new connection; a pair that cannot be read or served leaves
             the old one in place.
 
     Raises:
         ConfigError: The files are missing, or no key pair that OpenSSL serves.
     """
     files = KeyPair(Path(folder), build_context)
-    first = files.read()
-    if reload:
-        latest = first
+    latest = files.read()
 
-        def choose(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-            nonlocal latest
+    # No `sni_callback`: ssl prints a traceback for each name of a server that is not ASCII.
+    def choose() -> ssl.SSLContext:
+        nonlocal latest
+        if reload:
             latest = files.changed() or latest
-            connection.context = latest
+        return latest
 
-        # OpenSSL calls this with every ClientHello, also of clients that name no server.
-        first.sni_callback = choose
-    return first
+    return choose
 
 
 def find_invalid_dates(folder: Path, now: dt.datetime) -> Iterator[str]:

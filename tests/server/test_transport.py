@@ -161,6 +161,30 @@ async def test_native_keeps_connections_over_a_reload_of_the_certificate(tmp_pat
             assert await test_points_a_serving.routed(channel) == FIRST
 
 
+async def test_native_prints_nothing_about_a_server_name_that_is_not_ascii(tmp_path, monkeypatch):
+    """Any peer may send one with its first message, as often as it likes."""
+    from tests.protocol import test_points_a_serving  # noqa: PLC0415 - its helpers only
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    test_points_a_serving.write_pair(tmp_path)
+    settings = serving.settings(
+        FIRST, transport="native", secure_serving=True, cert_path=str(tmp_path)
+    )
+    outgoing = ssl.MemoryBIO()
+    client = http2_serving.client_context().wrap_bio(
+        ssl.MemoryBIO(), outgoing, server_hostname="buecher"
+    )
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    async with serving.running(settings) as picker:
+        reader, writer = await asyncio.open_connection(serving.LOCAL, picker.ports.grpc)
+        writer.write(outgoing.read().replace(b"buecher", "bücher".encode()))
+        assert await reader.read(1)
+        writer.close()
+    assert not unraisable
+
+
 def test_every_setting_is_listed_with_its_tests():
     """In the table of settings that mean the same on both transports; its files are there."""
     table = PAGE.read_text().partition("## Settings")[2].partition("\n## ")[0]

@@ -79,7 +79,8 @@ async def serve_native(
         keepalive=keepalive,
         max_connections=max_connections,
     )
-    port = server.bind(f"{LOCAL}:0", None if pair is None else tls.build_context(pair))
+    context = None if pair is None else tls.build_context(pair)
+    port = server.bind(f"{LOCAL}:0", None if context is None else lambda: context)
     await server.start()
     try:
         yield server, port
