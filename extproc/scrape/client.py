@@ -335,6 +335,9 @@ class ScrapeClient:
             return FetchedPage(failure="refused")
         except ssl.SSLError:
             return FetchedPage(failure="tls")
+        except (ConnectionResetError, ConnectionAbortedError) as error:
+            # Connecting does not end so: a server of TLS 1.2 that wants a client certificate.
+            return FetchedPage(failure="tls" if self._tls else describe_connection_error(error))
         except OSError as error:
             return FetchedPage(failure=describe_connection_error(error))
         return FetchedPage(answer.body, answer.failure, answer.date)

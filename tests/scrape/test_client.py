@@ -2,6 +2,7 @@ import asyncio
 import errno
 import os
 import socket
+import ssl
 
 import pytest
 import uvloop
@@ -133,6 +134,22 @@ def test_a_closed_port_is_refused(run):
             return await subject().get(where)
 
         assert run(scene()) == client.FetchFailed("refused")
+
+
+def test_a_reset_during_the_handshake_is_no_unreachable_engine(run):
+    """An engine that wants a client certificate ends the handshake of TLS 1.2 so."""
+
+    async def reset(reader, writer):
+        await reader.read(1)
+        writer.transport.abort()
+
+    async def scene():
+        async with await asyncio.start_server(reset, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            fetch = subject(tls=ssl.create_default_context())
+            return await fetch.get(client.target("127.0.0.1", port, path="/metrics"))
+
+    assert run(scene()) == client.FetchFailed("tls")
 
 
 @pytest.mark.parametrize(
