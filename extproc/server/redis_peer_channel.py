@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ _BLOCK_MS = 1000
 _FIELD = b"m"
 
 _CREDENTIALS_FIELD = "peer_sync.password_file"
+
+#: Options of a URL that are taken. Protocol, decoding and times are ours; the client takes any name.
+_OPTION = re.compile(r"db|client_name|health_check_interval|socket_keepalive|ssl_\w+", re.ASCII)
 
 
 class RedisPeerChannel(PeerChannel):
@@ -136,9 +140,41 @@ def require(settings: PeerSyncSection) -> None:
     Raises:
         ConfigError: What is missing or wrong.
     """
-    if settings.url:
-        build_client(settings)  # which connects when it is used
-        admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
+    if not settings.url:
+        return
+    pool: Any = build_client(settings).connection_pool
+    errors: tuple[type[Exception], ...] = (*_connection_errors(), TypeError, ValueError)
+    try:
+        connection = pool.make_connection()  # which connects when it is used
+        tls = getattr(connection, "ssl_context", None)
+        if tls is not None:
+            tls.get()
+    except errors as error:
+        raise ConfigError(
+            "peer_sync.url",
+            wanted="options that the client takes, and files of TLS that it can read",
+            got=f"{type(error).__name__}: {getattr(error, 'strerror', None) or 'an invalid option'}",
+            fix="look at the options behind ? in the URL",
+        ) from None
+    admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
+
+
+def _check_url(url: str) -> None:
+    """Check what the client would pass over.
+
+    Raises:
+        ValueError: The URL has no server, no number as its database, or an option that is not taken.
+    """
+    parts = urllib.parse.urlsplit(url)
+    options = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
+    if parts.scheme == "unix":
+        has_server = not parts.hostname and len(parts.path) > 1
+    else:
+        has_server = bool(parts.hostname) and bool(re.fullmatch(r"/?|/[0-9]+", parts.path))
+    databases = options.get("db", ())
+    has_database = all(text.isascii() and text.isdigit() for text in databases)
+    if not (has_server and has_database and all(_OPTION.fullmatch(name) for name in options)):
+        raise ValueError
 
 
 def _entry_order(entry: bytes) -> tuple[int, int]:
@@ -166,6 +202,7 @@ def build_client(settings: PeerSyncSection) -> Redis:
         ) from None
     try:
         url, provider = _credentials(settings)
+        _check_url(url)
         return client.Redis.from_url(
             url,
             protocol=2,
@@ -177,7 +214,8 @@ def build_client(settings: PeerSyncSection) -> Redis:
     except ValueError:
         raise ConfigError(
             "peer_sync.url",
-            wanted="redis://, rediss:// or unix:// with host and port, or a path",
+            wanted="redis://, rediss:// or unix:// with a host and a number as database, or a path, and no "
+            "options but db, client_name, health_check_interval, socket_keepalive and ssl_*",
             got="another URL",  # it may carry a password
             fix="write it as redis://:password@host:6379/0",
         ) from None

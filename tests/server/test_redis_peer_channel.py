@@ -246,6 +246,52 @@ async def test_a_url_of_another_kind_is_refused():
     assert CANARY not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h:6379/abc",
+        "redis://h:6379/0/1",
+        "redis://h:6379/-1",
+        "redis://h:6379?db=-1",
+        "redis://h:99999/0",
+        "redis:///0",
+        "redis://",
+        "unix://",
+        "unix://relative/path",
+        "redis://h/0?protocol=3",
+        "redis://h/0?decode_responses=true",
+        "redis://h/0?foo=bar",
+        f"redis://h/0?password={CANARY}",
+        "rediss://h/0?ssl_foo=1",
+        "rediss://h/0?ssl_cert_reqs=bogus",
+        "rediss://h/0?ssl_ca_certs=/nonexistent",
+        "rediss://h/0?ssl_ciphers=bogus",
+        "rediss://h/0?ssl_min_version=1",
+        "redis://h/0?ssl_cert_reqs=none",
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(url):
+    """The client passes over what it does not know, or fails when it is used."""
+    with pytest.raises(ConfigError, match=r"peer_sync\.url") as raised:
+        redis_peer_channel.require(PeerSyncSection(url=url))
+    assert CANARY not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://h:6379/",
+        "redis://user:pass%2Fword@[::1]:6379/12",
+        "unix://user@/run/redis.sock?db=2",
+        "rediss://h/0?ssl_cert_reqs=none&ssl_min_version=771&health_check_interval=5",
+    ],
+)
+def test_a_url_that_can_work_is_taken(url):
+    """With the options that mean something here."""
+    redis_peer_channel.require(PeerSyncSection(url=url))
+
+
 async def test_peer_channel_reads_the_password_file_at_each_connection(server, tmp_path):
     """A password that changes on the server and in the file needs no restart."""
     password = tmp_path / "password"
