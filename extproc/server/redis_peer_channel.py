@@ -93,9 +93,9 @@ class RedisPeerChannel(PeerChannel):
     async def _read_entries(self) -> None:
         stream, client = self.settings.stream, self._reading
         last = await self._newest_entry()
-        self.log_recovery("receive")
         while is_running():
             streams: Any = await client.xread({stream: last}, count=_MAX_ENTRIES, block=_BLOCK_MS)
+            self.log_recovery("receive")
             for _, entries in streams or ():
                 for entry, fields in entries:
                     message = peer_sync.decode(fields.get(_FIELD, b""))

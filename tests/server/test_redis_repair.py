@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import NoPermissionError, ReadOnlyError
 
 from extproc.config.settings import PeerSyncSection
 from extproc.routing import peer_sync
@@ -42,6 +43,7 @@ class MemoryStreamClient:
 
     Attributes:
         is_to_replica: It leads to a server that became a replica; a new one leads to the primary.
+        may_read: Its user has the right to XREAD.
     """
 
     def __init__(self, store: MemoryStream) -> None:
@@ -49,6 +51,7 @@ class MemoryStreamClient:
         self._commands: list[dict[bytes, bytes]] = []
         self.is_up = True
         self.is_to_replica = False
+        self.may_read = True
 
     def _call(self) -> None:
         if not self.is_up:
@@ -75,6 +78,8 @@ class MemoryStreamClient:
         return self._store.entries[-count:]
 
     async def xread(self, streams, *, count, block):
+        if not self.may_read:
+            raise NoPermissionError("this user has no permissions to run the 'xread' command")
         (last,) = (redis_peer_channel._entry_order(entry) for entry in streams.values())
         for _ in range(block // 10):
             self._call()
@@ -176,6 +181,23 @@ def test_failover_that_keeps_connections_is_survived():
             await asyncio.sleep(REPAIR_S)
             assert first.heard == second.heard == 1
             assert total(first) == total(second) == 1
+
+    in_virtual_time(test)
+
+
+def test_failure_to_receive_is_logged_once(caplog):
+    """It works again once something can be read, not where only the newest entry can."""
+    caplog.set_level(logging.INFO, "extproc.server")
+
+    async def test():
+        async with two_replicas() as (_, first, _):
+            caplog.clear()
+            first.line._reading.may_read = False
+            await asyncio.sleep(30.0)
+            assert caplog.messages == ["peer sync: cannot receive: NoPermissionError"]
+            first.line._reading.may_read = True
+            await asyncio.sleep(REPAIR_S)
+            assert caplog.messages[1:] == ["peer sync: can receive again"]
 
     in_virtual_time(test)
 
