@@ -15,6 +15,7 @@ import random
 import re
 import secrets
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -40,8 +41,9 @@ _SYNC_PAUSE_S = 0.05
 RESPONSE_TIMEOUT_S: Final = 2.0
 
 
-#: Code of an error that its class does not name, such as WRONGTYPE, at the start of its text (Redis).
-_ERROR_CODE = re.compile(r"[A-Z]{3,20}(?= )")
+#: Code of an error that its class does not name, such as WRONGTYPE, at the start of its text (Redis),
+#: which stands behind the command where several were sent together.
+_ERROR_CODE = re.compile(r"(?:^|caused error: \(.)([A-Z]{3,20}) ")
 
 
 class PeerStreamError(ConnectionError):
@@ -243,8 +245,21 @@ def _reason_of(error: Exception) -> str:
     """Reason of a failure: of others not the text, which may quote a URL with a password."""
     if isinstance(error, PeerStreamError):
         return str(error)
-    code = _ERROR_CODE.match(str(error))
-    return f"{type(error).__name__} {code[0]}" if code else type(error).__name__
+    code = _ERROR_CODE.search(str(error))
+    return f"{type(error).__name__} {code[1] if code else _cause_of(error)}".rstrip()
+
+
+def _cause_of(error: BaseException | None) -> str:
+    """Cause of an error in the words of the system or of OpenSSL; empty where neither has any."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        if isinstance(error, ssl.SSLError) and error.reason:
+            return error.reason
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def is_running() -> bool:

@@ -88,6 +88,10 @@ def redis_replica(url: str, **more: float) -> Replica:
     ("text", "reason"),
     [
         ("WRONGTYPE Operation against a key", "ResponseError WRONGTYPE"),
+        (
+            "Command # 1 (XADD extproc ...) of pipeline caused error: ('WRONGTYPE Operation',)",
+            "ResponseError WRONGTYPE",
+        ),
         ("Error 111 connecting to redis://u:password@h", "ResponseError"),
     ],
 )
