@@ -119,6 +119,9 @@ class RedisPeerChannel(PeerChannel):
         except self.connection_errors:
             with contextlib.suppress(*self.connection_errors):
                 await client.aclose()
+            # Connection objects keep what they read of the files of TLS; new ones read them again.
+            pool: Any = client.connection_pool
+            pool.reset()
             raise
 
     def _answer(self, message: peer_sync.PeerMessage) -> None:

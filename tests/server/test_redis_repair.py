@@ -52,6 +52,7 @@ class MemoryStreamClient:
         self.is_up = True
         self.is_to_replica = False
         self.may_read = True
+        self.connection_pool = self
 
     def _call(self) -> None:
         if not self.is_up:
@@ -95,6 +96,9 @@ class MemoryStreamClient:
 
     async def aclose(self):
         self.is_to_replica = False
+
+    def reset(self):
+        pass
 
 
 def build_replica(store: MemoryStream) -> Replica:

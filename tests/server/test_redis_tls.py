@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import ssl
 import time
+
+import pytest
+from redis.exceptions import RedisError
 
 from extproc.config.settings import PeerSyncSection
 from extproc.server import redis_peer_channel
@@ -47,3 +51,18 @@ async def test_an_untrusted_certificate_is_named_in_the_log(tmp_path, caplog):
         await channel.repeat("publish", channel.flush, is_wanted=lambda: next(wanted))
     (line,) = caplog.messages
     assert line.startswith("peer sync: cannot publish: ConnectionError self")
+
+
+async def test_changed_files_of_tls_are_read_by_the_next_connection(tmp_path):
+    """A running replica trusts a new authority after the connection that failed for it."""
+    authority = tmp_path / "authority.crt"
+    shutil.copy(certificate(tmp_path, "other"), authority)
+    path = certificate(tmp_path, "server")
+    server = TlsServer(path)
+    async with channel_to(server, authority) as channel:
+        for num_connected in (0, 1):
+            channel.publish_open()
+            with pytest.raises(RedisError):
+                await channel.flush()
+            assert server.num_connected == num_connected
+            shutil.copy(path, authority)
