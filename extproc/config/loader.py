@@ -283,6 +283,14 @@ def check_compatible(merged: Settings, *, where: str) -> None:
             got=merged.server.cert_path,
             fix="set secure_serving to true or remove cert_path",
         )
+    keda = merged.autoscaling.keda
+    if keda.enabled and keda.tls and not merged.server.secure_serving:
+        raise ConfigError(
+            place / "autoscaling" / "keda" / "tls",
+            wanted="false while server.secure_serving is false, as KEDA gets its certificate",
+            got="true",
+            fix="set secure_serving to true, or tls to false",
+        )
 
 
 def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> dict[str, object]:

@@ -133,6 +133,10 @@ WRONG = {
         "server: {cert_path: /certs, secure_serving: false}",
         ("server.cert_path", "no certificate", "/certs", "secure_serving"),
     ),
+    "TLS for KEDA without TLS": (
+        "autoscaling: {keda: {enabled: true, tls: true}}\nserver: {secure_serving: false}",
+        ("autoscaling.keda.tls", "secure_serving", "true", "tls to false"),
+    ),
 }
 
 
