@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
             got="none",
             fix="add --endpoints ip:port,..., --endpoints-file, --pool-name or a pool section",
         )
-    for warning in _collect_warnings(resolved):
+    dates = find_invalid_certificates(settings.server)
+    for warning in (*_collect_warnings(resolved), *dates):
         print(f"extproc: warning: {warning}", file=sys.stderr)
 
     problems = find_problems(settings)

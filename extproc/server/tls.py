@@ -224,6 +224,8 @@ class KeyPair(Generic[_Served]):
             return None
         self._error = ""
         _log.info("certificate: reloaded")
+        for line in find_invalid_dates(self._folder, dt.datetime.now(dt.UTC)):
+            _log.warning(line)
         return served
 
     def _log_error(self, error: Exception) -> None:

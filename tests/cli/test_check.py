@@ -129,7 +129,7 @@ def test_check_warns_of_no_endpoints(capsys):
     assert "warning: there are no endpoints" in capsys.readouterr().out
 
 
-def test_check_warns_of_an_expired_certificate(tmp_path, monkeypatch, capsys):
+def test_check_and_serve_warn_of_an_expired_certificate(tmp_path, monkeypatch, capsys):
     """The server serves it, and clients that verify it refuse it."""
     monkeypatch.setattr(tls, "_VALID_DAYS", -0.5)
     for name, data in zip(("tls.key", "tls.crt"), tls.self_signed_pair(), strict=True):
@@ -137,6 +137,13 @@ def test_check_warns_of_an_expired_certificate(tmp_path, monkeypatch, capsys):
     words = ["check", "--endpoints", "10.0.0.1:1", "--cert-path", str(tmp_path)]
     assert main.main(words) == 0
     assert "warning: --cert-path: a certificate of tls.crt in" in capsys.readouterr().out
+    broken = tmp_path / "extproc.yaml"  # so that the start ends with an error
+    broken.write_text(
+        "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, "
+        f"server: {{admin_token_file: {tmp_path}/none}}}}"
+    )
+    assert main.main(["serve", "--config-file", str(broken), *words[1:]]) == 2
+    assert "warning: --cert-path: a certificate of tls.crt in" in capsys.readouterr().err
 
 
 def test_check_without_scraping(capsys):

@@ -113,3 +113,15 @@ def test_a_certificate_that_is_not_valid_at_a_time_is_named(tmp_path):
     for shift, fault in ((early, " begins "), (late, " expired at ")):
         lines = list(tls.find_invalid_dates(tmp_path, now + shift))
         assert [fault in line for line in lines] == [True, True]
+
+
+def test_a_reload_of_an_expired_certificate_is_a_warning(tmp_path, monkeypatch, caplog):
+    """It is served, and stands in the log with its date."""
+    write_pair(tmp_path, tls.self_signed_pair())
+    files = tls.KeyPair(tmp_path, tls.build_context)
+    assert files.read()
+    monkeypatch.setattr(tls, "_VALID_DAYS", -0.5)
+    write_pair(tmp_path, tls.self_signed_pair())
+    assert files.changed()
+    (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert " expired at " in line
