@@ -96,7 +96,8 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             process are known.
         path: HTTP path of the metrics page. /metrics is the path of every supported engine.
         scheme: `http`, because engines serve metrics on their API port without TLS; or `https`.
-        verify_tls: Check certificates with `https`. False: those of engines rarely name an IP
+        verify_tls: Check certificates with `https`, by the authorities of the system or of the file
+            `SSL_CERT_FILE`, which are read at the start. False: those of engines rarely name an IP
             address, and nothing secret is sent.
         busy_interval_s: Seconds between scrapes of an endpoint with requests of this process. 0.2
             is several engine steps; own requests are counted in between.
