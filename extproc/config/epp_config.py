@@ -225,7 +225,7 @@ def by_reference(
     chosen, at = _routing(scheduling, file)
     profile = file / "schedulingProfiles" / at
     parts: list[PluginSpec] = []
-    for number, reference in enumerate(chosen.plugins):
+    for number, reference in enumerate(_with_picker(chosen, named, tables.pickers)):
         if reference.plugin_ref not in named:
             spot = profile / "plugins" / number / "pluginRef"
             raise _unknown(reference.plugin_ref, named, spot)
@@ -243,8 +243,22 @@ def by_reference(
     return ProfileSpec(chosen.name, tuple(parts), profile)
 
 
+def _with_picker(
+    profile: EppProfile,
+    named: Mapping[str, tuple[int, NamedPlugin, str]],
+    pickers: Mapping[str, object],
+) -> Sequence[PluginRef]:
+    """References of a profile, with the first picker of the file where it names none."""
+    declared = [name for name, (_, _, kind) in named.items() if kind in pickers]
+    if not declared or any(reference.plugin_ref in declared for reference in profile.plugins):
+        return profile.plugins
+    return (*profile.plugins, PluginRef(plugin_ref=declared[0]))
+
+
 def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
-    """Warn of deprecated or unsupported plugin types, and of parameters without effect."""
+    """Warn of plugin types and parameters without effect, and of profiles without a clear picker."""
+    if scheduling is not None:
+        yield from _ambiguous_pickers(scheduling)
     for plugin in () if scheduling is None else scheduling.plugins:
         known = plugin_types().get(plugin.type)
         name = plugin.name or plugin.type
@@ -261,6 +275,21 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
                 f"plugin {name}: {', '.join(certificates)} are not read: engines are scraped "
                 "without a client certificate, and checked against the system's authorities with "
                 "scrape.verify_tls"
+            )
+
+
+def _ambiguous_pickers(scheduling: EppPlugins) -> Iterator[str]:
+    """Warn of profiles without a picker in a file that declares several."""
+    pickers = [
+        plugin.name or plugin.type
+        for plugin in scheduling.plugins
+        if plugin.type in registry.PICKERS
+    ]
+    for profile in scheduling.scheduling_profiles if len(pickers) > 1 else ():
+        if not any(reference.plugin_ref in pickers for reference in profile.plugins):
+            yield (
+                f"profile {profile.name} names none of the pickers {', '.join(pickers)}: "
+                f"{pickers[0]} is taken, where upstream takes any of them"
             )
 
 

@@ -76,6 +76,26 @@ def test_references_and_roles_give_the_same_profile():
     assert built[0].picker.choices == 3
 
 
+@pytest.mark.parametrize(
+    ("pickers", "kind", "is_ambiguous"),
+    [
+        ("", "max-score-picker", False),
+        ("- type: weighted-random-picker\n", "weighted-random-picker", False),
+        ("- {type: random-picker, name: r}\n- type: max-score-picker\n", "random-picker", True),
+    ],
+)
+def test_a_profile_without_a_picker_has_that_of_the_file(pickers, kind, is_ambiguous):
+    """Upstream gives such a profile any picker that the file declares, and else the best score."""
+    text = THEIRS + "plugins:\n- type: queue-scorer\n" + pickers
+    text += "schedulingProfiles: [{name: mine, plugins: [{pluginRef: queue-scorer}]}]\n"
+    assert resolved(text).picker.kind == kind
+    warning = (
+        "profile mine names none of the pickers r, max-score-picker: r is taken, where upstream "
+        "takes any of them"
+    )
+    assert (warning in lint.find_warnings(read(text)[0])) == is_ambiguous
+
+
 def test_the_old_group_is_read_with_a_warning():
     """Both API groups are accepted; the old one says what to write."""
     text = THEIRS.replace("llm-d.ai", "inference.networking.x-k8s.io")
