@@ -17,7 +17,14 @@ from typing import Literal
 import msgspec
 import yaml
 
-from extproc.config import epp_kv_events, epp_sections, filter_tree_syntax, settings, validation
+from extproc.config import (
+    epp_kv_events,
+    epp_sections,
+    epp_sessions,
+    filter_tree_syntax,
+    settings,
+    validation,
+)
 from extproc.config.pool_sections import (
     ROLES,
     EppPlugins,
@@ -198,6 +205,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     plugins = None
     if written.get("plugins"):
         plugins = validation.to_struct(written, EppPlugins, where=file)
+        plugins = epp_sessions.convert_sessions(plugins, file)
         plugins, metrics, unread = epp_sections.convert_metrics(plugins, file)
         warnings += unread
         if metrics:

@@ -58,19 +58,29 @@ class SessionSource(UpstreamParameters, frozen=True, kw_only=True):
     Attributes:
         header: A request header.
         attribute: Any name: the session that the request parsers read from body and headers.
+        cookie: A cookie, by its name in letters of the same case.
     """
 
     header: str = ""
     attribute: str = ""
+    cookie: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse none and both.
+        """Refuse none and several.
 
         Raises:
             ValueError: Not exactly one field is set.
         """
-        if bool(self.header) == bool(self.attribute):
-            raise ValueError("expected one of header and attribute, got both or none")
+        if bool(self.header) + bool(self.attribute) + bool(self.cookie) != 1:
+            raise ValueError("expected one of header, attribute and cookie, got several or none")
+
+    def find(self, context: SchedulingContext) -> str:
+        """The session that is named in this place; empty when there is none."""
+        if self.header:
+            return context.headers.get(self.header.lower(), "")
+        if self.cookie:
+            return _find_cookie(context.headers.get("cookie", ""), self.cookie)
+        return context.request.session
 
 
 class SessionId(UpstreamParameters, frozen=True, kw_only=True):
@@ -224,7 +234,8 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
     With `encoded_endpoint_header` a token in the request names the endpoint, and every answer
     brings the token of the endpoint that was chosen, also where Envoy took a fallback; our tokens hold the address, those of the upstream
     picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here,
-    that of a fallback where one answered.
+    that of a fallback where one answered, by the first of `sessionIdConfig.sources` that is there:
+    each is a `header`, a `cookie`, or an `attribute`, which is the session of the request parsers.
     Upstream: `scorer/sessionaffinity/session_affinity.go`.
     """
 
@@ -260,8 +271,7 @@ def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
 def keys(context: SchedulingContext, sources: Sequence[SessionSource]) -> Mapping[str, str]:
     """Keys of a request for `Decision.plugin_keys`: its session, or none."""
     for source in sources:
-        header = source.header.lower()
-        session = context.headers.get(header, "") if header else context.request.session
+        session = source.find(context)
         if session:
             return {_key(sources): shorten_id(session)}
     return {}
@@ -274,7 +284,18 @@ def _session(known: Mapping[str, str], sources: Sequence[SessionSource]) -> str:
 
 def _key(sources: Sequence[SessionSource]) -> str:
     """The same for plugins that look in the same places."""
-    return "session in " + ", ".join(source.header or source.attribute for source in sources)
+    return "session in " + ", ".join(
+        source.header or source.attribute or f"cookie {source.cookie}" for source in sources
+    )
+
+
+def _find_cookie(cookies: str, name: str) -> str:
+    """The value of the first cookie of a name (RFC 6265, 4.2.1); empty when there is none."""
+    for pair in cookies.split(";"):
+        key, _, value = pair.partition("=")
+        if key.strip() == name:
+            return value.strip()
+    return ""
 
 
 def _qualified(endpoint: Endpoint) -> str:

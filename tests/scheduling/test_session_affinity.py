@@ -121,10 +121,28 @@ def test_invalid_tokens_are_ignored():
         assert session_affinity.find_candidate(token, FLEET) == ""
 
 
-@pytest.mark.parametrize("source", [{}, {"header": "x", "attribute": "y"}])
+@pytest.mark.parametrize(
+    ("cookies", "session"),
+    [
+        ("a=b; sid=abc", "abc"),
+        ("sid = x=y ;sid=z", "x=y"),
+        ("SID=abc; asid=b; sid", ""),
+        ("", ""),
+    ],
+)
+def test_a_cookie_may_name_the_session(cookies, session):
+    """Of the cookies in the header, that of the configured name counts, and the first of several."""
+    profile = profiles(**BY_ID, sessionIdConfig={"sources": [{"cookie": "sid"}]})[1]
+    keys = decide(profile, headers={"cookie": cookies}).plugin_keys
+    assert list(keys.values()) == ([session] if session else [])
+
+
+@pytest.mark.parametrize(
+    "source", [{}, {"header": "x", "attribute": "y"}, {"header": "x", "cookie": "y"}]
+)
 def test_a_source_has_exactly_one_location(source):
     """A source without a place, or with two, is refused."""
-    with pytest.raises(msgspec.ValidationError, match="one of header and attribute"):
+    with pytest.raises(msgspec.ValidationError, match="one of header, attribute and cookie"):
         msgspec.convert({"sources": [source]}, session_affinity.SessionId)
 
 

@@ -1,0 +1,69 @@
+"""Sessions that plugins of an upstream file name by headers and cookies."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.config import lint, loader, profile_builder
+from extproc.errors import ConfigError
+from extproc.scheduling.session_affinity import SessionSource
+
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+
+
+def read(text):
+    return loader.settings(loader.parse(HEAD + text, where="file.yaml"))
+
+
+def sources(settings):
+    profile = profile_builder.build_profile(settings, where="file.yaml")
+    return profile.filters[0].session_id_config.sources
+
+
+def affinity(sources):
+    return (
+        "- type: session-affinity-filter\n"
+        f"  parameters: {{strategy: session_id, sessionIdConfig: {{sources: {sources}}}}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("producer", "attribute", "source"),
+    [
+        ("parameters: {headerName: X-Conv}", "session-id-producer", SessionSource(header="X-Conv")),
+        ("name: s, parameters: {cookieName: sid}", "s", SessionSource(cookie="sid")),
+        (
+            "name: s, parameters: {cookieName: sid}",
+            "x",
+            SessionSource(attribute="SessionIDDataKey/x"),
+        ),
+    ],
+)
+def test_a_session_attribute_is_the_header_or_cookie_of_its_producer(producer, attribute, source):
+    """A source that names the attribute of a producer reads what the producer would."""
+    settings = read(
+        f"plugins:\n- {{type: session-id-producer, {producer}}}\n"
+        + affinity(f"[{{header: x-first}}, {{attribute: SessionIDDataKey/{attribute}}}]")
+    )
+    assert sources(settings) == (SessionSource(header="x-first"), source)
+    assert not [text for text in lint.find_warnings(settings) if "session" in text]
+
+
+@pytest.mark.parametrize("parameters", ["{}", "{headerName: a, cookieName: b}", "{header: a}"])
+def test_a_producer_has_exactly_one_location(parameters):
+    """As upstream, one of headerName and cookieName has to be there, and nothing else."""
+    with pytest.raises(ConfigError, match=r"plugins\[0\]\.parameters"):
+        read(f"plugins:\n- {{type: session-id-producer, parameters: {parameters}}}\n")
+
+
+@pytest.mark.parametrize(
+    "config", ["3", "{sources: 3}", "{sources: [3]}", "{sources: [{attribute: 3}]}"]
+)
+def test_malformed_sources_are_refused(config):
+    """Sources that are no list of places are an error, with a producer too."""
+    settings = read(
+        "plugins:\n- {type: session-id-producer, parameters: {headerName: x-conv}}\n"
+        f"- {{type: session-affinity-filter, parameters: {{sessionIdConfig: {config}}}}}\n"
+    )
+    with pytest.raises(ConfigError, match="sessionIdConfig"):
+        sources(settings)
