@@ -204,20 +204,37 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     }
     plugins = None
     if written.get("plugins"):
-        plugins = validation.to_struct(written, EppPlugins, where=file)
-        plugins = epp_sessions.convert_sessions(plugins, file)
-        plugins, metrics, unread = epp_sections.convert_metrics(plugins, file)
+        plugins, unread = _convert_plugins(written, ours, file)
         warnings += unread
-        if metrics:
-            ours["scrape"] = {"extra_metrics": metrics}
-        events, unread = epp_kv_events.convert_kv_events(plugins, file)
-        warnings += unread
-        if events is not None:
-            ours["kv_events"] = events
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         ours["scheduling"] = {"strategy": "weighted"}
     return EppDocument(ours, plugins, tuple(warnings))
+
+
+def _convert_plugins(
+    written: Mapping[str, object], ours: dict[str, object], file: Place
+) -> tuple[EppPlugins, list[str]]:
+    """Convert plugins and profiles.
+
+    Args:
+        ours: Settings, to which the sections that the plugins stand for are added.
+
+    Returns:
+        The plugins as they name what is in our settings, and warnings.
+    """
+    plugins = validation.to_struct(written, EppPlugins, where=file)
+    plugins, agent_headers = epp_sessions.convert_sessions(plugins, file)
+    section = ours.get("flow_control")
+    if agent_headers and isinstance(section, dict):
+        ours["flow_control"] = {**section, "fallback_tenant_headers": agent_headers}
+    plugins, metrics, warnings = epp_sections.convert_metrics(plugins, file)
+    if metrics:
+        ours["scrape"] = {"extra_metrics": metrics}
+    events, unread = epp_kv_events.convert_kv_events(plugins, file)
+    if events is not None:
+        ours["kv_events"] = events
+    return plugins, [*warnings, *unread]
 
 
 def by_reference(

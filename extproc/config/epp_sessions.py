@@ -1,7 +1,8 @@
 """Converts the plugins of an EndpointPickerConfig that name sessions by headers and cookies.
 
 Upstream, they store a session as an attribute of the request, which session-affinity plugins name as a
-source. Here these sources become the headers and cookies themselves.
+source. Here these sources become the headers and cookies themselves. The session of an agent is also the
+flow of requests that name none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,17 @@ from extproc.scheduling.framework import UpstreamParameters
 _PRODUCER: Final = "session-id-producer"
 _ATTRIBUTE: Final = "SessionIDDataKey/"
 
+#: The plugin that reads the session of an agent, which is also its attribute.
+_AGENT: Final = "agent-identity"
+
+#: Headers of an agent's session, as upstream reads them after those of the file.
+_AGENT_HEADERS: Final = (
+    "x-claude-code-session-id",
+    "x-session-affinity",
+    "session-id",
+    "session_id",
+)
+
 #: Types of the plugins with sources.
 _READERS: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
 
@@ -32,24 +44,39 @@ class _SessionProducer(UpstreamParameters, frozen=True):
     cookie_name: str = ""
 
 
-def convert_sessions(plugins: EppPlugins, file: Place) -> EppPlugins:
-    """Return the plugins with headers and cookies in place of attributes as sources.
+class _AgentIdentity(UpstreamParameters, frozen=True):
+    additional_session_headers: tuple[validation.Name, ...] = ()
+
+
+def convert_sessions(plugins: EppPlugins, file: Place) -> tuple[EppPlugins, tuple[str, ...]]:
+    """Convert the sources of session-affinity plugins.
+
+    Returns:
+        The plugins with headers and cookies in place of attributes as sources, and the headers that
+        name the session of an agent, none without the plugin.
 
     Raises:
-        ConfigError: A producer names no header and no cookie, or both.
+        ConfigError: A producer names no header and no cookie, or both; or a parameter is unknown.
     """
     sources: dict[str, _Sources] = {}
+    agent_headers: tuple[str, ...] = ()
     for index, plugin in enumerate(plugins.plugins):
         place = file / "plugins" / index / "parameters"
         if plugin.type == _PRODUCER:
             sources[_ATTRIBUTE + (plugin.name or plugin.type)] = _read_producer(plugin, place)
+        elif plugin.type == _AGENT:
+            agent = validation.to_struct(plugin.parameters, _AgentIdentity, where=place)
+            added = agent.additional_session_headers
+            agent_headers = (*added, *_AGENT_HEADERS)
+            # The request parsers read the others, in their own order and with the body.
+            sources[_AGENT] = (*({"header": name} for name in added), {"attribute": _AGENT})
     if not sources:
-        return plugins
+        return plugins, ()
     converted = tuple(
         _with_sources(plugin, sources) if plugin.type in _READERS else plugin
         for plugin in plugins.plugins
     )
-    return msgspec.structs.replace(plugins, plugins=converted)
+    return msgspec.structs.replace(plugins, plugins=converted), agent_headers
 
 
 def _read_producer(plugin: NamedPlugin, place: Place) -> _Sources:

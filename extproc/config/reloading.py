@@ -64,6 +64,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "max_requests",
         "max_bytes",
         "tenant_header",
+        "fallback_tenant_headers",
         "by_adapter",
         "limit",
         "limits",

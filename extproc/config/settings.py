@@ -239,6 +239,8 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             forgotten within minutes.
         tenant_header: Request header that names the tenant, read before
             `x-llm-d-inference-fairness-id` and its older name. Empty: only those are read.
+        fallback_tenant_headers: Request headers that name the tenant where none of those does, the
+            first that is there, such as the session of an agent. None: only those are read.
         by_adapter: Take the model or adapter as the tenant where no header names one. False: such
             requests are one tenant.
         limit: Rate limit of every tenant. Each replica counts alone: for a limit of all together,
@@ -260,6 +262,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     fairness: Fairness = "least-served"
     half_life_s: validation.PositiveSeconds = 60.0
     tenant_header: str = ""
+    fallback_tenant_headers: tuple[validation.Name, ...] = ()
     by_adapter: bool = False
     limit: RateLimit | None = None
     limits: Mapping[validation.Name, RateLimit] = {}
@@ -274,8 +277,9 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         """The request headers that flow control reads, in lower case."""
         usual = FlowHeaders()
         tenant = (self.tenant_header.lower(),) if self.tenant_header else ()
+        fallbacks = tuple([name.lower() for name in self.fallback_tenant_headers])
         return FlowHeaders(
-            tenant_headers=(*tenant, *usual.tenant_headers),
+            tenant_headers=(*tenant, *usual.tenant_headers, *fallbacks),
             by_adapter=self.by_adapter,
             timeout_headers=(self.timeout_header.lower(),) if self.timeout_header else (),
         )

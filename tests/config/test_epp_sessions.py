@@ -67,3 +67,42 @@ def test_malformed_sources_are_refused(config):
     )
     with pytest.raises(ConfigError, match="sessionIdConfig"):
         sources(settings)
+
+
+GATE = "featureGates: [flowControl]\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "agent", "headers", "tenant"),
+    [
+        (GATE, "", {"session_id": "d", "session-id": "c", "x-session-affinity": "b"}, "b"),
+        (GATE, "", {"x-session-affinity": "b", "x-claude-code-session-id": "a"}, "a"),
+        (GATE, "[X-A, x-b]", {"x-claude-code-session-id": "a", "x-a": "1", "x-b": "2"}, "1"),
+        (GATE, "[x-a]", {"x-a": "1", "x-llm-d-inference-fairness-id": "team"}, "team"),
+        (GATE, "", {"x-a": "1"}, ""),
+        ("", "", {"session-id": "c"}, ""),
+    ],
+)
+def test_the_session_of_an_agent_is_its_tenant(head, agent, headers, tenant):
+    """Without a fairness header, and with flow control, the first header of an agent counts."""
+    parameters = f", parameters: {{additionalSessionHeaders: {agent}}}" if agent else ""
+    settings = read(f"{head}plugins:\n- {{type: agent-identity{parameters}}}\n")
+    assert settings.flow_control.headers.tenant(headers, "m") == tenant
+
+
+def test_without_agent_identity_sessions_are_no_tenants():
+    """As upstream, only the plugin makes a session a flow."""
+    settings = read(GATE + "plugins:\n- type: queue-scorer\n")
+    assert settings.flow_control.headers.tenant({"session-id": "c"}, "m") == ""
+
+
+def test_added_headers_of_agents_come_before_the_session_of_the_parsers():
+    """A source that names the attribute of agent-identity reads the headers of the file first."""
+    settings = read(
+        "plugins:\n- {type: agent-identity, parameters: {additionalSessionHeaders: [x-a]}}\n"
+        + affinity("[{attribute: agent-identity}]")
+    )
+    assert sources(settings) == (
+        SessionSource(header="x-a"),
+        SessionSource(attribute="agent-identity"),
+    )

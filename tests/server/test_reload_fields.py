@@ -280,6 +280,11 @@ LIVE = {
         HOLDING % "tenant_header: x-unit",
         lambda scene: scene.flow_controller.tenant(scene.prepared(x_team="a", x_unit="b")),
     ),
+    "flow_control.fallback_tenant_headers": (
+        HOLDING % "fallback_tenant_headers: [X-Team]",
+        HOLDING % "fallback_tenant_headers: [x-unit, x-team]",
+        lambda scene: scene.flow_controller.tenant(scene.prepared(x_team="a", x_unit="b")),
+    ),
     "flow_control.by_adapter": (
         HOLDING % "by_adapter: false",
         HOLDING % "by_adapter: true",
