@@ -2,7 +2,8 @@
 
 Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
 endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
-name was sent to last. For tests, a client names its endpoint outright (`header-based-testing-filter`).
+name is bound to: the one of its first request, until that is no candidate. For tests, a client names
+its endpoint outright (`header-based-testing-filter`).
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class SessionId(UpstreamParameters, frozen=True, kw_only=True):
 
 
 class SessionTable:
-    """Endpoint of the last request of each session.
+    """Endpoint of each session.
 
     Args:
         ttl_s: Seconds a session is remembered unused.
@@ -155,10 +156,15 @@ class SessionAffinity:
         return keys(context, self._sources) if self._remembering else {}
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """See `framework.Observer`."""
+        """See `framework.Observer`; a session stays bound while its endpoint is a candidate."""
         session = _session(decision.plugin_keys, self._sources) if self._remembering else ""
-        if session:
-            self.memory.bind(session, decision.endpoints[0].address, now)
+        if not session:
+            return
+        chosen, bound = decision.endpoints[0].address, self.memory.find(session, now)
+        if bound in {"", chosen} or all(
+            c.endpoint.address != bound for c in decision.scored_candidates
+        ):
+            self.memory.bind(session, chosen, now)
 
     def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
         """See `framework.MoveObserver`; a session that a later turn took elsewhere stays there."""
@@ -198,7 +204,7 @@ class SessionAffinityPlugin(UpstreamParameters, frozen=True, kw_only=True, dict=
         return self.affinity.keys(context)
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """Remember where the session went."""
+        """Remember where the session went, unless it is bound to another candidate."""
         self.affinity.on_committed(decision, now)
 
     def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
@@ -236,6 +242,8 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
     picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here,
     that of a fallback where one answered, by the first of `sessionIdConfig.sources` that is there:
     each is a `header`, a `cookie`, or an `attribute`, which is the session of the request parsers.
+    A turn that goes elsewhere leaves it bound while its endpoint is a candidate, as upstream, and so
+    does not count as use.
     Upstream: `scorer/sessionaffinity/session_affinity.go`.
     """
 

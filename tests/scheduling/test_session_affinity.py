@@ -72,6 +72,30 @@ def test_a_dry_run_binds_no_session(profile):
     assert names == {"a", "b", "c"}
 
 
+def test_a_turn_that_went_elsewhere_leaves_the_session_bound():
+    """A session moves once its endpoint is no candidate, or was not used for 300 seconds."""
+    (_, profile), request = profiles(**BY_ID), builders.context(headers={"x-session-id": "s"})
+    (observer,) = profile.observers
+
+    def turn(candidates, now, *, elsewhere=False):
+        decision = profile.run(msgspec.structs.replace(request, now=now), candidates)
+        if elsewhere:
+            other = next(c.endpoint for c in candidates if c.endpoint != decision.endpoints[0])
+            decision = msgspec.structs.replace(decision, endpoints=[other])
+        observer.on_committed(decision, now)
+        return decision.endpoints[0]
+
+    home = turn(FLEET, 100.0)
+    assert turn(FLEET, 200.0, elsewhere=True) != home
+    assert turn(FLEET, 300.0) == home
+    without = [candidate for candidate in FLEET if candidate.endpoint != home]
+    moved = turn(without, 400.0)
+    assert turn(FLEET, 500.0) == moved
+    turn(FLEET, 800.0, elsewhere=True)
+    late = turn(FLEET, 800.1, elsewhere=True)
+    assert turn(FLEET, 900.0) == late
+
+
 def test_the_first_source_that_is_set_names_the_session():
     """Headers and what the parsers found are asked in the order of the configuration."""
     sources = [{"header": "X-Chat"}, {"attribute": "agent-identity"}]
