@@ -228,7 +228,9 @@ def _convert_plugins(
     section = ours.get("flow_control")
     if agent_headers and isinstance(section, dict):
         ours["flow_control"] = {**section, "fallback_tenant_headers": agent_headers}
-    plugins, metrics, warnings = epp_sections.convert_metrics(plugins, file)
+    plugins, warnings = epp_kv_events.replace_tracking_scorers(plugins, file)
+    plugins, metrics, unread = epp_sections.convert_metrics(plugins, file)
+    warnings += unread
     if metrics:
         ours["scrape"] = {"extra_metrics": metrics}
     events, unread = epp_kv_events.convert_kv_events(plugins, file)

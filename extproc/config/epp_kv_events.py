@@ -26,6 +26,13 @@ from extproc.scrape.kv_event_subscriber import BIND_PATTERN
 PRODUCER: Final = "precise-prefix-cache-producer"
 SCORER: Final = "precise-prefix-cache-scorer"
 
+#: The scorer that had the producer inside with `mode: cache_tracking`, before it was a type of its own.
+#: Engines then connected to the picker, whose address was this by default.
+_ESTIMATING_SCORER: Final = "prefix-cache-scorer"
+_TRACKING: Final = "cache_tracking"
+_ESTIMATING: Final = "estimate"
+_TRACKING_ENDPOINT: Final = "tcp://*:5557"
+
 #: Types of the plugin that tokenizes.
 TOKENIZERS: Final = frozenset({"token-producer", "tokenizer"})
 
@@ -93,6 +100,48 @@ class _Tokenizer(UpstreamParameters, frozen=True):
     estimate: _AnyMap | None = None
     uds_tokenizer_config: _AnyMap | None = None
     backend: str = ""
+
+
+def replace_tracking_scorers(plugins: EppPlugins, file: Place) -> tuple[EppPlugins, list[str]]:
+    """Replace scorers of earlier releases with a mode by the types that do the same, with warnings.
+
+    Raises:
+        ConfigError: A mode is unknown.
+    """
+    warnings: list[str] = []
+    converted = tuple(
+        _replace_tracking_scorer(plugin, warnings, file / "plugins" / index / "parameters")
+        if plugin.type == _ESTIMATING_SCORER and "mode" in plugin.parameters
+        else plugin
+        for index, plugin in enumerate(plugins.plugins)
+    )
+    return msgspec.structs.replace(plugins, plugins=converted), warnings
+
+
+def _replace_tracking_scorer(plugin: NamedPlugin, warnings: list[str], place: Place) -> NamedPlugin:
+    parameters = dict(plugin.parameters)
+    mode = parameters.pop("mode")
+    if mode == _ESTIMATING:
+        return msgspec.structs.replace(plugin, parameters=parameters)
+    if mode != _TRACKING:
+        raise ConfigError(
+            place / "mode",
+            wanted=f"one of {_TRACKING}, {_ESTIMATING}",
+            got=validation.show(mode),
+            fix=f"remove it, or write {SCORER} as the type to read KV events",
+        )
+    name = plugin.name or plugin.type
+    warnings.append(
+        f"plugin {name}: mode {_TRACKING} is of earlier releases: it is read as {SCORER}, to which "
+        "engines connect unless discoverPods is true"
+    )
+    if parameters.pop("kvCacheRedisAddr", None):
+        warnings.append(f"plugin {name}: kvCacheRedisAddr is not read: no index is kept in Redis")
+    events = parameters.get("kvEventsConfig") or {}
+    if isinstance(events, Mapping):
+        usual = {"discoverPods": False, "zmqEndpoint": _TRACKING_ENDPOINT}
+        parameters["kvEventsConfig"] = {**usual, **events}
+    return msgspec.structs.replace(plugin, type=SCORER, name=name, parameters=parameters)
 
 
 def convert_kv_events(

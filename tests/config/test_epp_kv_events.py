@@ -150,6 +150,36 @@ def test_the_older_scorer_brings_its_producer():
 
 
 @pytest.mark.parametrize(
+    ("parameters", "bind"),
+    [
+        ("kvEventsConfig: {zmqEndpoint: 'tcp://0.0.0.0:5600'}", "tcp://0.0.0.0:5600"),
+        ("kvCacheRedisAddr: 'redis://localhost:6379'", "tcp://*:5557"),
+        ("kvEventsConfig: {discoverPods: true}, indexerConfig: {prefixStoreConfig: {}}", ""),
+    ],
+)
+def test_a_tracking_prefix_cache_scorer_reads_events(parameters, bind):
+    """The form of earlier releases is the scorer with a producer, to which engines connect."""
+    scorer = f"type: prefix-cache-scorer, parameters: {{mode: cache_tracking, {parameters}}}"
+    profile = "schedulingProfiles: [{name: a, plugins: [{pluginRef: prefix-cache-scorer}]}]\n"
+    settings, warnings = read(plugins(scorer) + profile)
+    assert (settings.kv_events.enabled, settings.kv_events.bind) == (True, bind)
+    built = profile_builder.build_profile(settings, where="x")
+    assert [scorer.kind for scorer, _ in built.scorers] == ["prefix-cache-scorer"]
+    assert any("mode cache_tracking is of earlier releases" in warning for warning in warnings)
+    assert any("kvCacheRedisAddr" in warning for warning in warnings) == ("Redis" in parameters)
+
+
+def test_an_estimating_prefix_cache_scorer_reads_no_events():
+    """The mode was the default of earlier releases, and any other is refused."""
+    scorer = "type: prefix-cache-scorer, parameters: {mode: estimate, hashBlockSize: 64}"
+    settings, warnings = read(plugins(scorer))
+    assert not settings.kv_events.enabled
+    assert not warnings
+    with pytest.raises(ConfigError, match="one of cache_tracking, estimate"):
+        read(plugins(scorer.replace("estimate", "precise")))
+
+
+@pytest.mark.parametrize(
     ("entries", "text"),
     [
         (
