@@ -7,8 +7,10 @@ upstream picker's others with them.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -280,19 +282,24 @@ def _warn_unused_kubernetes_flags(args: argparse.Namespace, *, followed: bool) -
             yield f"--{name} has no effect: no endpoints come from Kubernetes"
 
 
+#: One requirement of a selector by equality.
+_LABEL: Final = re.compile(r"\s*([\w./-]+)\s*==?\s*([\w.-]*)\s*", re.ASCII)
+
+
 def _parse_labels(text: str) -> dict[str, str]:
-    """`a=b,c=d` to a mapping."""
+    """`a=b,c=d` to a mapping; pods are matched by equality only."""
     pairs = {}
     for word in flag_table.listed("--endpoint-selector", text):
-        key, equals, value = word.partition("=")
-        if not equals or not key.strip():
+        label = _LABEL.fullmatch(word)
+        if label is None:
             raise ConfigError(
                 "--endpoint-selector",
-                wanted="labels as key=value, separated by commas",
-                got=word,
-                fix="write app=vllm,tier=gpu",
+                wanted="labels as key=value, separated by commas, without in, notin, != and existence",
+                got=text,
+                fix="write app=vllm,tier=gpu, with a label that only the engines have",
             )
-        pairs[key.strip()] = value.removeprefix("=").strip()
+        key, value = label.groups()
+        pairs[key] = value
     return pairs
 
 

@@ -95,6 +95,9 @@ def test_companions_without_kubernetes_are_named():
     ("words", "where", "wanted"),
     [
         (["--endpoint-selector=app"], "--endpoint-selector", "key=value"),
+        (["--endpoint-selector=env in (a,b)"], "--endpoint-selector", "without in"),
+        (["--endpoint-selector=a=b,tier!=gpu"], "--endpoint-selector", "without in"),
+        (["--endpoint-selector=!old,a=b"], "--endpoint-selector", "existence"),
         (
             ["--endpoint-selector=a=b", "--endpoint-target-ports=x"],
             "--endpoint-target-ports",
