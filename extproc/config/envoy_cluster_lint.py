@@ -29,6 +29,9 @@ _OVERRIDE_HOST = "override_host.v3.OverrideHost"
 #: Envoy's default of `per_connection_buffer_limit_bytes`.
 _BUFFER_BYTES = 1024 * 1024
 
+#: Envoy's default of `initial_stream_window_size`, since 1.36.
+_WINDOW_BYTES = 16 * 1024 * 1024
+
 #: Room for headers and attributes in a gRPC message beside the body.
 _MESSAGE_HEAD_BYTES = 4 * 1024 * 1024
 
@@ -225,7 +228,7 @@ def buffers(tree: object, settings: Settings, *, where: str) -> Iterator[Finding
             for processor in effective_processors(manager)
         }
         if modes & _BUFFERED:
-            yield from _buffer_limit(listener, settings, place=place, where=where)
+            yield from _buffer_limit(listener, managers, settings, place=place, where=where)
 
 
 def _buffer_filters(
@@ -255,7 +258,12 @@ def _find_buffers(managers: Sequence[YamlTree]) -> Iterator[YamlTree]:
 
 
 def _buffer_limit(
-    listener: YamlTree, settings: Settings, *, place: str, where: str
+    listener: YamlTree,
+    managers: Sequence[YamlTree],
+    settings: Settings,
+    *,
+    place: str,
+    where: str,
 ) -> Iterator[Finding]:
     wanted, longest = settings.limits.max_body_bytes, settings.limits.max_message_bytes
     size = count(listener, "per_connection_buffer_limit_bytes", _BUFFER_BYTES, where=where)
@@ -275,6 +283,8 @@ def _buffer_limit(
     name = "per_connection_buffer_limit_bytes"
     if raised > size:
         name, size = "request_body_buffer_limit", raised
+    else:
+        yield from _stream_window(managers, min(size, wanted), place=place, where=where)
     if size > longest:
         yield finding.cut(
             "message_bytes",
@@ -284,3 +294,22 @@ def _buffer_limit(
             wanted=f"{longest} or less",
             fix=f"write limits: {{max_message_bytes: {size + _MESSAGE_HEAD_BYTES}}} for extproc",
         )
+
+
+def _stream_window(
+    managers: Sequence[YamlTree], size: int, *, place: str, where: str
+) -> Iterator[Finding]:
+    """Check that HTTP/2 streams, which buffer as much as their window, take bodies of a size."""
+    for manager in managers:
+        options = manager.get("http2_protocol_options") or {}
+        window = count(options, "initial_stream_window_size", _WINDOW_BYTES, where=where)
+        if window < size and manager.get("codec_type") != "HTTP1":
+            yield finding.warning(
+                "http2_window",
+                place,
+                f"initial_stream_window_size is {window}: larger bodies over HTTP/2 are 413, and "
+                f"over HTTP/1 {size} bytes pass",
+                wanted=f"{size}",
+                fix=f"write http2_protocol_options: {{initial_stream_window_size: {size}, "
+                f"initial_connection_window_size: {2 * size}}} in the connection manager",
+            )

@@ -371,6 +371,10 @@ WARNINGS = {
         ),
         "larger bodies are 413",
     ),
+    "window of HTTP/2": (
+        lambda tree: without(manager(tree), "http2_protocol_options"),
+        "larger bodies over HTTP/2 are 413, and over HTTP/1 33554432 bytes pass",
+    ),
     "keep-alive": (
         lambda tree: without(cluster(tree, "engines"), "typed_extension_protocol_options"),
         "vLLM closes them after 5 s",

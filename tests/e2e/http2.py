@@ -7,7 +7,14 @@ from collections.abc import Iterable
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
+from h2.events import (
+    DataReceived,
+    Event,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
 
 from tests.e2e import http1
 
@@ -24,7 +31,7 @@ async def ask(
     trailers: Iterable[tuple[str, str]] = (),
     cuts: Iterable[int] = (),
 ) -> http1.HttpAnswer:
-    """A POST from start to end. The body must fit the initial window (64 KiB).
+    """A POST from start to end.
 
     Args:
         port: Where to.
@@ -46,7 +53,10 @@ async def ask(
     ]
     wire.send_headers(stream, [*pseudo, *headers])
     places = [0, *cuts, *range(_FRAME_BYTES, len(body), _FRAME_BYTES), len(body)]
+    events: list[Event] = []
     for start, stop in zip(sorted(places), sorted(places)[1:], strict=False):
+        while wire.local_flow_control_window(stream) < stop - start:
+            events += await _receive(wire, reader)
         wire.send_data(stream, body[start:stop])
         writer.write(wire.data_to_send())
         await writer.drain()
@@ -56,19 +66,23 @@ async def ask(
         wire.end_stream(stream)
     writer.write(wire.data_to_send())
     try:
-        return await _answer(wire, reader, writer)
+        return await _answer(events, wire, reader, writer)
     finally:
         writer.close()
         await writer.wait_closed()
 
 
-async def _answer(wire, reader, writer) -> http1.HttpAnswer:
+async def _receive(wire, reader) -> list[Event]:
+    data = await reader.read(65_536)
+    if not data:
+        raise EOFError("the connection ended within the answer")
+    return wire.receive_data(data)
+
+
+async def _answer(events, wire, reader, writer) -> http1.HttpAnswer:
     status, headers, trailers, body = "", [], [], []
     while True:
-        data = await reader.read(65_536)
-        if not data:
-            raise EOFError("the connection ended within the answer")
-        for event in wire.receive_data(data):
+        for event in events:
             match event:
                 case ResponseReceived():
                     fields = list(event.headers)
@@ -85,3 +99,4 @@ async def _answer(wire, reader, writer) -> http1.HttpAnswer:
                     head = http1.Head(f"HTTP/2 {status}", headers)
                     return http1.HttpAnswer(head, b"".join(body), trailers)
         writer.write(wire.data_to_send())
+        events = await _receive(wire, reader)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from extproc.demo import stack
-from tests.e2e import http1, http2, installation
+from tests.e2e import backend, http1, http2, installation
 
 MIB = 1 << 20
 LIMIT = 32 * MIB
@@ -104,3 +104,14 @@ async def test_022_body_ended_by_trailers(place):
         trailers=[("x-checksum", "1")],
     )
     assert answer.json() == {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+
+
+async def test_buffered_body_over_http2():
+    """The profile that buffers takes a body of the limit over HTTP/2 as well."""
+    body = json_body(LIMIT)
+    async with (
+        backend.backend() as engine,
+        installation.installed(engine.address, template="original-dst-buffered.yaml") as fixture,
+    ):
+        answer = await http2.ask(fixture.port, "/v1/chat/completions", body)
+        assert answer.json()["sha256"] == hashlib.sha256(body).hexdigest()

@@ -111,6 +111,16 @@ def test_126_duplex_does_not_retry(config):
     assert duplex != ("retry_policy" in route(config))
 
 
+def test_http2_streams_buffer_as_much_as_connections(config):
+    """HTTP/2 has the limit of HTTP/1 if Envoy buffers bodies, and no body takes a whole connection."""
+    if installation.processor(config)["processing_mode"]["request_body_mode"] == "BUFFERED":
+        (listener,) = config["static_resources"]["listeners"]
+        options = installation.manager(config)["http2_protocol_options"]
+        window_bytes = options["initial_stream_window_size"]
+        assert window_bytes == listener["per_connection_buffer_limit_bytes"]
+        assert options["initial_connection_window_size"] > window_bytes
+
+
 def test_127_metadata_crosses(config):
     """Subset hints and the served endpoint come in, the destination goes out."""
     options = installation.processor(config)["metadata_options"]

@@ -213,6 +213,10 @@ FAULTS = {
         "warning",
         lambda tree: listener(tree).pop("per_connection_buffer_limit_bytes"),
     ),
+    "http2_window": (
+        "warning",
+        lambda tree: manager(tree).pop("http2_protocol_options"),
+    ),
     "message_bytes": (
         "error",
         lambda tree: listener(tree).update(per_connection_buffer_limit_bytes=1 << 30),
