@@ -316,8 +316,11 @@ _GRPC: Mapping[int, int] = {
 
 
 def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse:
-    """Build the immediate response of a rejection, also for clients that speak gRPC."""
-    headers: Headers = (("content-type", "application/json"),)
+    """Build the immediate response of a rejection, also for clients that speak gRPC.
+
+    The body of a response for gRPC is the text alone: Envoy makes `grpc-message` of it.
+    """
+    headers: Headers = () if grpc else (("content-type", "application/json"),)
     if rejection.reason:
         headers = (*headers, (REASON_HEADER, rejection.reason))
     if rejection.retry_after_s is not None:
@@ -325,17 +328,16 @@ def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse
     return ImmediateResponse(
         status=rejection.status,
         headers=headers,
-        body=error_body(rejection),
+        body=_error_message(rejection).encode() if grpc else error_body(rejection),
         grpc_status=_GRPC.get(rejection.status, 2) if grpc else None,
     )
 
 
 def error_body(rejection: Rejection) -> bytes:
     """The JSON error body of a rejection."""
-    code = CANONICAL_CODES.get(rejection.status, "Unknown")
     fallback = "server_error" if rejection.status >= 500 else "invalid_request_error"
     error: dict[str, str | int] = {
-        "message": f"inference error: {code} - {rejection.message}",
+        "message": _error_message(rejection),
         "type": _TYPES.get(rejection.status, fallback),
         "code": rejection.status,
     }
@@ -343,3 +345,8 @@ def error_body(rejection: Rejection) -> bytes:
         # OpenAI's own way: the kind of error in `type`, which one it is in `code`.
         error |= {"type": "invalid_request_error", "code": rejection.code}
     return msgspec.json.encode({"error": error})
+
+
+def _error_message(rejection: Rejection) -> str:
+    code = CANONICAL_CODES.get(rejection.status, "Unknown")
+    return f"inference error: {code} - {rejection.message}"

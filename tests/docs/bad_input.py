@@ -34,6 +34,8 @@ ADDRESS = "10.0.0.1:8000"
 def message_text(reply: ProcessingResponse) -> str:
     """An answer in one line."""
     if isinstance(reply, ImmediateResponse):
+        if reply.grpc_status is not None:
+            return f"gRPC status {reply.grpc_status} ``{reply.body.decode()}``"
         message = json.loads(reply.body)["error"]["message"]
         more = [f"{name}: {value}" for name, value in reply.headers[1:]]
         return f"{reply.status} ``{message}``" + (f" ({', '.join(more)})" if more else "")

@@ -150,7 +150,9 @@ async def test_109_bad_frames(place, engine, body):
     )
     result = dict([*answer.head.headers, *answer.trailers])
     assert result["grpc-status"] == "3"
-    assert "invalid or unsupported gRPC payload" in result["grpc-message"]
+    assert result["content-type"] == "application/grpc"
+    text = "inference error: BadRequest - invalid or unsupported gRPC payload"
+    assert result["grpc-message"] == text
     assert len(engine.calls) == before
 
 

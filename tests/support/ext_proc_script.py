@@ -163,8 +163,11 @@ def refuse(
     retry_after: str = "",
     grpc_status: int | None = None,
 ) -> DecodedReply:
-    """An immediate response with an OpenAI-shaped body."""
+    """An immediate response with an OpenAI-shaped body; for gRPC, with the message alone."""
+    error: object = {"error": {"message": message, "type": kind, "code": status}}
     sets = [("content-type", "application/json")]
+    if grpc_status is not None:
+        error, sets = message, []
     if reason:
         sets.append(("x-llm-d-request-dropped-reason", reason))
     if retry_after:
@@ -173,7 +176,7 @@ def refuse(
         "immediate_response",
         sets=tuple(sets),
         status=status,
-        error={"error": {"message": message, "type": kind, "code": status}},
+        error=error,
         grpc_status=grpc_status,
     )
 

@@ -47,7 +47,7 @@ class DecodedReply(msgspec.Struct, frozen=True):
         metadata: Dynamic metadata as plain values.
         override: `mode_override` as plain values.
         status: HTTP status of an immediate response.
-        error: Its JSON body.
+        error: Its JSON body, or its text with a gRPC status.
         grpc_status: Its gRPC status.
     """
 
@@ -170,6 +170,7 @@ def read(data: bytes) -> DecodedReply:
     refusal = message.immediate_response
     if refusal is not None:
         sets, removes = _mutation(refusal.headers)
+        body, status = refusal.body, refusal.grpc_status
         return DecodedReply(
             "immediate_response",
             sets=sets,
@@ -177,8 +178,8 @@ def read(data: bytes) -> DecodedReply:
             metadata=metadata,
             override=override,
             status=int(refusal.status.code),
-            error=json.loads(refusal.body),
-            grpc_status=None if refusal.grpc_status is None else refusal.grpc_status.status,
+            error=json.loads(body) if status is None else body.decode(),
+            grpc_status=None if status is None else status.status,
         )
     for part in ("request_trailers", "response_trailers"):
         trailers = getattr(message, part)

@@ -140,7 +140,7 @@ def test_immediate_responses_decode_equally(status, sets, error, grpc_status):
         "immediate_response",
         sets=sets,
         status=status,
-        error=error,
+        error=error if grpc_status is None else body.decode(),
         grpc_status=grpc_status,
     )
 
