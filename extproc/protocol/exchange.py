@@ -315,10 +315,7 @@ class Exchange(msgspec.Struct):
         self.pending = None
         self.rejection = rejection
         self.close()
-        content_type = self._headers.get("content-type", "")
-        response = messages.immediate_response(
-            rejection, grpc=content_type.startswith("application/grpc")
-        )
+        response = messages.immediate_response(rejection, self._headers)
         if self._settings.request_id and self.request_id:
             headers = (*response.headers, ("x-request-id", self.request_id))
             return msgspec.structs.replace(response, headers=headers)

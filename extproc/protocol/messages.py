@@ -315,11 +315,25 @@ _GRPC: Mapping[int, int] = {
 }
 
 
-def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse:
-    """Build the immediate response of a rejection, also for clients that speak gRPC.
+#: Paths of Anthropic's API, by their ends.
+_ANTHROPIC_PATHS = ("/messages", "/messages/count_tokens")
+
+
+def immediate_response(
+    rejection: Rejection, request_headers: Mapping[str, str]
+) -> ImmediateResponse:
+    """Build the immediate response of a rejection in the form of the API that a request is for.
 
     The body of a response for gRPC is the text alone: Envoy makes `grpc-message` of it.
     """
+    grpc = request_headers.get("content-type", "").startswith("application/grpc")
+    path = request_headers.get(":path", "").partition("?")[0].rstrip("/")
+    if grpc:
+        body = _error_message(rejection).encode()
+    elif path.endswith(_ANTHROPIC_PATHS):
+        body = _anthropic_error_body(rejection, request_headers.get("x-request-id", ""))
+    else:
+        body = error_body(rejection)
     headers: Headers = () if grpc else (("content-type", "application/json"),)
     if rejection.reason:
         headers = (*headers, (REASON_HEADER, rejection.reason))
@@ -328,13 +342,24 @@ def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse
     return ImmediateResponse(
         status=rejection.status,
         headers=headers,
-        body=_error_message(rejection).encode() if grpc else error_body(rejection),
+        body=body,
         grpc_status=_GRPC.get(rejection.status, 2) if grpc else None,
     )
 
 
 def error_body(rejection: Rejection) -> bytes:
-    """The JSON error body of a rejection."""
+    """The JSON error body of a rejection in OpenAI's form."""
+    return msgspec.json.encode({"error": _error_object(rejection)})
+
+
+def _anthropic_error_body(rejection: Rejection, request_id: str) -> bytes:
+    body: dict[str, object] = {"type": "error", "error": _error_object(rejection)}
+    if request_id:
+        body["request_id"] = request_id
+    return msgspec.json.encode(body)
+
+
+def _error_object(rejection: Rejection) -> Mapping[str, str | int]:
     fallback = "server_error" if rejection.status >= 500 else "invalid_request_error"
     error: dict[str, str | int] = {
         "message": _error_message(rejection),
@@ -344,7 +369,7 @@ def error_body(rejection: Rejection) -> bytes:
     if rejection.code:
         # OpenAI's own way: the kind of error in `type`, which one it is in `code`.
         error |= {"type": "invalid_request_error", "code": rejection.code}
-    return msgspec.json.encode({"error": error})
+    return error
 
 
 def _error_message(rejection: Rejection) -> str:

@@ -63,15 +63,27 @@ class ApiSurface(msgspec.Struct, frozen=True):
     writer: ResponseWriter
 
 
+#: Path whose answers and errors have the form of Anthropic's API.
+MESSAGES_PATH = "/v1/messages"
+
+
 def failure(message: str, kind: str, code: int, param: str | None = None) -> bytes:
     """The error body of a vLLM server."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
 
 
-def failure_event(message: str, kind: str, code: int) -> bytes:
+def failure_event(message: str, kind: str, code: int, *, path: str) -> bytes:
     """An error inside a stream that began with 200, and the end of that stream."""
-    return b"data: " + failure(message, kind, code) + b"\n\n" + _DONE
+    body = failure(message, kind, code)
+    if path == MESSAGES_PATH:
+        return b"event: error\ndata: " + anthropic_failure(body) + b"\n\n"
+    return b"data: " + body + b"\n\n" + _DONE
+
+
+def anthropic_failure(body: bytes) -> bytes:
+    """The error body of a vLLM server in the form of Anthropic's API."""
+    return b'{"type":"error",' + body.removeprefix(b"{")
 
 
 def _event(data: Mapping[str, Any], name: str = "") -> bytes:
@@ -328,5 +340,5 @@ SURFACES: Mapping[str, ApiSurface] = {
     ),
     "/v1/embeddings": ApiSurface(api_requests.embeddings, _EmbeddingsWriter()),
     "/v1/responses": ApiSurface(api_requests.responses, _ResponsesWriter()),
-    "/v1/messages": ApiSurface(api_requests.messages, _MessagesWriter()),
+    MESSAGES_PATH: ApiSurface(api_requests.messages, _MessagesWriter()),
 }

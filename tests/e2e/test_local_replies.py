@@ -1,4 +1,4 @@
-"""Errors that Envoy answers itself when extproc or an engine is down, as OpenAI clients read them."""
+"""Errors that Envoy answers itself when extproc or an engine is down, as clients read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from extproc.demo import stack
 from tests.e2e import backend, http1, installation
 
-PATH = "/v1/chat/completions"
+PATH = "/v1/messages"
 CHAT = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hello"}]}).encode()
 #: Code and type of what a picker that is down comes to.
 _NO_PICKER = (500, "endpoint_picker_unavailable")
@@ -22,9 +22,15 @@ async def refused(fixture, body=CHAT):
     """The status and the error object of an answer."""
     answer = await http1.ask(fixture.port, PATH, body)
     assert answer.head.get("content-type") == "application/json"
-    error = answer.json()["error"]
-    assert set(error) >= {"message", "type", "code"}
-    return answer.status, error
+    return answer.status, read_error(answer.json())
+
+
+def read_error(body):
+    """The error object of a body, as clients of OpenAI and of Anthropic find it."""
+    error = body["error"]
+    assert set(error) == {"message", "type", "code"}
+    assert body["type"] == "error"
+    return error
 
 
 @pytest.mark.parametrize("template", installation.first_and_slow(FILES))
@@ -114,7 +120,7 @@ async def test_limits_of_envoy_are_json_with_their_name():
                 async with http1.calling(fixture.port) as call:
                     await call.send(data)
                     answer = await call.answer()
-                error = answer.json()["error"]
+                error = read_error(answer.json())
                 assert (answer.status, error["code"]) == (status, status)
                 assert error["type"] == "request_ended_by_envoy"
                 assert details in error["message"]

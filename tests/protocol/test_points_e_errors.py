@@ -179,6 +179,18 @@ def test_079_grpc_clients_get_a_grpc_status():
     assert "content-type" not in reply.headers
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens/?beta=true"])
+def test_refusals_on_paths_of_anthropic_have_its_form(path: str):
+    """Clients of Anthropic read `type` beside the error, and an id."""
+    queued = ext_proc_script.Talk(PoolFixture({}).decide)
+    headers = {**ext_proc_script.PLAIN, ":path": path, "x-request-id": "r-1"}
+    (reply,) = queued.hear(ext_proc_script.request_headers(headers, ends=True))
+    error = reply.error.pop("error")
+    assert reply.error == {"type": "error", "request_id": "r-1"}
+    assert (error["type"], error["code"]) == ("server_error", 503)
+    assert error["message"].startswith("inference error: ServiceUnavailable - ")
+
+
 def test_079_error_bodies_are_json_whatever_the_message():
     """A message with quotes, line ends and other scripts is valid JSON in the body."""
     message = 'say "\u4e16\u754c"\n\\'
@@ -187,5 +199,6 @@ def test_079_error_bodies_are_json_whatever_the_message():
 
 
 def _refused(rejection: Rejection, *, grpc: bool) -> DecodedReply:
-    reply = messages.immediate_response(rejection, grpc=grpc)
+    headers = {"content-type": "application/grpc"} if grpc else {}
+    reply = messages.immediate_response(rejection, headers)
     return peer.read(ext_proc_script.codec.encode(reply))

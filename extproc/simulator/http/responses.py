@@ -74,6 +74,15 @@ def failure(message: str, kind: str, status: int, param: str | None = None) -> w
     return web.Response(status=status, body=body, headers=_JSON)
 
 
+def to_anthropic_failure(response: web.StreamResponse) -> web.StreamResponse:
+    """A failure in the form of Anthropic's API; other responses as they are."""
+    body = response.body if isinstance(response, web.Response) else None
+    if not isinstance(body, bytes) or not body.startswith(b'{"error":'):
+        return response
+    body = api_responses.anthropic_failure(body)
+    return web.Response(status=response.status, body=body, headers=_JSON)
+
+
 def bad_request(message: str) -> web.Response:
     """The body or a header cannot be understood."""
     return failure(message, "BadRequestError", 400)
@@ -187,7 +196,9 @@ async def apply_fault(request: web.Request, fault: faults.Fault) -> web.StreamRe
             status = int(fault.value)
             return failure(f"Simulated status {status}", "SimulatedFault", status)
         case "sse-error":
-            event = api_responses.failure_event(_BUSY, "ServiceUnavailableError", 503)
+            event = api_responses.failure_event(
+                _BUSY, "ServiceUnavailableError", 503, path=request.path
+            )
             return web.Response(body=event, headers=_EVENTS)
         case "reset":
             await cut(request, fault)

@@ -191,6 +191,8 @@ class EngineServer:
             response = responses.detail(error.status, error.reason)
         finally:
             self.in_flight -= inference
+        if path == api_responses.MESSAGES_PATH:
+            response = responses.to_anthropic_failure(response)
         if counted:
             self._http.observe(
                 handled,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import aiohttp
 import pytest
@@ -100,6 +101,21 @@ async def test_an_in_band_error_comes_with_status_200():
         reply = await ask(client, "sse-error", stream=True)
         error, done = await engine_server.events(reply)
         assert (reply.status, error["error"]["code"], done) == (200, 503, "[DONE]")
+
+
+@engine_server.run
+async def test_errors_of_messages_have_the_form_of_anthropic():
+    """Clients of Anthropic read `type` beside the error, also in a stream."""
+    async with engine_server.engine() as (_, client):
+        for fault in ("status=503", "sse-error"):
+            headers = {"x-engine-fault": fault}
+            async with client.post("/v1/messages", data=b"{}", headers=headers) as reply:
+                text = await reply.text()
+            event, _, data = text.rpartition("data: ")
+            assert event == ("event: error\n" if fault == "sse-error" else "")
+            error = json.loads(data)
+            assert (error["type"], error["error"]["code"]) == ("error", 503)
+            assert error["error"]["message"]
 
 
 @engine_server.run
