@@ -410,6 +410,7 @@ CANONICAL_CODES: Mapping[int, str] = {
     408: "RequestTimeout",
     412: "PreconditionFailed",
     413: "PayloadTooLarge",
+    415: "UnsupportedMediaType",
     429: "ResourceExhausted",
     500: "Internal",
     503: "ServiceUnavailable",

@@ -55,14 +55,14 @@ class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     Attributes:
         request: The request; None where it is refused.
-        refusal: Text for `decision.bad_request`; empty where it is not rejected.
+        refusal: The rejection of a request that is refused; None elsewhere.
         supplied: The request as if a header had named its model, where nothing names one and nothing
             else is wrong with it; None elsewhere.
         place: Where another model name goes; None where none can.
     """
 
     request: InferenceRequest | None
-    refusal: str
+    refusal: Rejection | None
     supplied: InferenceRequest | None
     place: ModelPlace | None
 
@@ -81,7 +81,7 @@ class PreparsedRequest(HttpRequest, frozen=True, gc=False):
 
 def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
     """Attach the results of parsing to a request."""
-    outcome = result.request or decision.bad_request(result.refusal)
+    outcome = result.request or result.refusal or decision.bad_request("")
     return PreparsedRequest(
         raw.headers,
         raw.body,
@@ -229,6 +229,12 @@ LONG_NAME: Final = decision.bad_request(
     "correct the name"
 )
 
+#: The rejection of a compressed body on a path whose bodies are understood: engines do not decompress.
+ENCODED_BODY: Final = Rejection(
+    415,
+    "expected a request body without content-encoding, got an encoded one; send it uncompressed",
+)
+
 
 def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Parse a request. Total: any bytes give a request or a rejection.
@@ -239,7 +245,8 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     Returns:
         The request, `opaque` when there is no body or the path is not in the table (`grpc` when it
         is a gRPC method); or a rejection with status 400 (docs/spec/protocol.md#request-flow) on a
-        path that is, and on every path for a model or adapter name that is too long.
+        path that is, and on every path for a model or adapter name that is too long; or
+        `ENCODED_BODY`.
     """
     if type(raw) is PreparsedRequest:
         return raw.outcome
@@ -265,6 +272,9 @@ def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
     surface = _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
     if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
         surface = GRPC
+    encoding = raw.headers.get("content-encoding")
+    if encoding and surface.path and encoding.lower() != "identity":
+        return ENCODED_BODY
     is_cut = raw.truncated and not surface.accepts_truncated
     try:
         parsed = (other_apis.parse_truncated if is_cut else surface.parse)(raw, surface.api)

@@ -66,13 +66,11 @@ def parse_body(job: ParseJob, body: bytes) -> surfaces.ParseResult:
     place = model_edit.find_place(raw)
     outcome = surfaces.parse(raw)
     if isinstance(outcome, InferenceRequest):
-        return surfaces.ParseResult(_cut_prompt(outcome, job.max_prompt_bytes), "", None, place)
+        return surfaces.ParseResult(_cut_prompt(outcome, job.max_prompt_bytes), None, None, place)
     supplied = surfaces.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
     if supplied is None or isinstance(supplied, Rejection):
-        return surfaces.ParseResult(None, outcome.message, None, place)
-    return surfaces.ParseResult(
-        None, outcome.message, _cut_prompt(supplied, job.max_prompt_bytes), place
-    )
+        return surfaces.ParseResult(None, outcome, None, place)
+    return surfaces.ParseResult(None, outcome, _cut_prompt(supplied, job.max_prompt_bytes), place)
 
 
 def _cut_prompt(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRequest:

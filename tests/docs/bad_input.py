@@ -158,6 +158,9 @@ ROWS: Mapping[str, Callable[[], str]] = {
     "chat: the same with `unknown_model: reject`": lambda: ask(
         CHAT, NAMED % b"gpt", house=several()
     ),
+    "chat: `content-encoding: gzip`": lambda: ask(
+        CHAT, b"\x1f\x8b", headers={"content-encoding": "gzip"}
+    ),
     "chat: empty body": lambda: ask(CHAT, b""),
     "unknown path, any bytes": lambda: ask("/upload", b"\x00\xff"),
     "transcription: multipart without a boundary": lambda: ask(

@@ -113,3 +113,18 @@ def test_deep_values_are_refused_not_raised():
         outcome = surfaces.parse(HttpRequest({":path": CHAT}, body))
         assert isinstance(outcome, InferenceRequest) or outcome.message.startswith(UNMARSHAL)
         assert isinstance(surfaces.parse(HttpRequest({":path": "/other"}, body)), InferenceRequest)
+
+
+@pytest.mark.parametrize("path", [*JSON_PATHS, "/tokenize", "/v1/audio/transcriptions"])
+def test_encoded_bodies_are_rejected_by_name(path):
+    """Engines do not decompress bodies; the message names the header, not what is wrong inside."""
+    raw = builders.post(path, {"model": "m", "prompt": "x"}, content_encoding="gzip")
+    outcome = surfaces.parse(raw)
+    assert (outcome.status, "content-encoding" in outcome.message) == (415, True)
+
+
+def test_encoded_bodies_on_other_paths_are_opaque():
+    """An unknown path is routed, and so is a body whose encoding is none."""
+    assert builders.parsed("/upload", b"\x1f\x8b", content_encoding="gzip").api == "opaque"
+    body = {"model": "m", "prompt": "x"}
+    assert builders.parsed("/v1/completions", body, content_encoding="Identity").model == "m"

@@ -79,6 +79,11 @@ def test_a_form_gives_the_same_request():
     )
 
 
+def test_an_encoded_body_gives_the_same_rejection():
+    """Its status is not that of a malformed body."""
+    check(builders.post(builders.CHAT, b"\x1f\x8b", content_encoding="gzip"))
+
+
 def test_a_long_prompt_is_cut_where_hashing_ends():
     """And all of it where the conversation opens behind that."""
     near = builders.post(builders.CHAT, {"model": "m", "messages": [builders.user("x" * 9000)]})
@@ -99,7 +104,7 @@ def test_a_long_prompt_is_cut_where_hashing_ends():
 def test_a_queued_request_keeps_its_first_user_message(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
     request = InferenceRequest(api=api, prompt=prompt)
-    raw = surfaces.attach(HttpRequest({}), surfaces.ParseResult(request, "", None, None))
+    raw = surfaces.attach(HttpRequest({}), surfaces.ParseResult(request, None, None, None))
     rested = surfaces.parse(surfaces.reduce_preparsed(raw))
     assert surfaces.first_user_message(rested) == surfaces.first_user_message(request)
     assert len(rested.prompt) <= 5 * surfaces.USER_MESSAGE_BYTES
