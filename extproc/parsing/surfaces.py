@@ -134,6 +134,20 @@ SURFACES: Final = (
     Surface("conversations", "conversations", openai_api.parse_conversation),
     Surface("images/generations", "images", openai_api.parse_completion),
     Surface(
+        "images/edits",
+        "image_edits",
+        other_apis.parse_form,
+        accepts_truncated=True,
+        find_model=other_apis.model_span,
+    ),
+    Surface(
+        "images/variations",
+        "image_variations",
+        other_apis.parse_form,
+        accepts_truncated=True,
+        find_model=other_apis.model_span,
+    ),
+    Surface(
         "audio/transcriptions",
         "transcriptions",
         other_apis.parse_form,

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.parsing import other_apis
+from extproc.parsing import model_edit, other_apis
 from tests.parsing import builders
 
 PATH = "/v1/audio/transcriptions"
@@ -28,10 +28,23 @@ def test_fields(order):
     assert (request.prompt, request.prompt_tokens) == (b"names", 1)
 
 
-def test_translations():
-    """Translations are the same form."""
-    request = form(part(b"model", b"w") + b"--XX--", path="/v1/audio/translations")
-    assert (request.api, request.model) == ("translations", "w")
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/audio/translations", "translations"),
+        ("/v1/images/edits", "image_edits"),
+        ("/v1/images/variations", "image_variations"),
+    ],
+)
+def test_other_forms(path, api):
+    """Translations, edits and variations are forms as well, whose model can be replaced."""
+    body = FILE + part(b"model", b"w") + b"--XX--"
+    content_type = "multipart/form-data; boundary=XX"
+    request = form(body, path=path)
+    assert (request.api, request.model) == (api, "w")
+    edit = model_edit.locate_model(builders.post(path, body, content_type=content_type), "new")
+    assert edit is not None
+    assert edit.apply(body) == FILE + part(b"model", b"new") + b"--XX--"
 
 
 @pytest.mark.parametrize(
