@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 
 import pytest
+import yaml
 
 from extproc.demo import stack
 from tests.e2e import backend, http1, installation
@@ -124,3 +126,29 @@ async def test_limits_of_envoy_are_json_with_their_name():
                 assert (answer.status, error["code"]) == (status, status)
                 assert error["type"] == "request_ended_by_envoy"
                 assert details in error["message"]
+
+
+async def test_the_cors_filter_of_the_guide_covers_refusals():
+    """Preflights, refusals of extproc and errors of Envoy have the headers that a page needs."""
+    page = installation.SHIPPED.parent / "docs/guides/choose-an-envoy-profile.md"
+    (text,) = re.findall(r"```yaml\n(http_filters:.*?)```", page.read_text(), re.DOTALL)
+    guide = yaml.safe_load(text)
+
+    def allow_pages(config):
+        manager = installation.manager(config)
+        manager["http_filters"][:0] = guide["http_filters"]
+        (host,) = manager["route_config"]["virtual_hosts"]
+        host.update(guide["virtual_hosts"][0])
+
+    dead = f"127.0.0.1:{stack.free_port()}"
+    origin = ("origin", "https://app.example")
+    async with installation.installed(dead, change=allow_pages) as fixture:
+        for body, status in ((b"{", 400), (CHAT, 503)):
+            answer = await http1.ask(fixture.port, PATH, body, headers=[origin])
+            assert answer.status == status
+            assert answer.head.get("access-control-allow-origin") == origin[1]
+            assert answer.head.get("access-control-expose-headers") == "retry-after, x-request-id"
+        headers = [origin, ("access-control-request-method", "POST")]
+        answer = await http1.ask(fixture.port, PATH, method="OPTIONS", headers=headers)
+        assert answer.status == 200
+        assert answer.head.get("access-control-allow-headers") == "authorization, content-type"
