@@ -85,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
         print(schema.text(), end="")
         return 0
-    _take_positional_file(args)
     report = _build_report(args)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
@@ -113,6 +112,10 @@ def _take_positional_file(args: argparse.Namespace) -> None:
 def _build_report(args: argparse.Namespace) -> CheckReport:
     """Read all files that the command line names, and go on after errors."""
     try:
+        if args.file:
+            # FILE may be the value of an unknown flag, which is then the mistake to name.
+            flags.find_log_flags(args)
+            _take_positional_file(args)
         document = flags.read_document(args)
     except ConfigError as error:
         return CheckReport(args.config_file or "--config-text", errors=(error,))

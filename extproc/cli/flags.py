@@ -118,7 +118,7 @@ def resolve(
         ConfigError: A flag or a file is wrong, or asks for what does not exist.
     """
     warnings = list(flag_table.compatibility_warnings(args))
-    warnings += flag_table.unknown_flag_warnings(args.unknown_flags, known=known_flags())
+    warnings += find_log_flags(args)
     document = document or read_document(args, again=again)
     warnings += document.warnings
     in_cluster = _kubernetes_overrides(args, document.tree)
@@ -131,6 +131,15 @@ def resolve(
     profile_builder.check_pools(merged, where=document.where)
     warnings += _clamp_refresh(args)
     return Resolved(merged, profile, document.where, tuple(warnings))
+
+
+def find_log_flags(args: argparse.Namespace) -> list[str]:
+    """Find log flags among unknown words; returns a warning for each.
+
+    Raises:
+        ConfigError: A word is no log flag.
+    """
+    return list(flag_table.unknown_flag_warnings(args.unknown_flags, known=known_flags()))
 
 
 def known_flags() -> tuple[str, ...]:

@@ -517,3 +517,19 @@ def test_every_source_is_described(text, result):
     assert len(values) == len(result)
     for line, expected in zip(values, result, strict=True):
         assert line.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--pool-name", "p", "--poolNamespace", "y"],
+        ["--config-file", "epp.yaml", "--poolNamespace", "y"],
+    ],
+)
+def test_an_unknown_flag_is_named_where_its_value_stands_for_the_file(words, capsys):
+    """The value of an unknown flag looks like FILE; the error is about the flag."""
+    assert main.main(["check", *words]) == 2
+    error = capsys.readouterr().err
+    assert "--poolNamespace: expected a flag of this command" in error
+    assert "did you mean --pool-namespace?" in error
+    assert "readable" not in error
