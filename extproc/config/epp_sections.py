@@ -27,6 +27,13 @@ from extproc.scrape import engines
 #: The feature gate without which upstream ignores the section.
 GATE: Final = "flowControl"
 
+#: The feature gate by which replicas that do not lead know the endpoints too.
+_ALL_REPLICAS: Final = "haPopulateNonLeaderDatastore"
+
+#: Feature gates of upstream, and those of its earlier releases.
+_GATES: Final = (GATE, _ALL_REPLICAS)
+_EARLIER_GATES: Final = ("dataLayer", "enableLegacyMetrics", "prepareDataPlugins")
+
 #: Warning about a saturation detector, in this section or on its own.
 SATURATION: Final = (
     "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
@@ -143,27 +150,46 @@ def _wait_s(written: object, default_s: float, place: Place, warnings: list[str]
     return min(ttl_s or _LONGEST_S, _LONGEST_S)
 
 
-def _is_enabled(written: object, file: Place) -> bool:
-    """True if the feature gates enable flow control; of several entries, the last one counts.
+def _read_gates(written: object, file: Place) -> dict[str, bool]:
+    """Return feature gates by name; of several entries, the last one counts.
 
     Raises:
-        ConfigError: They are no list of names, or of `name=bool`.
+        ConfigError: They are no list of known names, or of `name=bool`.
     """
     tree = {} if written is None else {"featureGates": written}
-    gates = validation.to_struct(tree, _FeatureGates, where=file).feature_gates
-    enabled = False
-    for at, gate in enumerate(gates):
+    gates: dict[str, bool] = {}
+    for at, gate in enumerate(validation.to_struct(tree, _FeatureGates, where=file).feature_gates):
+        place = file / "featureGates" / at
         name, *values = gate.split("=")
+        if name not in (*_GATES, *_EARLIER_GATES):
+            raise ConfigError(
+                place,
+                wanted=f"one of {', '.join(_GATES)}",
+                got=validation.show(name),
+                fix=validation.suggest(name, _GATES, "remove it"),
+            )
         value = _BOOLEANS.get(values[0].strip().lower()) if values else True
         if value is None:
             raise ConfigError(
-                file / "featureGates" / at,
+                place,
                 wanted=f"the name of a gate, or such as {GATE}=true",
                 got=validation.show(gate),
                 fix="write true or false behind the =, or the name alone",
             )
-        enabled = value if name == GATE else enabled
-    return enabled
+        gates[name] = value
+    return gates
+
+
+def _warn_gates(gates: Mapping[str, bool]) -> Iterator[str]:
+    """Warn of gates without effect."""
+    for name in gates:
+        if name in _EARLIER_GATES:
+            yield f"the feature gate {name} of an earlier release has no effect: remove it"
+    if not gates.get(_ALL_REPLICAS, True):
+        yield (
+            f"the feature gate {_ALL_REPLICAS}=false has no effect: all replicas follow their pools, "
+            "because all pick"
+        )
 
 
 def convert_flow_control(
@@ -179,10 +205,11 @@ def convert_flow_control(
         ConfigError: A value is no quantity, duration or feature gate, a key or a policy is unknown.
     """
     written = tree.get("flowControl")
-    warnings: list[str] = []
+    gates = _read_gates(tree.get("featureGates"), file)
+    warnings = list(_warn_gates(gates))
     if isinstance(written, Mapping) and written.get("saturationDetector"):
         warnings.append(SATURATION)
-    if not _is_enabled(tree.get("featureGates"), file):
+    if not gates.get(GATE):
         if written and (not isinstance(written, Mapping) or set(written) - {"saturationDetector"}):
             warnings.append(
                 "flowControl has no effect without the feature gate, as upstream: requests go to "

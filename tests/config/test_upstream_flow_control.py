@@ -28,7 +28,7 @@ def test_without_the_feature_gate_nothing_is_queued():
     assert holding == FlowControlSection()
     assert len(warnings) == 1
     assert "write featureGates: [flowControl]" in warnings[0]
-    assert read("featureGates: [dataLayer]\n") == (FlowControlSection(), [])
+    assert read("featureGates: []\n") == (FlowControlSection(), [])
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_without_the_feature_gate_nothing_is_queued():
         ("[flowControl= T]", True),
         ("[flowControl=1]", True),
         ("[flowControl, flowControl=False]", False),
-        ("[flowControl=f, dataLayer, flowControl]", True),
-        ("[dataLayer=true]", False),
+        ("[flowControl=f, haPopulateNonLeaderDatastore, flowControl]", True),
+        ("[haPopulateNonLeaderDatastore=true]", False),
         ("null", False),
     ],
 )
@@ -56,13 +56,32 @@ def test_feature_gates_have_values(gates, enabled):
         ("[dataLayer=]", "featureGates[0]"),
         ("[{flowControl: true}]", "featureGates[0]"),
         ("flowControl", "featureGates"),
+        ("[flowcontrol]", "did you mean flowControl?"),
+        ("[FlowControl=true]", "did you mean flowControl?"),
+        ("[flowControl, burst]", "featureGates[1]"),
     ],
 )
 def test_feature_gates_that_upstream_refuses_are_refused(gates, place):
-    """A value that is no boolean, and what is no list of texts."""
+    """A name that no release has, a value that is no boolean, and what is no list of texts."""
     with pytest.raises(ConfigError) as refused:
         read(f"featureGates: {gates}\n")
-    assert f"{place}:" in str(refused.value)
+    assert place in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "dataLayer",
+        "enableLegacyMetrics",
+        "prepareDataPlugins",
+        "haPopulateNonLeaderDatastore=false",
+    ],
+)
+def test_feature_gates_without_effect_are_warnings(gate):
+    """Gates of earlier releases, and a gate that would stop replicas from picking."""
+    holding, (warning,) = read(f"featureGates: [{gate}]\n")
+    assert holding == FlowControlSection()
+    assert warning.startswith(f"the feature gate {gate} ")
 
 
 def test_a_saturation_detector_is_a_warning_with_and_without_the_gate():
