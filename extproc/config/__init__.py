@@ -3,7 +3,7 @@
 - `settings` and `pool_sections` hold the frozen sections, with units and defaults.
 - `validation` has the ranges of fields, and converts plain trees to structs, with errors that name
   the path; `loader` reads files and flags; `lint` warns of settings that are probably a mistake.
-- `epp_config` reads the file of the upstream EPP, and `epp_sections` converts its sections without a
+- `epp_config` reads the file of the upstream EPP; `epp_sections` and `epp_data_layer` read its sections without a
   profile. Its profiles and ours become a `ProfileSpec`, from which `profile_builder` builds the scheduling
   profile; `filter_tree_syntax` converts filter trees, `plugin_loader` adds plugins from files and
   installed packages.

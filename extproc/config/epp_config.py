@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from extproc.config import (
+    epp_data_layer,
     epp_kv_events,
     epp_sections,
     epp_sessions,
@@ -132,6 +133,9 @@ KIND = "EndpointPickerConfig"
 #: Parameters of data sources that name files with certificates.
 _CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
 
+#: Roles of types that sections may refer to without an entry among the plugins.
+_REFERRED_ROLES = frozenset({"parser", "detector", "policy"})
+
 _NOT_SPLIT = "prefill, decode and encode are not split here"
 
 #: Top-level keys, and what becomes of those that are taken without effect.
@@ -204,7 +208,12 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     }
     plugins = None
     if written.get("plugins"):
-        plugins, unread = _convert_plugins(written, ours, file)
+        plugins = validation.to_struct(written, EppPlugins, where=file)
+    names = [plugin.name or plugin.type for plugin in plugins.plugins] if plugins else []
+    types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
+    warnings += epp_data_layer.check_sections(tree, file, plugins=names, types=types)
+    if plugins is not None:
+        plugins, unread = _convert_plugins(plugins, ours, file)
         warnings += unread
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
@@ -213,9 +222,9 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
 
 
 def _convert_plugins(
-    written: Mapping[str, object], ours: dict[str, object], file: Place
+    plugins: EppPlugins, ours: dict[str, object], file: Place
 ) -> tuple[EppPlugins, list[str]]:
-    """Convert plugins and profiles.
+    """Convert plugins whose parameters are sections of ours, or parameters of other plugins.
 
     Args:
         ours: Settings, to which the sections that the plugins stand for are added.
@@ -223,7 +232,6 @@ def _convert_plugins(
     Returns:
         The plugins as they name what is in our settings, and warnings.
     """
-    plugins = validation.to_struct(written, EppPlugins, where=file)
     plugins, agent_headers = epp_sessions.convert_sessions(plugins, file)
     section = ours.get("flow_control")
     if agent_headers and isinstance(section, dict):
@@ -404,18 +412,10 @@ def _translate_plugin(
 
 
 def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, place: Place) -> None:
-    """Reject unknown parameters of a plugin type without effect, if they look misspelled."""
-    if not known.parameters:
-        return
+    """Reject unknown parameters of a plugin type without effect."""
     for name in plugin.parameters:
-        suggestion = validation.suggest(name, known.parameters, "")
-        if name not in known.parameters and suggestion:
-            raise ConfigError(
-                place / name,
-                wanted=f"one of {', '.join(known.parameters)}",
-                got=f"the unknown parameter {name}",
-                fix=suggestion,
-            )
+        if name not in known.parameters:
+            raise validation.unknown_key(name, known.parameters, place)
 
 
 def _effective(plugin: NamedPlugin) -> Mapping[str, object]:

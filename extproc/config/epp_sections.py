@@ -80,15 +80,22 @@ class _Band(UpstreamParameters, frozen=True):
     ordering_policy_ref: str | None = None
 
 
-class _PluginRef(UpstreamParameters, frozen=True):
+class UpstreamDetector(UpstreamParameters, frozen=True):
+    """Section `saturationDetector`, with the thresholds of earlier releases."""
+
     plugin_ref: str = ""
+    queue_depth_threshold: int | None = None
+    kv_cache_util_threshold: float | None = None
+    metrics_staleness_threshold: str | None = None
 
 
 class _FeatureGates(UpstreamParameters, frozen=True):
     feature_gates: tuple[str, ...] = ()
 
 
-class _FlowControl(UpstreamParameters, frozen=True):
+class UpstreamFlowControl(UpstreamParameters, frozen=True):
+    """Section `flowControl`; `convert_flow_control` reads quantities and durations."""
+
     max_bytes: object = None
     max_requests: object = None
     default_request_ttl: object = msgspec.field(default=None, name="defaultRequestTTL")
@@ -97,7 +104,7 @@ class _FlowControl(UpstreamParameters, frozen=True):
     default_negative_priority_band: _Band | None = None
     priority_bands: tuple[_Band, ...] | None = None
     usage_limit_policy_plugin_ref: str | None = None
-    saturation_detector: _PluginRef | None = None
+    saturation_detector: UpstreamDetector | None = None
     enable_eviction: bool = False
 
 
@@ -218,7 +225,7 @@ def convert_flow_control(
         return None, warnings
     place = file / "flowControl"
     section: Mapping[str, Any] = msgspec.to_builtins(
-        validation.to_struct(written or {}, _FlowControl, where=place)
+        validation.to_struct(written or {}, UpstreamFlowControl, where=place)
     )
     bands: list[_PlacedBand] = [
         (place / key, section[key] or {})

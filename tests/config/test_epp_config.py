@@ -109,7 +109,8 @@ def test_the_old_group_is_read_with_a_warning():
 def test_ignored_plugins_are_warnings():
     """Saturation detectors and unsupported plugins are accepted with a warning."""
     settings, warnings = read(
-        THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
+        THEIRS
+        + "saturationDetector: {pluginRef: utilization-detector}\nplugins: [{type: always-disagg-pd-decider}]\n"
     )
     assert any("saturationDetector is not acted on" in warning for warning in warnings)
     assert any("always-disagg-pd-decider" in warning for warning in lint.find_warnings(settings))
@@ -266,6 +267,16 @@ schedulingProfiles:
             "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a}, {name: b}]",
             "schedulingProfiles",
             "keep the profile",
+        ),
+        (
+            "plugins: [{type: session-id-producer, parameters: {foo: x}}]",
+            "plugins[0].parameters.foo",
+            "remove it",
+        ),
+        (
+            "plugins: [{type: single-profile-handler, parameters: {foo: x}}]",
+            "plugins[0].parameters.foo",
+            "remove it",
         ),
         ("plugin: []", "plugin", "did you mean plugins?"),
         ("plugins: [{typ: queue-scorer}]", "plugins[0].typ", "did you mean type?"),

@@ -91,7 +91,9 @@ def test_a_saturation_detector_is_a_warning_with_and_without_the_gate():
         _, warnings = read(text)
         assert len(warnings) == 1
         assert warnings[0].startswith("saturationDetector is not acted on")
-    _, warnings = read("flowControl: {maxRequests: 5, saturationDetector: {pluginRef: x}}\n")
+    _, warnings = read(
+        "flowControl: {maxRequests: 5, saturationDetector: {pluginRef: utilization-detector}}\n"
+    )
     assert len(warnings) == 2
 
 

@@ -1,0 +1,116 @@
+"""Checks sections of an EndpointPickerConfig that refer to its plugins, and need no conversion.
+
+Upstream, `dataLayer` connects data sources with plugins that extract from them, and `requestHandler`
+names the parsers; here the scraper, discovery and the parsers need no connections. A warning names
+each setting that changes what upstream does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import msgspec
+
+from extproc.config import epp_sections, validation
+from extproc.config.validation import Place
+from extproc.errors import ConfigError
+from extproc.scheduling.framework import UpstreamParameters
+
+
+class _Reference(UpstreamParameters, frozen=True, kw_only=True):
+    plugin_ref: validation.Name
+
+
+class _Source(_Reference, frozen=True, kw_only=True):
+    extractors: tuple[_Reference, ...] | None = None
+
+
+class _DataLayer(UpstreamParameters, frozen=True):
+    inject_defaults: bool | None = None
+    sources: tuple[_Source, ...] | None = None
+    discovery: _Reference | None = None
+    cross_replica_syncer_plugin_ref: str = ""
+    cross_replica_sync_interval: str | None = None
+
+
+class _RequestHandler(UpstreamParameters, frozen=True):
+    parsers: tuple[_Reference, ...] | None = None
+
+
+class _Sections(UpstreamParameters, frozen=True):
+    data_layer: _DataLayer | None = None
+    request_handler: _RequestHandler | None = None
+    parser: _Reference | None = None
+    saturation_detector: epp_sections.UpstreamDetector | None = None
+    flow_control: epp_sections.UpstreamFlowControl | None = None
+
+
+def check_sections(
+    tree: Mapping[str, object], file: Place, *, plugins: Collection[str], types: Collection[str]
+) -> list[str]:
+    """Check the sections that refer to plugins, and warn of settings without effect.
+
+    Args:
+        plugins: Names of the plugins of the file.
+        types: Types of parsers, detectors and policies, which need no entry among the plugins.
+
+    Raises:
+        ConfigError: A key is unknown, a value has another type, or a reference has no plugin.
+    """
+    written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
+    sections = validation.to_struct(written, _Sections, where=file)
+    for name, place in _references(sections, file):
+        is_typed = place.path[0] != "dataLayer" and name in types
+        if name not in plugins and not is_typed:
+            raise ConfigError(
+                place,
+                wanted="the name of a plugin of this file",
+                got=name,
+                fix=validation.suggest(name, plugins, "add it to plugins"),
+            )
+    return list(_warn_without_effect(sections.data_layer or _DataLayer()))
+
+
+#: Keys of the sections in the file.
+_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Sections))
+
+
+def _references(sections: _Sections, file: Place) -> Iterator[tuple[str, Place]]:
+    """Names by which the sections refer to plugins, and the places of these names.
+
+    Fairness and order of `flowControl` are left to the conversion of that section.
+    """
+    data_layer = sections.data_layer or _DataLayer()
+    place = file / "dataLayer"
+    for at, source in enumerate(data_layer.sources or ()):
+        yield source.plugin_ref, place / "sources" / at / "pluginRef"
+        for n, extractor in enumerate(source.extractors or ()):
+            yield extractor.plugin_ref, place / "sources" / at / "extractors" / n / "pluginRef"
+    if data_layer.discovery is not None:
+        yield data_layer.discovery.plugin_ref, place / "discovery" / "pluginRef"
+    if data_layer.cross_replica_syncer_plugin_ref:
+        yield data_layer.cross_replica_syncer_plugin_ref, place / "crossReplicaSyncerPluginRef"
+    handler = sections.request_handler or _RequestHandler()
+    for at, parser in enumerate(handler.parsers or ()):
+        yield parser.plugin_ref, file / "requestHandler" / "parsers" / at / "pluginRef"
+    if sections.parser is not None:
+        yield sections.parser.plugin_ref, file / "parser" / "pluginRef"
+    flow = sections.flow_control or epp_sections.UpstreamFlowControl()
+    for section, detector in (
+        (file, sections.saturation_detector),
+        (file / "flowControl", flow.saturation_detector),
+    ):
+        if detector is not None and detector.plugin_ref:
+            yield detector.plugin_ref, section / "saturationDetector" / "pluginRef"
+    if flow.usage_limit_policy_plugin_ref:
+        yield flow.usage_limit_policy_plugin_ref, file / "flowControl" / "usageLimitPolicyPluginRef"
+
+
+def _warn_without_effect(data_layer: _DataLayer) -> Iterator[str]:
+    if data_layer.inject_defaults is False:
+        yield "dataLayer.injectDefaults: false is not acted on: engines are scraped all the same"
+    if data_layer.cross_replica_syncer_plugin_ref:
+        yield (
+            "dataLayer.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as "
+            "the section peer_sync of an ExtProcConfig says"
+        )

@@ -1,0 +1,77 @@
+"""Sections of an upstream file that refer to plugins."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.config import loader
+from extproc.errors import ConfigError
+
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+PLUGINS = "plugins: [{type: queue-scorer}, {type: metrics-data-source}, {type: file-discovery}]\n"
+
+
+def warn(text):
+    """Warnings of a file with the plugins above."""
+    return loader.parse(HEAD + PLUGINS + text + "\n", where="f.yaml").warnings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dataLayer: {}",
+        "dataLayer: {injectDefaults: true, sources: [{pluginRef: metrics-data-source}]}",
+        "dataLayer: {sources: [{pluginRef: metrics-data-source, extractors: null}]}",
+        "requestHandler: {parsers: [{pluginRef: openai-parser}]}",
+        "saturationDetector: null",
+    ],
+)
+def test_sections_without_effect_are_read(text):
+    """References to plugins of the file, and to types of parsers, need no warning."""
+    assert warn(text) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("requestHandler: {parser: []}", "requestHandler.parser: expected one of parsers"),
+        ("requestHandler: {parsers: [{pluginRef: nope}]}", "requestHandler.parsers[0].pluginRef"),
+        ("parser: {pluginRef: nope}", "parser.pluginRef"),
+        ("dataLayer: {source: []}", "did you mean sources?"),
+        (
+            "dataLayer: {sources: [{pluginRef: metrics-source}]}",
+            "did you mean metrics-data-source?",
+        ),
+        (
+            "dataLayer: {sources: [{pluginRef: queue-scorer, extractors: [{pluginRef: x}]}]}",
+            "dataLayer.sources[0].extractors[0].pluginRef",
+        ),
+        ("dataLayer: {discovery: {pluginRef: files}}", "dataLayer.discovery.pluginRef"),
+        ("dataLayer: {crossReplicaSyncerPluginRef: x}", "dataLayer.crossReplicaSyncerPluginRef"),
+        ("saturationDetector: {pluginRef: x}", "saturationDetector.pluginRef"),
+        ("flowControl: {saturationDetector: {pluginRef: x}}", "flowControl.saturationDetector."),
+        ("flowControl: {usageLimitPolicyPluginRef: x}", "flowControl.usageLimitPolicyPluginRef"),
+        ("flowControl: {maxRequest: 1}", "did you mean maxRequests?"),
+    ],
+)
+def test_sections_that_upstream_refuses_are_refused(text, error):
+    """Unknown keys, and references to plugins that the file does not have."""
+    with pytest.raises(ConfigError) as refused:
+        warn(text)
+    assert error in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("dataLayer: {injectDefaults: false}", "dataLayer.injectDefaults: false is not acted on"),
+        (
+            "dataLayer: {crossReplicaSyncerPluginRef: queue-scorer, crossReplicaSyncInterval: 1s}",
+            "dataLayer.crossReplicaSyncerPluginRef is not acted on",
+        ),
+    ],
+)
+def test_settings_without_effect_are_warnings(text, warning):
+    """Settings of the data layer that change what upstream does."""
+    (only,) = warn(text)
+    assert only.startswith(warning)
