@@ -142,6 +142,7 @@ _NOT_SPLIT = "prefill, decode and encode are not split here"
 _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("apiVersion", "kind", "metadata", "plugins", "schedulingProfiles"), ""),
     **dict.fromkeys(("featureGates", "dataLayer", "requestHandler", "flowControl"), ""),
+    "data": "data is deprecated: write dataLayer",
     "parser": "parser is deprecated and not needed: every surface is parsed",
     "saturationDetector": epp_sections.SATURATION,
 }

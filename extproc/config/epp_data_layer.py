@@ -39,6 +39,8 @@ class _RequestHandler(UpstreamParameters, frozen=True):
 
 class _Sections(UpstreamParameters, frozen=True):
     data_layer: _DataLayer | None = None
+    # The name of that section in the gateway's releases 1.3 and 1.4.
+    data: _DataLayer | None = None
     request_handler: _RequestHandler | None = None
     parser: _Reference | None = None
     saturation_detector: epp_sections.UpstreamDetector | None = None
@@ -60,7 +62,7 @@ def check_sections(
     written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
     sections = validation.to_struct(written, _Sections, where=file)
     for name, place in _references(sections, file):
-        is_typed = place.path[0] != "dataLayer" and name in types
+        is_typed = place.path[0] not in ("dataLayer", "data") and name in types
         if name not in plugins and not is_typed:
             raise ConfigError(
                 place,
@@ -68,7 +70,10 @@ def check_sections(
                 got=name,
                 fix=validation.suggest(name, plugins, "add it to plugins"),
             )
-    return list(_warn_without_effect(sections.data_layer or _DataLayer()))
+    return [
+        *_warn_without_effect("dataLayer", sections.data_layer),
+        *_warn_without_effect("data", sections.data),
+    ]
 
 
 #: Keys of the sections in the file.
@@ -80,16 +85,8 @@ def _references(sections: _Sections, file: Place) -> Iterator[tuple[str, Place]]
 
     Fairness and order of `flowControl` are left to the conversion of that section.
     """
-    data_layer = sections.data_layer or _DataLayer()
-    place = file / "dataLayer"
-    for at, source in enumerate(data_layer.sources or ()):
-        yield source.plugin_ref, place / "sources" / at / "pluginRef"
-        for n, extractor in enumerate(source.extractors or ()):
-            yield extractor.plugin_ref, place / "sources" / at / "extractors" / n / "pluginRef"
-    if data_layer.discovery is not None:
-        yield data_layer.discovery.plugin_ref, place / "discovery" / "pluginRef"
-    if data_layer.cross_replica_syncer_plugin_ref:
-        yield data_layer.cross_replica_syncer_plugin_ref, place / "crossReplicaSyncerPluginRef"
+    yield from _data_layer_references(sections.data_layer, file / "dataLayer")
+    yield from _data_layer_references(sections.data, file / "data")
     handler = sections.request_handler or _RequestHandler()
     for at, parser in enumerate(handler.parsers or ()):
         yield parser.plugin_ref, file / "requestHandler" / "parsers" / at / "pluginRef"
@@ -106,11 +103,26 @@ def _references(sections: _Sections, file: Place) -> Iterator[tuple[str, Place]]
         yield flow.usage_limit_policy_plugin_ref, file / "flowControl" / "usageLimitPolicyPluginRef"
 
 
-def _warn_without_effect(data_layer: _DataLayer) -> Iterator[str]:
-    if data_layer.inject_defaults is False:
-        yield "dataLayer.injectDefaults: false is not acted on: engines are scraped all the same"
-    if data_layer.cross_replica_syncer_plugin_ref:
+def _data_layer_references(section: _DataLayer | None, place: Place) -> Iterator[tuple[str, Place]]:
+    if section is None:
+        return
+    for at, source in enumerate(section.sources or ()):
+        yield source.plugin_ref, place / "sources" / at / "pluginRef"
+        for n, extractor in enumerate(source.extractors or ()):
+            yield extractor.plugin_ref, place / "sources" / at / "extractors" / n / "pluginRef"
+    if section.discovery is not None:
+        yield section.discovery.plugin_ref, place / "discovery" / "pluginRef"
+    if section.cross_replica_syncer_plugin_ref:
+        yield section.cross_replica_syncer_plugin_ref, place / "crossReplicaSyncerPluginRef"
+
+
+def _warn_without_effect(name: str, section: _DataLayer | None) -> Iterator[str]:
+    if section is None:
+        return
+    if section.inject_defaults is False:
+        yield f"{name}.injectDefaults: false is not acted on: engines are scraped all the same"
+    if section.cross_replica_syncer_plugin_ref:
         yield (
-            "dataLayer.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as "
-            "the section peer_sync of an ExtProcConfig says"
+            f"{name}.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as the "
+            "section peer_sync of an ExtProcConfig says"
         )

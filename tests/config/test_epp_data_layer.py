@@ -46,6 +46,7 @@ def test_sections_without_effect_are_read(text):
             "dataLayer: {sources: [{pluginRef: queue-scorer, extractors: [{pluginRef: x}]}]}",
             "dataLayer.sources[0].extractors[0].pluginRef",
         ),
+        ("data: {sources: [{pluginRef: metrics-source}]}", "data.sources[0].pluginRef"),
         ("dataLayer: {discovery: {pluginRef: files}}", "dataLayer.discovery.pluginRef"),
         ("dataLayer: {crossReplicaSyncerPluginRef: x}", "dataLayer.crossReplicaSyncerPluginRef"),
         ("saturationDetector: {pluginRef: x}", "saturationDetector.pluginRef"),
@@ -75,3 +76,11 @@ def test_settings_without_effect_are_warnings(text, warning):
     """Settings of the data layer that change what upstream does."""
     (only,) = warn(text)
     assert only.startswith(warning)
+
+
+def test_the_older_name_of_the_data_layer_is_read_with_a_warning():
+    """The gateway's releases 1.3 and 1.4 call it `data`."""
+    section = "{injectDefaults: false, sources: [{pluginRef: metrics-data-source}]}"
+    old, other = warn(f"data: {section}")
+    assert old == "data is deprecated: write dataLayer"
+    assert other.startswith("data.injectDefaults: false is not acted on")
