@@ -344,8 +344,27 @@ _READERS: Final = {
     "endpoint-attribute-scorer": "attributeKey",
 }
 
-#: Engine types that upstream knows without configuration.
-_BUILT_IN: Final = frozenset({"vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "triton"})
+_Selector = engines.MetricSelector
+
+#: Metrics of engines that are read, by the keys that name them upstream. Its running requests of plain
+#: Triton are a counter since the start, and are not read.
+_READ_SPECS: Final[Mapping[str, frozenset[_Selector]]] = {
+    "queuedRequestsSpec": frozenset(s for e in engines.TABLE for s in e.waiting),
+    "runningRequestsSpec": frozenset(s for e in engines.TABLE for s in e.running)
+    | {_Selector(b"nv_inference_exec_count")},
+    "kvUsageSpec": frozenset(s for e in engines.TABLE for s in e.kv_usage),
+    "loraSpec": frozenset(_Selector(e.adapters) for e in engines.TABLE),
+    "cacheInfoSpec": frozenset(_Selector(s.name) for e in engines.TABLE for s in e.kv_blocks),
+    "cacheBlockSizeSpec": frozenset(s for e in engines.TABLE for s in e.block_tokens),
+    "cacheNumBlocksSpec": frozenset(s for e in engines.TABLE for s in e.kv_blocks),
+    # Names of labels have the form of names of metrics.
+    "cacheBlockSizeLabelName": frozenset(
+        _Selector(s.label) for e in engines.TABLE for s in e.block_tokens
+    ),
+    "cacheNumBlocksLabelName": frozenset(
+        _Selector(s.label) for e in engines.TABLE for s in e.kv_blocks
+    ),
+}
 
 
 class CustomMetric(UpstreamParameters, frozen=True, kw_only=True):
@@ -378,12 +397,18 @@ class EngineMetrics(UpstreamParameters, frozen=True, kw_only=True):
     cache_block_size_spec: str = ""
     cache_num_blocks_spec: str = ""
 
-    @property
-    def has_own_load(self) -> bool:
-        """True if it names the load metrics of an engine that is not built in."""
-        return self.name not in _BUILT_IN and any(
-            (self.queued_requests_spec, self.running_requests_spec, self.kv_usage_spec)
-        )
+    def find_unread_specs(self, place: Place) -> list[str]:
+        """Keys of metrics that are not read, because no known engine has them.
+
+        Raises:
+            ConfigError: A selector is not valid.
+        """
+        written: Mapping[str, Any] = msgspec.to_builtins(self)
+        return [
+            key
+            for key, read in _READ_SPECS.items()
+            if written[key] and engines.series(written[key], where=str(place / key))[0] not in read
+        ]
 
 
 class _ExtractorParameters(UpstreamParameters, frozen=True):
@@ -425,10 +450,11 @@ def _read(
         return
     parameters = validation.to_struct({"engineConfigs": written}, _ExtractorParameters, where=place)
     for at, engine in enumerate(parameters.engine_configs):
-        if engine.has_own_load:
+        unread = engine.find_unread_specs(place / "engineConfigs" / at)
+        if unread:
             warnings.append(
-                f"engine {engine.name}: its load is not read from the metrics that the file names: "
-                "engines are recognized by their own metrics"
+                f"engine {engine.name}: {', '.join(unread)} not acted on: engines are recognized by "
+                "metrics of their own, and other names are not looked for"
             )
         for n, metric in enumerate(engine.custom_metrics):
             spot = place / "engineConfigs" / at / "customMetrics" / n / "metricSpec"

@@ -83,11 +83,56 @@ plugins:
     assert settings.scrape.extra_metrics == {"a": "m"}
     assert warnings == [
         (
-            "engine own: its load is not read from the metrics that the file names: engines are "
-            "recognized by their own metrics"
+            "engine own: queuedRequestsSpec not acted on: engines are recognized by metrics of their "
+            "own, and other names are not looked for"
         ),
         "engine own: n is not read: a is m for engines of all types",
     ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "unread"),
+    [
+        (
+            "name: vllm, queuedRequestsSpec: 'fork:waiting', kvUsageSpec: 'vllm:kv_cache_usage_perc'",
+            "engine vllm: queuedRequestsSpec not acted on",
+        ),
+        ("name: sglang, cacheNumBlocksSpec: b, kvUsageSpec: u", "kvUsageSpec, cacheNumBlocksSpec"),
+        ("name: vllm, queuedRequestsSpec: 'vllm:num_requests_running'", "queuedRequestsSpec"),
+        ("name: vllm, loraSpec: l, cacheInfoSpec: c", "loraSpec, cacheInfoSpec not acted on"),
+        ("name: sglang, cacheBlockSizeLabelName: x", "cacheBlockSizeLabelName"),
+        (
+            "name: sglang, cacheInfoSpec: 'sglang:cache_config_info', cacheNumBlocksLabelName: num_pages",
+            "",
+        ),
+        ("name: vllm, loraSpec: 'vllm:lora_requests_info'", ""),
+        ("name: own, queuedRequestsSpec: 'vllm:num_requests_waiting'", ""),
+        ("name: vllm, kvUsageSpec: 'vllm:gpu_cache_usage_perc', loraSpec: ''", ""),
+        ("name: triton, runningRequestsSpec: nv_inference_exec_count", ""),
+        (
+            "name: t, kvUsageSpec: 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=fraction}'",
+            "",
+        ),
+    ],
+)
+def test_metrics_that_are_not_read_are_warnings(engine, unread):
+    """Names that no engine is read by, whatever the name of the engine; those of upstream are read."""
+    _, warnings = read(
+        "plugins:\n- {type: queue-scorer}\n- type: core-metrics-extractor\n"
+        f"  parameters: {{engineConfigs: [{{{engine}}}]}}\n"
+    )
+    assert len(warnings) == bool(unread)
+    assert all(unread in warning for warning in warnings)
+
+
+def test_a_selector_of_load_that_is_none_is_refused():
+    """The error names its place."""
+    with pytest.raises(ConfigError) as refused:
+        read(
+            "plugins:\n- type: core-metrics-extractor\n"
+            "  parameters: {engineConfigs: [{name: vllm, kvUsageSpec: 'a b'}]}\n"
+        )
+    assert "plugins[0].parameters.engineConfigs[0].kvUsageSpec" in str(refused.value)
 
 
 @pytest.mark.parametrize(
