@@ -1,7 +1,7 @@
 """Reads an EndpointPickerConfig: plugins by name, and profiles that refer to them.
 
 Upstream wires producers, handlers and scorers together; here a prefix index and the pool store do
-their work, so such plugin types are accepted and left out. The rows of `epp_plugin_types.yaml` say of
+their work, so such plugin types are accepted and left out. The rows of `epp_plugin_types` say of
 each type whether a plugin of ours has that kind, our picker does the work anyway, or the work is not
 done; names and parameters are those of llm-d-router v0.10.0 and earlier.
 """
@@ -9,13 +9,8 @@ done; names and parameters are those of llm-d-router v0.10.0 and earlier.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib import resources
-from types import MappingProxyType
-from typing import Literal
 
 import msgspec
-import yaml
 
 from extproc.config import (
     epp_data_layer,
@@ -26,6 +21,7 @@ from extproc.config import (
     settings,
     validation,
 )
+from extproc.config.epp_plugin_types import UpstreamType, plugin_types
 from extproc.config.pool_sections import (
     ROLES,
     EppPlugins,
@@ -37,94 +33,11 @@ from extproc.config.pool_sections import (
     ProfileSpec,
 )
 from extproc.config.validation import Place
-from extproc.discovery.static_discovery import YAML_LOADER
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
 
 #: Type of the filter whose parameters `filter_tree_syntax` converts.
 DECISION_TREE = "decision-tree-filter"
-
-
-class BoundParameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter of an older filter that became a condition of `utilization-filter`.
-
-    Attributes:
-        parameter: The older parameter, the bound.
-        default: Its default, in the unit of the metric; None if upstream had none.
-    """
-
-    metric: str
-    parameter: str
-    default: float | None = None
-
-
-class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An upstream plugin type, and its treatment here.
-
-    Attributes:
-        role: `filter`, `scorer`, `picker`, `handler`, `decider`, `producer`, `parser`, `source`,
-            `extractor`, `detector`, `policy`, `admitter`, `discovery` or `hook`.
-        status: `built`: our registry has a plugin of that kind with the same parameters.
-            `deprecated`: still read, and `note` is the warning with the replacement.
-            `no-op`: our picker does its work without configuration, or does not need it; accepted,
-            and `note` names the part that does it. `unsupported`: no part of ours does it; `note`
-            describes the effect.
-        name: Its `type` in a file.
-        kind: Its kind in the registry if it is built, or deprecated and built; else empty.
-        instead: The upstream type that replaced a deprecated type, or a kind of ours that does the
-            same if upstream has no successor; empty for other statuses.
-        parameters: Parameters that are accepted and have no effect: all known parameters of a
-            no-op or unsupported type, and those of a built type that are no fields of its class.
-        note: A sentence for readers of the configuration; empty if there is nothing to add.
-        rename: Older names of parameters to those of the kind.
-        condition: The parameter that became a condition; None for none.
-    """
-
-    role: str
-    status: Literal["built", "deprecated", "no-op", "unsupported"] = "built"
-    name: str = ""
-    kind: str = ""
-    instead: str = ""
-    parameters: tuple[str, ...] = ()
-    note: str = ""
-    rename: Mapping[str, str] = {}
-    condition: BoundParameter | None = None
-
-    def convert_parameters(self, written: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the parameters as the kind has them, without those that have no effect."""
-        params = {
-            self.rename.get(name, name): value
-            for name, value in written.items()
-            if name not in self.parameters
-        }
-        bound = self.condition
-        if bound is None:
-            return params
-        condition: dict[str, object] = {"metric": bound.metric}
-        value = params.pop(bound.parameter, bound.default)
-        if value is not None:
-            condition["maxValue"] = value
-        return {"conditions": [condition], **params}
-
-
-@cache
-def plugin_types() -> Mapping[str, UpstreamType]:
-    """Return the rows by upstream name, in the order of the file, which is read once."""
-    text = resources.files("extproc.config").joinpath("epp_plugin_types.yaml").read_text("utf-8")
-    tree = yaml.load(text, YAML_LOADER)  # noqa: S506 - both are safe loaders
-    rows = msgspec.convert(tree, dict[str, UpstreamType])
-    return MappingProxyType({name: _completed(name, row) for name, row in rows.items()})
-
-
-def _completed(name: str, row: UpstreamType) -> UpstreamType:
-    """The row with its name, and the kind and the note that follow from it."""
-    kind, note = row.kind, row.note
-    if row.status == "built":
-        kind = kind or name
-    elif row.status == "deprecated":
-        note = note or f"{name} is deprecated: write {row.instead} instead"
-    return msgspec.structs.replace(row, name=name, kind=kind, note=note)
-
 
 #: API groups the file was published under, newest first.
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")

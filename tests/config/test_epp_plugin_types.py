@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from extproc.config.epp_config import plugin_types
+from extproc.config.epp_plugin_types import plugin_types
 from extproc.scheduling import registry
 
 TYPES = plugin_types()
