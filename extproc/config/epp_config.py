@@ -17,6 +17,7 @@ from extproc.config import (
     epp_kv_events,
     epp_sections,
     epp_sessions,
+    epp_sources,
     filter_tree_syntax,
     settings,
     validation,
@@ -114,9 +115,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
             warnings.append(_KEYS[key])
     section, unmapped = epp_sections.convert_flow_control(tree, file)
     warnings += unmapped
-    ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
-    if section is not None:
-        ours["flow_control"] = section
+    sections = {} if section is None else {"flow_control": section}
     written = {
         key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
     }
@@ -127,38 +126,46 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
     warnings += epp_data_layer.check_sections(tree, file, plugins=names, types=types)
     if plugins is not None:
-        plugins, unread = _convert_plugins(plugins, ours, file)
+        plugins, unread = _convert_plugins(plugins, tree, sections, file)
         warnings += unread
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
-        ours["scheduling"] = {"strategy": "weighted"}
-    return EppDocument(ours, plugins, tuple(warnings))
+        sections["scheduling"] = {"strategy": "weighted"}
+    ours = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
+    return EppDocument({**ours, **sections}, plugins, tuple(warnings))
 
 
 def _convert_plugins(
-    plugins: EppPlugins, ours: dict[str, object], file: Place
+    plugins: EppPlugins,
+    tree: Mapping[str, object],
+    sections: dict[str, dict[str, object]],
+    file: Place,
 ) -> tuple[EppPlugins, list[str]]:
     """Convert plugins whose parameters are sections of ours, or parameters of other plugins.
 
     Args:
-        ours: Settings, to which the sections that the plugins stand for are added.
+        sections: Sections of ours, to which those that the plugins stand for are added.
 
     Returns:
-        The plugins as they name what is in our settings, and warnings.
+        The plugins as profiles are built from them, and warnings.
     """
+    sources, warnings = epp_sources.convert_sources(tree, plugins, file)
+    sections |= sources
+    plugins = epp_sources.convert_topology(plugins, file)
     plugins, agent_headers = epp_sessions.convert_sessions(plugins, file)
-    section = ours.get("flow_control")
-    if agent_headers and isinstance(section, dict):
-        ours["flow_control"] = {**section, "fallback_tenant_headers": agent_headers}
-    plugins, warnings = epp_kv_events.replace_tracking_scorers(plugins, file)
+    if agent_headers and "flow_control" in sections:
+        sections["flow_control"] |= {"fallback_tenant_headers": agent_headers}
+    plugins, unread = epp_kv_events.replace_tracking_scorers(plugins, file)
+    warnings += unread
     plugins, metrics, unread = epp_sections.convert_metrics(plugins, file)
     warnings += unread
     if metrics:
-        ours["scrape"] = {"extra_metrics": metrics}
+        sections["scrape"] = {**sections.get("scrape", {}), "extra_metrics": metrics}
     events, unread = epp_kv_events.convert_kv_events(plugins, file)
+    warnings += unread
     if events is not None:
-        ours["kv_events"] = events
-    return plugins, [*warnings, *unread]
+        sections["kv_events"] = events
+    return plugins, warnings
 
 
 def by_reference(
@@ -210,16 +217,26 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
         yield from _ambiguous_pickers(scheduling)
     for plugin in () if scheduling is None else scheduling.plugins:
         known = plugin_types().get(plugin.type)
+        if known is None:
+            continue
         name = plugin.name or plugin.type
-        if known is not None and known.status in ("deprecated", "unsupported"):
+        if known.status in ("deprecated", "unsupported"):
             yield f"plugin {name}: {known.note}"
-        if known is not None and plugin.parameters.get("insecureSkipVerify") is False:
+        ignored = [
+            key
+            for key, defaults in known.ignored.defaults.items()
+            if plugin.parameters.get(key) not in (None, *defaults)
+        ]
+        if ignored:
+            be = "is" if len(ignored) == 1 else "are"
+            yield f"plugin {name}: {', '.join(ignored)} {be} not acted on: {known.ignored.note}"
+        if plugin.parameters.get("insecureSkipVerify") is False:
             yield (
                 f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
                 "of an ExtProcConfig where engines are scraped over https"
             )
         certificates = [key for key in _CERTIFICATES if plugin.parameters.get(key)]
-        if known is not None and certificates:
+        if certificates:
             yield (
                 f"plugin {name}: {', '.join(certificates)} are not read: engines are scraped "
                 "without a client certificate, and checked against the system's authorities with "
@@ -327,9 +344,10 @@ def _translate_plugin(
 
 def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, place: Place) -> None:
     """Reject unknown parameters of a plugin type without effect."""
+    names = {*known.parameters, *known.ignored.defaults}
     for name in plugin.parameters:
-        if name not in known.parameters:
-            raise validation.unknown_key(name, known.parameters, place)
+        if name not in names:
+            raise validation.unknown_key(name, names, place)
 
 
 def _effective(plugin: NamedPlugin) -> Mapping[str, object]:

@@ -37,6 +37,18 @@ class _RequestHandler(UpstreamParameters, frozen=True):
     parsers: tuple[_Reference, ...] | None = None
 
 
+class NamedSources(msgspec.Struct, frozen=True):
+    """Plugins that the data layer names.
+
+    Attributes:
+        sources: Names of the data sources.
+        discovery: Name of the plugin that finds endpoints; empty where Kubernetes does.
+    """
+
+    sources: frozenset[str]
+    discovery: str
+
+
 class _Sections(UpstreamParameters, frozen=True):
     data_layer: _DataLayer | None = None
     # The name of that section in the gateway's releases 1.3 and 1.4.
@@ -74,6 +86,21 @@ def check_sections(
         *_warn_without_effect("dataLayer", sections.data_layer),
         *_warn_without_effect("data", sections.data),
     ]
+
+
+def find_sources(tree: Mapping[str, object], file: Place) -> NamedSources:
+    """Find the plugins that the data layer names, under any of its keys.
+
+    Raises:
+        ConfigError: The section is not valid.
+    """
+    sources: set[str] = set()
+    discovery = ""
+    for key in ("data", "dataLayer"):
+        section = validation.to_struct(tree.get(key) or {}, _DataLayer, where=file / key)
+        sources |= {source.plugin_ref for source in section.sources or ()}
+        discovery = section.discovery.plugin_ref if section.discovery else discovery
+    return NamedSources(frozenset(sources), discovery)
 
 
 #: Keys of the sections in the file.

@@ -27,6 +27,22 @@ class BoundParameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     default: float | None = None
 
 
+class IgnoredParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters that change what upstream does, and have no effect here.
+
+    Attributes:
+        defaults: Their names, and values that upstream has by default in its releases.
+        note: What happens instead, for the warning about other values.
+    """
+
+    defaults: Mapping[str, tuple[object, ...]]
+    note: str
+
+
+#: No parameters that are ignored.
+_NONE_IGNORED = IgnoredParameters(defaults={}, note="")
+
+
 class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An upstream plugin type, and its treatment here.
 
@@ -42,8 +58,10 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         kind: Its kind in the registry if it is built, or deprecated and built; else empty.
         instead: The upstream type that replaced a deprecated type, or a kind of ours that does the
             same if upstream has no successor; empty for other statuses.
-        parameters: Parameters that are accepted and have no effect: all known parameters of a
-            no-op or unsupported type, and those of a built type that are no fields of its class.
+        parameters: Parameters that are accepted without a warning, as they are converted, or their
+            effect is the same or that of the type: all other known parameters of a no-op or
+            unsupported type, and those of a built type that are no fields of its class.
+        ignored: Parameters that are accepted with a warning, unless they have upstream's default.
         note: A sentence for readers of the configuration; empty if there is nothing to add.
         rename: Older names of parameters to those of the kind.
         condition: The parameter that became a condition; None for none.
@@ -55,6 +73,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kind: str = ""
     instead: str = ""
     parameters: tuple[str, ...] = ()
+    ignored: IgnoredParameters = _NONE_IGNORED
     note: str = ""
     rename: Mapping[str, str] = {}
     condition: BoundParameter | None = None
@@ -64,7 +83,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         params = {
             self.rename.get(name, name): value
             for name, value in written.items()
-            if name not in self.parameters
+            if name not in self.parameters and name not in self.ignored.defaults
         }
         bound = self.condition
         if bound is None:

@@ -452,8 +452,9 @@ def _read(
     for at, engine in enumerate(parameters.engine_configs):
         unread = engine.find_unread_specs(place / "engineConfigs" / at)
         if unread:
+            be = "is" if len(unread) == 1 else "are"
             warnings.append(
-                f"engine {engine.name}: {', '.join(unread)} not acted on: engines are recognized by "
+                f"engine {engine.name}: {', '.join(unread)} {be} not acted on: engines are recognized by "
                 "metrics of their own, and other names are not looked for"
             )
         for n, metric in enumerate(engine.custom_metrics):

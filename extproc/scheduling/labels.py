@@ -75,12 +75,23 @@ def parse_topology(text: str) -> Mapping[str, str]:
     return {level: levels[level] for level in LEVELS if levels.get(level)}
 
 
-def location_of(endpoint: Endpoint) -> Mapping[str, str]:
+Level = Literal["host", "rack", "zone", "region"]
+LabelName = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+def _levels_with(labels: Mapping[Level, LabelName]) -> Mapping[str, tuple[str, ...]]:
+    """`LEVELS`, with other labels for some."""
+    return {**LEVELS, **{level: (label,) for level, label in labels.items()}} if labels else LEVELS
+
+
+def location_of(
+    endpoint: Endpoint, levels: Mapping[str, tuple[str, ...]] = LEVELS
+) -> Mapping[str, str]:
     """Location of an endpoint, from its labels."""
     labels = endpoint.labels
     where = {
         level: next((labels[name] for name in names if labels.get(name)), "")
-        for level, names in LEVELS.items()
+        for level, names in levels.items()
     }
     return {level: value for level, value in where.items() if value}
 
@@ -150,16 +161,23 @@ class TopologyAffinityScorer(PluginParameters, frozen=True, kw_only=True):
     this picker does not do. The location of an endpoint stands in its labels: `kubernetes.io/hostname`,
     `topology.kubernetes.io/rack`, `.../zone` and `.../region`, or `host`, `rack`, `zone` and
     `region`. A missing label is nothing in common. Upstream: `scorer/topologyaffinity/scorer.go`.
+
+    Attributes:
+        labels: Label of a level, by `host`, `rack`, `zone` or `region`, in place of the usual ones. Those
+            of a `topology-extractor` stand here.
     """
 
     kind: ClassVar[str] = "topology-affinity-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS, Signal.LABELS})
 
+    labels: Mapping[Level, LabelName] = {}
+
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         peer = parse_topology(context.headers.get(PEER_HEADER, ""))
         if not peer:
             return [0.0] * len(candidates)
-        return [SCORES[distance(peer, location_of(c.endpoint))] for c in candidates]
+        levels = _levels_with(self.labels)
+        return [SCORES[distance(peer, location_of(c.endpoint, levels))] for c in candidates]
 
 
 class RoleFilter(PluginParameters, frozen=True, kw_only=True):
@@ -339,6 +357,7 @@ class TopologyAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
         peer_topology_header: Header that names the peer, as `host=n12,rack=r7`. Empty, the default,
             reads `x-peer-topology`: the upstream picker then takes the decode endpoint picked in
             the same context, which there is none of here.
+        labels: Label of a level, in place of the usual ones, as in `topology-affinity-scorer`.
     """
 
     kind: ClassVar[str] = "topology-affinity-filter"
@@ -346,6 +365,7 @@ class TopologyAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
 
     min_affinity: Literal["host", "rack", "zone", "region"] = "host"
     peer_topology_header: str = ""
+    labels: Mapping[Level, LabelName] = {}
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -353,7 +373,10 @@ class TopologyAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
         header = self.peer_topology_header.lower() or PEER_HEADER
         peer = parse_topology(context.headers.get(header, ""))
         furthest = DISTANCES[self.min_affinity]
-        near = [c for c in candidates if distance(peer, location_of(c.endpoint)) <= furthest]
+        levels = _levels_with(self.labels)
+        near = [
+            c for c in candidates if distance(peer, location_of(c.endpoint, levels)) <= furthest
+        ]
         return near or candidates
 
 

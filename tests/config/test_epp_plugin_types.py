@@ -22,7 +22,8 @@ def test_built_types_are_in_the_catalogue(row):
         return
     assert row.status == "deprecated" or row.kind == row.name
     fields = msgspec.structs.fields(TABLES[row.role][row.kind])
-    assert not {field.encode_name for field in fields} & set(row.parameters)
+    unread = {*row.parameters, *row.ignored.defaults}
+    assert not {field.encode_name for field in fields} & unread
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -35,6 +36,13 @@ def test_unsupported_types_are_explained(row):
         ours = {**registry.FILTERS, **registry.SCORERS}
         assert row.instead in ours or TYPES[row.instead].status != "deprecated"
         assert row.note.startswith(f"{row.name} is deprecated: ")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ignored_parameters_are_explained(row):
+    """The warning has a reason, and no parameter is accepted with and without it."""
+    assert bool(row.ignored.note) == bool(row.ignored.defaults)
+    assert not set(row.parameters) & set(row.ignored.defaults)
 
 
 @pytest.mark.parametrize("table", [registry.FILTERS, registry.SCORERS, registry.PICKERS])

@@ -83,8 +83,8 @@ plugins:
     assert settings.scrape.extra_metrics == {"a": "m"}
     assert warnings == [
         (
-            "engine own: queuedRequestsSpec not acted on: engines are recognized by metrics of their "
-            "own, and other names are not looked for"
+            "engine own: queuedRequestsSpec is not acted on: engines are recognized by metrics of "
+            "their own, and other names are not looked for"
         ),
         "engine own: n is not read: a is m for engines of all types",
     ]
@@ -95,11 +95,11 @@ plugins:
     [
         (
             "name: vllm, queuedRequestsSpec: 'fork:waiting', kvUsageSpec: 'vllm:kv_cache_usage_perc'",
-            "engine vllm: queuedRequestsSpec not acted on",
+            "engine vllm: queuedRequestsSpec is not acted on",
         ),
         ("name: sglang, cacheNumBlocksSpec: b, kvUsageSpec: u", "kvUsageSpec, cacheNumBlocksSpec"),
         ("name: vllm, queuedRequestsSpec: 'vllm:num_requests_running'", "queuedRequestsSpec"),
-        ("name: vllm, loraSpec: l, cacheInfoSpec: c", "loraSpec, cacheInfoSpec not acted on"),
+        ("name: vllm, loraSpec: l, cacheInfoSpec: c", "loraSpec, cacheInfoSpec are not acted on"),
         ("name: sglang, cacheBlockSizeLabelName: x", "cacheBlockSizeLabelName"),
         (
             "name: sglang, cacheInfoSpec: 'sglang:cache_config_info', cacheNumBlocksLabelName: num_pages",

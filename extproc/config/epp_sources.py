@@ -1,0 +1,140 @@
+"""Converts plugins of an EndpointPickerConfig that find endpoints and read them.
+
+A `metrics-data-source` becomes scheme and path of our section `scrape`, a `file-discovery` that
+`dataLayer.discovery` names our `pool.endpoints_file`, and labels of a `topology-extractor` parameters of
+the topology plugins that read what it extracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from extproc.config import epp_data_layer, validation
+from extproc.config.pool_sections import EppPlugins, NamedPlugin
+from extproc.config.validation import Place
+from extproc.scheduling.framework import UpstreamParameters
+
+#: Upstream's types of sources.
+_METRICS: Final = "metrics-data-source"
+_MODELS: Final = "models-data-source"
+_FILE: Final = "file-discovery"
+
+#: Type of the plugin that names labels, and those of its readers.
+_TOPOLOGY: Final = "topology-extractor"
+_TOPOLOGY_READERS: Final = frozenset({"topology-affinity-filter", "topology-affinity-scorer"})
+
+
+class _SourcePage(UpstreamParameters, frozen=True):
+    scheme: Literal["http", "https"] = "http"
+    path: str = ""
+
+
+class _File(UpstreamParameters, frozen=True, kw_only=True):
+    path: validation.Name
+    watch_file: bool = False
+
+
+class _Topology(UpstreamParameters, frozen=True):
+    hostname: str = ""
+    rack: str = ""
+    zone: str = ""
+    region: str = ""
+
+    def to_labels(self) -> Mapping[str, str]:
+        """Labels by level, of the levels that have one of their own."""
+        levels = {
+            "host": self.hostname,
+            "rack": self.rack,
+            "zone": self.zone,
+            "region": self.region,
+        }
+        return {level: label for level, label in levels.items() if label}
+
+
+def convert_sources(
+    tree: Mapping[str, object], plugins: EppPlugins, file: Place
+) -> tuple[dict[str, dict[str, object]], list[str]]:
+    """Convert sources of metrics and of endpoints.
+
+    Returns:
+        Keys of our sections `scrape` and `pool`, and warnings.
+
+    Raises:
+        ConfigError: A scheme is not known, or a file has no path.
+    """
+    named = epp_data_layer.find_sources(tree, file)
+    warnings: list[str] = []
+    scrape: dict[str, object] | None = None
+    pool: dict[str, object] = {}
+    for index, plugin in enumerate(plugins.plugins):
+        name, place = plugin.name or plugin.type, file / "plugins" / index / "parameters"
+        # Upstream has a source of the type's name of its own accord.
+        if plugin.type == _METRICS and name in {*named.sources, _METRICS}:
+            page = _read_page(plugin, place)
+            if scrape is None:
+                scrape = page
+            elif scrape != page:
+                warnings.append(
+                    f"plugin {name}: scheme and path are not acted on: an endpoint is scraped at one "
+                    "page, that of the first source"
+                )
+        elif plugin.type == _FILE and name == named.discovery:
+            pool["endpoints_file"] = validation.to_struct(
+                plugin.parameters, _File, where=place
+            ).path
+    sections = {"scrape": scrape or {}, "pool": pool}
+    warnings += _warn_model_schemes(plugins, sections["scrape"], file)
+    return {key: section for key, section in sections.items() if section}, warnings
+
+
+def _read_page(plugin: NamedPlugin, place: Place) -> dict[str, object]:
+    """Keys of our section `scrape` that the parameters of a source name."""
+    keys = [key for key in ("scheme", "path") if plugin.parameters.get(key) is not None]
+    page = validation.to_struct(
+        {key: plugin.parameters[key] for key in keys}, _SourcePage, where=place
+    )
+    values = {"scheme": page.scheme, "path": "/" + page.path.removeprefix("/")}
+    return {key: values[key] for key in keys}
+
+
+def _warn_model_schemes(
+    plugins: EppPlugins, scrape: Mapping[str, object], file: Place
+) -> Iterator[str]:
+    """Warn of sources of model lists with another scheme than metrics have."""
+    scheme = scrape.get("scheme", "http")
+    for index, plugin in enumerate(plugins.plugins):
+        if plugin.type == _MODELS:
+            page = _read_page(plugin, file / "plugins" / index / "parameters")
+            if page.get("scheme", scheme) != scheme:
+                yield (
+                    f"plugin {plugin.name or plugin.type}: scheme {page['scheme']} is not acted on: "
+                    f"model lists are read over {scheme}, as metrics are"
+                )
+
+
+def convert_topology(plugins: EppPlugins, file: Place) -> EppPlugins:
+    """Pass labels of topology extractors to the plugins that read what these extract.
+
+    Raises:
+        ConfigError: A label is no text, or a level is not known.
+    """
+    labels: dict[object, Mapping[str, str]] = {}
+    for index, plugin in enumerate(plugins.plugins):
+        if plugin.type == _TOPOLOGY:
+            place = file / "plugins" / index / "parameters"
+            topology = validation.to_struct(plugin.parameters, _Topology, where=place)
+            labels[plugin.name or plugin.type] = topology.to_labels()
+
+    def with_labels(plugin: NamedPlugin) -> NamedPlugin:
+        extractor = plugin.parameters.get("topologyProducerName") or _TOPOLOGY
+        if plugin.type not in _TOPOLOGY_READERS or not labels.get(extractor):
+            return plugin
+        parameters = {"labels": labels[extractor], **plugin.parameters}
+        return msgspec.structs.replace(plugin, parameters=parameters)
+
+    return msgspec.structs.replace(
+        plugins, plugins=tuple(with_labels(plugin) for plugin in plugins.plugins)
+    )
