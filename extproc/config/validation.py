@@ -35,7 +35,16 @@ _WORDS = {
 }
 _AT = re.compile(r"^(?P<message>.*?)(?: - at `(?P<at>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P<got>.*)`)?$")
+_NOT_AMONG = "Invalid enum value "
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+
+#: Types of a list in a file.
+_COLLECTIONS = (
+    inspect.VarTupleType,
+    inspect.ListType,
+    inspect.SetType,
+    inspect.FrozenSetType,
+)
 
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
@@ -217,9 +226,10 @@ def _from_msgspec_error(text: str, tree: object, into: type, place: Place) -> Co
             got=actual,
             fix=_fix(expected["types"], expected["bound"], actual),
         )
-    if message.startswith("Invalid enum value"):
-        kind = _type_at(_info(cast("Hashable", into)), local, tree)
-        return _not_among(_look(tree, local), kind, spot)
+    if message.startswith(_NOT_AMONG):
+        names = _choices(_type_at(_info(cast("Hashable", into)), local, tree))
+        value = _look(tree, local) if known else message.removeprefix(_NOT_AMONG).strip("'")
+        return _not_among(value, names, spot)
     missing = re.match(r"^Object missing required field `(.*)`$", message)
     if missing:
         return ConfigError(
@@ -259,14 +269,26 @@ def _fix(types: str, bound: str, actual: str) -> str:
     return f"write {_wanted(types, '')}"
 
 
-def _not_among(value: object, info: inspect.Type | None, spot: Place) -> ConfigError:
-    names = [str(name) for name in info.values] if isinstance(info, inspect.LiteralType) else []
+def _not_among(value: object, names: Sequence[str], spot: Place) -> ConfigError:
+    wanted = f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names)
+    usual = f"write {names[0]}" if names else "change the value"
     return ConfigError(
         spot,
-        wanted=f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names),
+        wanted=wanted or "another value",
         got=show(value),
-        fix=suggest(str(value), names if len(names) > 1 else (), f"write {names[0]}"),
+        fix=suggest(str(value), names if len(names) > 1 else (), usual),
     )
+
+
+def _choices(info: inspect.Type | None) -> list[str]:
+    """Return the values that a type lists, also in unions, and as keys or items of collections."""
+    if isinstance(info, inspect.LiteralType):
+        return [str(value) for value in info.values]
+    if isinstance(info, inspect.UnionType):
+        return [name for member in info.types for name in _choices(member)]
+    if isinstance(info, inspect.DictType):
+        return _choices(info.key_type) + _choices(info.value_type)
+    return _choices(info.item_type) if isinstance(info, _COLLECTIONS) else []
 
 
 def _steps(at: str | None) -> tuple[Path, bool]:
@@ -292,10 +314,10 @@ def _type_at(info: inspect.Type, path: Path, tree: object) -> inspect.Type | Non
     """Return the type at a path; None behind a union of several structs without tags."""
     for step in path:
         if isinstance(info, inspect.UnionType):
-            info = _struct_of(info, tree)
+            info = _member_of(info, tree)
         if isinstance(info, inspect.StructType):
             info = next(field.type for field in info.fields if field.encode_name == step)
-        elif isinstance(info, inspect.VarTupleType | inspect.ListType):
+        elif isinstance(info, _COLLECTIONS):
             info = info.item_type
         else:
             return None
@@ -303,8 +325,10 @@ def _type_at(info: inspect.Type, path: Path, tree: object) -> inspect.Type | Non
     return info
 
 
-def _struct_of(info: inspect.UnionType, tree: object) -> inspect.Type:
-    """Return the struct of a union that matches a mapping; the union if there is none."""
+def _member_of(info: inspect.UnionType, tree: object) -> inspect.Type:
+    """Return the member of a union that matches a mapping or a list; the union if there is none."""
+    if isinstance(tree, list):
+        return next((member for member in info.types if isinstance(member, _COLLECTIONS)), info)
     tagged = _tagged(info)
     if tagged and isinstance(tree, dict):
         return next((member for member in tagged if member.tag == tree.get(member.tag_field)), info)

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -56,3 +56,30 @@ def test_errors_name_the_fields_of_the_selected_struct(tree, message):
     """A key is unknown to the member the tag names, and nearest names are that member's."""
     with pytest.raises(ConfigError, match=message):
         convert(tree)
+
+
+class Moods(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    now: Literal["calm", "wild"] | None = None
+    past: Sequence[Literal["calm", "wild"]] | None = None
+    usual: frozenset[Literal["calm", "wild"]] = frozenset()
+    causes: Mapping[Literal["calm", "wild"], str] = {}
+    by_day: Mapping[str, Literal["calm", "wild"]] = {}
+    only: Literal["calm"] | None = None
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"now": "wlid"}, "h: now: expected one of calm, wild, got 'wlid'; did you mean wild?"),
+        ({"now": "x"}, "h: now: expected one of calm, wild, got 'x'; write calm"),
+        ({"past": ["calm", "wlid"]}, r"h: past\[1\]: .* did you mean wild?"),
+        ({"usual": ["wlid"]}, r"h: usual\[0\]: .* did you mean wild?"),
+        ({"causes": {"wlid": "x"}}, "h: causes: .* got 'wlid'; did you mean wild?"),
+        ({"by_day": {"x": "wlid"}}, "h: by_day: .* got 'wlid'; did you mean wild?"),
+        ({"only": "x"}, "h: only: expected calm, got 'x'; write calm"),
+    ],
+)
+def test_errors_name_the_values_of_a_choice(tree, message):
+    """Also of one that may be absent, and of keys and items of collections."""
+    with pytest.raises(ConfigError, match=message):
+        validation.to_struct(tree, Moods, where="h")
