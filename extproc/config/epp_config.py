@@ -122,9 +122,11 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     plugins = None
     if written.get("plugins"):
         plugins = validation.to_struct(written, EppPlugins, where=file)
-    names = [plugin.name or plugin.type for plugin in plugins.plugins] if plugins else []
+    named = (
+        {plugin.name or plugin.type: plugin.type for plugin in plugins.plugins} if plugins else {}
+    )
     types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
-    warnings += epp_data_layer.check_sections(tree, file, plugins=names, types=types)
+    warnings += epp_data_layer.check_sections(tree, file, plugins=named, types=types)
     if plugins is not None:
         plugins, unread = _convert_plugins(plugins, tree, sections, file)
         warnings += unread

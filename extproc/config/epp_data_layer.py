@@ -8,6 +8,7 @@ each setting that changes what upstream does.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Final
 
 import msgspec
 
@@ -15,6 +16,9 @@ from extproc.config import epp_sections, validation
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling.framework import UpstreamParameters
+
+#: Type of the parser that reads no body.
+_PASSTHROUGH: Final = "passthrough-parser"
 
 
 class _Reference(UpstreamParameters, frozen=True, kw_only=True):
@@ -60,12 +64,12 @@ class _Sections(UpstreamParameters, frozen=True):
 
 
 def check_sections(
-    tree: Mapping[str, object], file: Place, *, plugins: Collection[str], types: Collection[str]
+    tree: Mapping[str, object], file: Place, *, plugins: Mapping[str, str], types: Collection[str]
 ) -> list[str]:
     """Check the sections that refer to plugins, and warn of settings without effect.
 
     Args:
-        plugins: Names of the plugins of the file.
+        plugins: Types of the plugins of the file, by name.
         types: Types of parsers, detectors and policies, which need no entry among the plugins.
 
     Raises:
@@ -85,6 +89,7 @@ def check_sections(
     return [
         *_warn_without_effect("dataLayer", sections.data_layer),
         *_warn_without_effect("data", sections.data),
+        *_warn_of_unread_bodies(sections.request_handler, plugins),
     ]
 
 
@@ -152,4 +157,16 @@ def _warn_without_effect(name: str, section: _DataLayer | None) -> Iterator[str]
         yield (
             f"{name}.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as the "
             "section peer_sync of an ExtProcConfig says"
+        )
+
+
+def _warn_of_unread_bodies(
+    handler: _RequestHandler | None, plugins: Mapping[str, str]
+) -> Iterator[str]:
+    """Warn of a file that wants no body to be read."""
+    names = [parser.plugin_ref for parser in handler.parsers or ()] if handler else []
+    if names and all(plugins.get(name, name) == _PASSTHROUGH for name in names):
+        yield (
+            f"requestHandler.parsers with {_PASSTHROUGH} alone is not acted on: bodies on the paths of "
+            "known APIs are read, and refused with 400 where they are malformed"
         )

@@ -31,6 +31,18 @@ def test_sections_without_effect_are_read(text):
     assert warn(text) == ()
 
 
+def test_bodies_that_are_to_stay_unread_are_warned_of():
+    """The parsers of a path cannot be chosen; beside others, the one that reads nothing is as here."""
+    assert (
+        warn(
+            "requestHandler: {parsers: [{pluginRef: openai-parser}, {pluginRef: passthrough-parser}]}"
+        )
+        == ()
+    )
+    (warning,) = warn("requestHandler: {parsers: [{pluginRef: passthrough-parser}]}")
+    assert "passthrough-parser alone is not acted on" in warning
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
