@@ -239,7 +239,7 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
 
     With `encoded_endpoint_header` a token in the request names the endpoint, and every answer
     brings the token of the endpoint that was chosen, also where Envoy took a fallback; our tokens hold the address, those of the upstream
-    picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here,
+    picker (`namespace/pod-rank-0`, the rank being the index of the port) are understood. With `session_id` the endpoint is remembered here,
     that of a fallback where one answered, by the first of `sessionIdConfig.sources` that is there:
     each is a `header`, a `cookie`, or an `attribute`, which is the session of the request parsers.
     A turn that goes elsewhere leaves it bound while its endpoint is a candidate, as upstream, and so
@@ -262,17 +262,19 @@ def token(endpoint: Endpoint) -> str:
 def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
     """The address of the candidate a token names, by address, name or `namespace/name`.
 
-    The last two are what tokens of the upstream picker hold. Empty when it names no candidate.
+    The last two are what tokens of the upstream picker hold, where also the only port of a pod is a
+    rank: `namespace/pod-rank-0`. Empty when it names no candidate.
     """
     try:
         text = base64.b64decode(session.encode(), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeError):
         return ""
-    for candidate in candidates:
-        endpoint = candidate.endpoint
-        spelt = (endpoint.address, endpoint.name, _qualified(endpoint))
-        if text and text in spelt:
-            return endpoint.address
+    # The name as it is comes first: that of another pod may end like a rank.
+    for name in dict.fromkeys((text, text.removesuffix("-rank-0"))):
+        for candidate in candidates if name else ():
+            endpoint = candidate.endpoint
+            if name in (endpoint.address, endpoint.name, _qualified(endpoint)):
+                return endpoint.address
     return ""
 
 

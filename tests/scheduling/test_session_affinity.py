@@ -1,7 +1,11 @@
+import base64
+
 import msgspec
 import pytest
 
 from extproc.decision import Decision
+from extproc.discovery.kubernetes import pool_views
+from extproc.discovery.kubernetes.objects import Pod
 from extproc.scheduling import session_affinity
 from extproc.scheduling.labels import HeaderLabelAffinityScorer
 from extproc.scheduling.pickers import MaxScorePicker
@@ -137,6 +141,36 @@ def test_sessions_are_bounded_by_age():
     memory.bind("d", "x:1", 12.5)
     assert [bool(memory.find(session, 12.5)) for session in "abcd"] == [True, False, False, True]
     assert len(memory) == 2
+
+
+def pods_of(*names, ports):
+    """Candidates of a pool of pods, the nth of which has the IP 10.0.0.n."""
+    pods = [
+        Pod(name=name, namespace="models", uid=name, ip=f"10.0.0.{number}", ready=True)
+        for number, name in enumerate(names, start=1)
+    ]
+    endpoints = [endpoint for pod in pods for endpoint in pool_views.pod_endpoints(pod, ports)]
+    template = builders.candidate("x")
+    return [msgspec.structs.replace(template, endpoint=endpoint) for endpoint in endpoints]
+
+
+@pytest.mark.parametrize(
+    ("names", "ports", "text", "address"),
+    [
+        (("v-0", "v-1"), (8000,), "models/v-1-rank-0", "10.0.0.2:8000"),
+        (("v-0", "v-1"), (8000,), "v-1-rank-0", "10.0.0.2:8000"),
+        (("v-0", "v-1"), (8000,), "models/v-1", "10.0.0.2:8000"),
+        (("v-0", "v-1"), (8000,), "models/v-1-rank-1", ""),
+        (("v-0", "v-1"), (8000,), "-rank-0", ""),
+        (("v-0", "v-0-rank-0"), (8000,), "models/v-0-rank-0", "10.0.0.2:8000"),
+        (("v-0", "v-1"), (8000, 8001), "models/v-1-rank-0", "10.0.0.2:8000"),
+        (("v-0", "v-1"), (8000, 8001), "models/v-1-rank-1", "10.0.0.2:8001"),
+    ],
+)
+def test_tokens_of_the_upstream_picker_name_ranks(names, ports, text, address):
+    """Upstream calls the only port of a pod a rank as well, so that its sessions survive a change."""
+    token = base64.b64encode(text.encode()).decode()
+    assert session_affinity.find_candidate(token, pods_of(*names, ports=ports)) == address
 
 
 def test_invalid_tokens_are_ignored():
