@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
+
+from extproc.parsing import vllm_grpc_usage
 
 #: Largest usage object that is read. vLLM's, with both detail objects, has under 300 bytes.
 _MAX_USAGE_BYTES = 2048
@@ -50,50 +52,38 @@ _ID_BYTES = 300
 #: Kinds whose tokens are part of the prompt.
 _PARTS: Final = frozenset(("cached", "media"))
 
+#: Readers of answers that are no JSON, by surface.
+_MESSAGE_READERS: Final[Mapping[str, Callable[[bytes], Mapping[str, int]]]] = {
+    "grpc_generate": vllm_grpc_usage.read_generate,
+    "grpc_embed": vllm_grpc_usage.read_embed,
+}
+
 #: What `read` tells apart.
 UsageKind = Literal["prompt", "completion", "cached"]
 
 
-def read(tail: bytes) -> Mapping[str, int]:
+def read(tail: bytes, api: str = "") -> Mapping[str, int]:
     """Tokens the engine reported, by kind: `prompt`, `completion`, `cached`, `media`.
 
     `media` are those of images, videos and audio in the prompt, which vLLM reports
     (`prompt_tokens_details.multimodal_tokens`). Reads OpenAI chat, completions and responses,
-    Anthropic messages and SGLang's `/generate`, whole or as SSE. Chunk borders do not matter, since
-    the bytes are joined before.
+    Anthropic messages and SGLang's `/generate`, whole or as SSE, and vLLM's gRPC. Chunk borders do not
+    matter, since the bytes are joined before.
 
     Args:
         tail: The answer; of a long one the beginning and the end, with a NUL between them.
+        api: Name of the surface of its request.
 
     Returns:
         The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports
-        none or is no JSON.
+        none or is of another form.
     """
-    counts: dict[str, int] = {}
-    end = len(tail)
-    for _ in range(_MAX_MEMBERS):
-        at = tail.rfind(_MARK, 0, end)
-        if at < 0:
-            break
-        end = at
-        member = _MEMBER.match(tail, at)
-        if member is None:
-            continue
-        # The search for an event is a slow scan of a body of one line; that for a byte is not.
-        line = tail.rfind(_EVENT, 0, at) if tail.find(b"\n", 0, at) >= 0 else -1
-        reported = _count(_find_usage(tail, member, line))
-        if _MESSAGE_START.match(tail, max(line, 0)):
-            reported.pop("completion", None)
-            if reported.get("prompt") == 0:
-                del reported["prompt"]
-        for kind, tokens in reported.items():
-            counts.setdefault(kind, tokens)
-        # Others of that name in the line are in parts of the answer that a client can choose, as
-        # the input of a tool. A report of prompt and completion is whole.
-        if line < 0 or ("prompt" in counts and "completion" in counts):
-            break
-        end = line
-    counts = counts or _read_meta_info(tail)
+    read_messages = _MESSAGE_READERS.get(api)
+    if read_messages is None:
+        counts = _read_json(tail)
+    else:
+        reported = read_messages(tail).items()
+        counts = {kind: tokens for kind, tokens in reported if tokens <= MAX_TOKENS}
     prompt = counts.get("prompt")
     for part in _PARTS & counts.keys():
         if prompt is None:
@@ -123,6 +113,35 @@ def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float
     if counts.keys().isdisjoint(weights):
         return None
     return max(0.0, sum(weight * counts.get(kind, 0) for kind, weight in weights.items()))
+
+
+def _read_json(tail: bytes) -> dict[str, int]:
+    """Tokens that an answer in JSON reports, by kind."""
+    counts: dict[str, int] = {}
+    end = len(tail)
+    for _ in range(_MAX_MEMBERS):
+        at = tail.rfind(_MARK, 0, end)
+        if at < 0:
+            break
+        end = at
+        member = _MEMBER.match(tail, at)
+        if member is None:
+            continue
+        # The search for an event is a slow scan of a body of one line; that for a byte is not.
+        line = tail.rfind(_EVENT, 0, at) if tail.find(b"\n", 0, at) >= 0 else -1
+        reported = _count(_find_usage(tail, member, line))
+        if _MESSAGE_START.match(tail, max(line, 0)):
+            reported.pop("completion", None)
+            if reported.get("prompt") == 0:
+                del reported["prompt"]
+        for kind, tokens in reported.items():
+            counts.setdefault(kind, tokens)
+        # Others of that name in the line are in parts of the answer that a client can choose, as
+        # the input of a tool. A report of prompt and completion is whole.
+        if line < 0 or ("prompt" in counts and "completion" in counts):
+            break
+        end = line
+    return counts or _read_meta_info(tail)
 
 
 def _find_usage(tail: bytes, member: re.Match[bytes], line: int) -> Mapping[str, Any]:

@@ -132,7 +132,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             and is_last_response_message(event)
         ):
             weights = self._context.settings.request_cost
-            cost = usage.cost(usage.read(exchange.tail.joined()), weights)
+            cost = usage.cost(self._read_usage(exchange.tail.joined()), weights)
             return replies if cost is None else attach_request_cost(replies, cost)
         return replies
 
@@ -479,9 +479,14 @@ class StreamHandler(msgspec.Struct, eq=False):
         except Exception as error:  # noqa: BLE001 - counted and logged
             self._context.observer.on_exception(error)
 
+    def _read_usage(self, tail: bytes) -> Mapping[str, int]:
+        """Tokens that the end of the response reports, by kind."""
+        decision = self._observer.decision
+        return usage.read(tail, "" if decision is None else decision.request.api)
+
     def _record_usage(self, tail: bytes, director: Director, reservation: Reservation) -> None:
         """Record the usage that the end of the response reports, and charge it to the tenant."""
-        tokens = usage.read(tail)
+        tokens = self._read_usage(tail)
         self._attempt(lambda: self._observer.on_usage(tokens))
         ids = usage.read_ids(tail)
         if ids:

@@ -23,7 +23,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("request_predicted_ttft_seconds",), "`extproc_request_predicted_ttft_seconds`"),
     (
         ("request_input_tokens", "request_output_tokens", "request_cached_tokens"),
-        "`extproc_request_tokens` by kind, where responses are visible",
+        "`extproc_request_tokens` by kind, where responses are visible; of gRPC streams the tokens of all chunks",
     ),
     (("request_running",), "`extproc_requests_running`"),
     (("per_endpoint_queue_size",), "`extproc_endpoint_waiting_requests`"),

@@ -1,6 +1,7 @@
 """Builders of raw requests that name only the fact that matters."""
 
 import json
+import struct
 
 from extproc.decision import Rejection
 from extproc.parsing import surfaces
@@ -35,3 +36,24 @@ def chat(*messages, **fields):
 
 def user(content):
     return {"role": "user", "content": content}
+
+
+def varint(value):
+    """A number of protobuf."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def field(number, value):
+    """A field of protobuf: a varint, or bytes with their length."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def frame(message, flag=0):
+    """A message of gRPC."""
+    return struct.pack(">BI", flag, len(message)) + message

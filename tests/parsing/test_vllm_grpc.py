@@ -9,28 +9,11 @@ from hypothesis import strategies as st
 
 from extproc.parsing import canonical_prompt, vllm_grpc
 from tests.parsing import builders
+from tests.parsing.builders import field, frame, varint
 
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 EMBED = "/vllm.grpc.engine.VllmEngine/Embed"
 INVALID = "invalid or unsupported gRPC payload"
-
-
-def varint(value):
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def field(number, value):
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-def frame(message, flag=0):
-    return struct.pack(">BI", flag, len(message)) + message
 
 
 def packed(*ids):

@@ -18,6 +18,7 @@ from extproc.protocol.messages import (
     LbMetadata,
     MessageKind,
     ProcessingRequest,
+    WithRequestCost,
 )
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.scheduling.pickers import MaxScorePicker
@@ -29,6 +30,7 @@ from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
 from extproc.telemetry.stream_recorder import StreamRecorder
+from tests.parsing.builders import field, frame
 from tests.support.canary import AUTHORIZATION, CANARY
 from tests.support.pool_fixture import PoolFixture
 
@@ -61,7 +63,7 @@ def answer(prompt_tokens):
 class StreamFixture:
     """Streams over one pool, one after the other."""
 
-    def __init__(self, *addresses, max_streams=100, profile="balanced"):
+    def __init__(self, *addresses, max_streams=100, profile="balanced", request_cost=()):
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)), profile=profile)
         self.budget = BufferBudget(1 << 30)
         self.counters = ProcessCounters()
@@ -75,7 +77,9 @@ class StreamFixture:
             ),
             clock=lambda: self.pool_fixture.now,
             rng=random.Random(1),
-            settings=stream_context.StreamSettings(max_streams=max_streams),
+            settings=stream_context.StreamSettings(
+                max_streams=max_streams, request_cost=dict(request_cost)
+            ),
         )
 
     def begin(self, *events):
@@ -111,6 +115,29 @@ def test_stream_learns_from_the_usage_of_answers():
         2.0, rel=0.05
     )
     assert scene.counters.for_pool("").usage["prompt"] == 10 * len(TEXT) // 2
+
+
+def test_stream_reads_the_usage_of_grpc_answers():
+    """Tokens of vLLM's gRPC messages count, with a cost, where the response is shown."""
+    scene = StreamFixture(request_cost={"prompt": 1.0, "completion": 2.0, "cached": -0.5})
+    path, content_type = "/vllm.grpc.engine.VllmEngine/Generate", "application/grpc"
+    headers = {":method": "POST", ":path": path, "content-type": content_type}
+    request = frame(field(3, TEXT.encode()))
+    stream, _ = scene.begin(
+        ProcessingRequest(MessageKind.REQUEST_HEADERS, headers, modes=MODES),
+        ProcessingRequest(MessageKind.REQUEST_BODY, body=request, end_of_stream=True),
+        ProcessingRequest(MessageKind.RESPONSE_HEADERS, {**ANSWERED, "content-type": content_type}),
+    )
+    counts = field(3, 7) + field(4, 10) + field(5, 4)
+    response = frame(field(2, counts))
+    for piece in (response[:9], response[9:]):
+        list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_BODY, body=piece)))
+    (reply,) = stream.handle(ProcessingRequest(MessageKind.RESPONSE_TRAILERS))
+    assert isinstance(reply, WithRequestCost)
+    assert reply.cost == 7 + 2 * 10 - 0.5 * 4
+    stream.finish()
+    reported = scene.counters.for_pool("").usage
+    assert reported == {"prompt": 7, "completion": 10, "cached": 4}
 
 
 def test_stream_charges_the_endpoint_that_served():
