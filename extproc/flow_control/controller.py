@@ -82,6 +82,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
             whether it may wait for its preferred endpoint while others have capacity.
         on_waiting: The request stays queued for the endpoint of this address; empty for any.
         dispatch: The request is dispatched with this decision, and charged at once.
+        on_departed: The request left the queue; called before `reject` and after `dispatch`.
         on_item_failed: A call for the queued request raised this exception. None propagates the exception.
         on_pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
             propagates the exception.
@@ -93,6 +94,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     on_waiting: Callable[[ItemT, str], None]
     dispatch: Callable[[ItemT, GrantT], None]
     reject: Callable[[ItemT, Rejection], None]
+    on_departed: Callable[[ItemT], None] | None = None
     on_item_failed: Callable[[ItemT, Exception], None] | None = None
     on_pump_failed: Callable[[Exception], None] | None = None
     endpoint_bits: Callable[[], EndpointBits] | None = None
@@ -209,10 +211,10 @@ class FlowController(Generic[ItemT, GrantT]):
 
     def cancel(self, queued: QueuedItem) -> bool:
         """Remove a request whose client disconnected; returns whether it was queued."""
-        if self._items.pop(queued, None) is None:
+        if queued not in self._items:
             return False
         self.queue.leave(queued)
-        self.outcomes["cancelled"] += 1
+        self._forget(queued, "cancelled")
         return True
 
     def notify_capacity(self) -> None:
@@ -298,8 +300,8 @@ class FlowController(Generic[ItemT, GrantT]):
             if self._callbacks.on_item_failed is None:
                 raise
             # It must neither stop those behind it nor raise again at each change.
-            self._items.pop(queued, None)
-            self.outcomes["failed"] += 1
+            if queued in self._items:
+                self._forget(queued, "failed")
             self._callbacks.on_item_failed(item, error)
             return DepartureCause.REJECTED
 
@@ -373,6 +375,8 @@ class FlowController(Generic[ItemT, GrantT]):
         if not items:
             items.clear()  # its empty table stays as large as it was
         self.outcomes[cause] += 1
+        if self._callbacks.on_departed is not None:
+            self._callbacks.on_departed(item)
         return item
 
     def _expired_rejection(self, why: Rejection, now: float) -> Rejection:

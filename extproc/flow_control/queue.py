@@ -399,21 +399,6 @@ class Queue:
             if rank >= priority
         )
 
-    def count_by_flow(self, most: int) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """Queued requests, and bytes of their bodies, by tenant and priority.
-
-        Args:
-            most: Flows with an entry of their own (count); tenants of others are `other`.
-        """
-        flows: dict[tuple[str, int], tuple[int, int]] = {}
-        for item in self:
-            flow = (item.tenant, item.priority)
-            if flow not in flows and len(flows) >= most:
-                flow = ("other", item.priority)
-            count, size_bytes = flows.get(flow, (0, 0))
-            flows[flow] = (count + 1, size_bytes + item.bytes)
-        return flows
-
     def full_rejection(self, now: float) -> Rejection:
         """The rejection for a full queue: 429 with a retry estimate."""
         return Rejection(

@@ -21,8 +21,11 @@ from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
+from extproc.request import UNNAMED, RequestLabels
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
+from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.queue_counters import QueueCounters
 
 #: Requests that are looked at in one turn of the event loop (count), and how long that may take
 #: (seconds): no other stream is served meanwhile.
@@ -81,15 +84,21 @@ class QueuedRequest:
     Attributes:
         prepared: The request without its prompt.
         pending_share: Its pending load on the endpoint it waits for; None without one.
+        labels: Labels it is counted under while it waits; None where it is not.
     """
 
-    __slots__ = ("admission", "item", "pending_share", "prepared")
+    __slots__ = ("admission", "item", "labels", "pending_share", "prepared")
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self.item: QueuedItem
         self.prepared = prepared
+        self.labels: RequestLabels | None = None
         self.pending_share: conversations.PendingShare | None = None
         self.admission: asyncio.Future[Admission | Rejection] = asyncio.Future()
+
+    def record_queued(self, counters: QueueCounters, tenant: str) -> None:
+        """Count it as waiting."""
+        self.labels = counters.record_queued(_label(self.prepared, tenant), self.item.bytes)
 
     def remove_pending(self) -> None:
         """Remove its pending load from the endpoint it waited for."""
@@ -109,9 +118,11 @@ class AsyncFlowController:
         clock: Callable[[], float],
         on_exception: Callable[[BaseException], None],
         pool: str = "",
+        counters: QueueCounters | None = None,
     ) -> None:
         self._director = director
         self._pool = pool
+        self._counters = PoolCounters().queue if counters is None else counters
         self._flow_headers = section.headers
         self._clock = clock
         self._bits: EndpointBits | None = None
@@ -121,6 +132,7 @@ class AsyncFlowController:
             on_waiting=self._add_pending,
             dispatch=self._dispatch,
             reject=_reject,
+            on_departed=self._on_departed,
             on_item_failed=self._reject_failed,
             on_pump_failed=on_exception,
             endpoint_bits=self._endpoint_bits,
@@ -232,8 +244,9 @@ class AsyncFlowController:
             A rejection where waiting does not help, the queue is full or no time is left.
         """
         request, headers = prepared.request, prepared.raw.headers
+        tenant = self.tenant(prepared) if tenant is None else tenant
         properties = EnqueueRequest(
-            tenant=self.tenant(prepared) if tenant is None else tenant,
+            tenant=tenant,
             priority=request.priority,
             objective=request.objective,
             target=(request.model, request.adapter, request.subset),
@@ -247,6 +260,7 @@ class AsyncFlowController:
         if isinstance(item, Rejection):
             return item
         queued.item = item
+        queued.record_queued(self._counters, tenant)
         try:
             for listener in self._arrival_listeners:
                 listener()
@@ -309,6 +323,10 @@ class AsyncFlowController:
         message = f"the decision failed ({type(error).__name__})"
         _reject(queued, Rejection(500, message, cause="bug"))
 
+    def _on_departed(self, queued: QueuedRequest) -> None:
+        if queued.labels is not None:
+            self._counters.record_departed(queued.labels, queued.item.bytes)
+
     def _add_pending(self, queued: QueuedRequest, address: str) -> None:
         if address:
             prepared = queued.prepared
@@ -323,6 +341,15 @@ class AsyncFlowController:
             decision = msgspec.structs.replace(decision, pool=self._pool)
         reservation = self._director.reserve(decision, self._clock())
         queued.admission.set_result(Admission(decision, reservation))
+
+
+def _label(prepared: PreparedRequest, tenant: str) -> RequestLabels:
+    """Labels of a request that waits."""
+    target = prepared.request.target or UNNAMED
+    client_model = prepared.parsed.model if prepared.upstream_model else ""
+    return RequestLabels(
+        client_model or target, target, tenant or UNNAMED, prepared.request.priority
+    )
 
 
 def _reject(queued: QueuedRequest, rejection: Rejection) -> None:

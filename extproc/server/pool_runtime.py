@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from functools import partial
 
 import msgspec
 
@@ -31,9 +30,6 @@ from extproc.telemetry.pool_log import PoolLog
 from extproc.telemetry.pool_state import MatchState, PoolView, PrefixCacheStats
 
 _log = logging.getLogger("extproc.server")
-
-#: Tenants and priorities whose queued requests are counted apart (count).
-_MAX_FLOWS = 200
 
 #: Seconds after which the shadow looks at routed requests, and those of its turn.
 _SHADOW_DELAY_S = 0.005
@@ -220,6 +216,7 @@ class PoolRuntime:
                 clock=shared.clock,
                 on_exception=ExceptionLog(shared.counters.exceptions, shared.clock).record,
                 pool=plan.name,
+                counters=self._counts.queue,
             )
             if flow_control.enabled
             else None
@@ -271,7 +268,6 @@ class PoolRuntime:
             dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,
             count_ejections=store.outlier_detector.count_ejections,
             queue_capacity=0 if queue is None else queue.settings.max_requests,
-            queued_by_flow=dict if queue is None else partial(queue.count_by_flow, _MAX_FLOWS),
             shadow=self.parts.director.routing.shadow,
             kv_events=None if self._kv_events is None else self._kv_events.stats(),
         )

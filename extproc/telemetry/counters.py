@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
+from extproc.request import RequestLabels
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
+from extproc.telemetry.queue_counters import QueueCounters
 from extproc.telemetry.request_series import (
     OTHER,
     TOKEN_KINDS,
@@ -59,6 +61,7 @@ class PoolCounters:
         response_headers_s: Time from the choice of the endpoint to response headers.
         endpoint_headers_s: The same of responses below 400, without bounds, by address.
         queue_duration_s: Time in the queue of requests that were admitted, by priority.
+        queue: Requests in the queue, by the labels of `series`.
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
         unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected; none
@@ -87,6 +90,7 @@ class PoolCounters:
         self.response_headers_s = MetricHistogram(_ANSWER_BOUNDS_S)
         self.endpoint_headers_s: dict[str, MetricHistogram] = {}
         self.queue_duration_s: dict[str, MetricHistogram] = {}
+        self.queue = QueueCounters(self._bound_labels)
         self.unknown_models = 0
         self.routed_total = 0
         self.answered_total = 0
@@ -145,6 +149,10 @@ class PoolCounters:
             label = label if len(by_priority) < _MAX_PRIORITIES else OTHER
             histogram = by_priority.setdefault(label, MetricHistogram(_QUEUE_BOUNDS_S))
         histogram.add(wait_s)
+
+    def _bound_labels(self, labels: RequestLabels) -> RequestLabels:
+        """Labels of the series of a request that may wait, also where no engine lists its model."""
+        return self.series.find(labels, may_be_served=True).labels
 
     def record_headers(self, address: str, durations_s: Sequence[float]) -> None:
         """Counts times from the choice of an endpoint to the headers of responses below 400."""

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, TypeAlias
+from typing import Final
 
 from extproc.decision import CANONICAL_CODES
 from extproc.endpoint import Load
@@ -21,6 +21,7 @@ from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 from extproc.telemetry.pool_state import PoolView
+from extproc.telemetry.queue_counters import QueueCounters
 from extproc.telemetry.request_series import (
     OTHER,
     TOKEN_BOUNDS,
@@ -33,9 +34,6 @@ from extproc.telemetry.request_series import (
 
 #: Fairness id of requests without one.
 _DEFAULT_FLOW: Final = "default-flow"
-
-#: Requests in the queue and bytes of their bodies, by pool, tenant and priority.
-_QueuedByPool: TypeAlias = Mapping[str, Mapping[tuple[str, int], tuple[int, int]]]
 
 #: Labels of the families of requests, and of the families of the queue.
 _REQUEST_LABELS: Final = ("model_name", "target_model_name", "fairness_id", "priority")
@@ -281,15 +279,18 @@ def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
 def _queue_families(
     pools: Mapping[str, PoolCounters], views: Mapping[str, PoolView]
 ) -> Iterator[MetricFamily]:
-    queued = {pool: view.queued_by_flow() for pool, view in views.items() if view.queue is not None}
-    for at, (name, text) in enumerate(
-        (("size", "Requests in the queue."), ("bytes", "Bytes of the bodies of queued requests."))
+    queues = {pool: pools[pool].queue for pool, view in views.items() if view.queue is not None}
+    for name, text in (
+        ("size", "Requests in the queue."),
+        ("bytes", "Bytes of the bodies of queued requests."),
     ):
         sizes: Counter[tuple[str, ...]] = Counter()
-        for pool, flows in queued.items():
+        for pool, queue in queues.items():
             sizes[_DEFAULT_FLOW, "0", pool, "", ""] += 0
-            for (tenant, priority), counts in flows.items():
-                sizes[tenant or _DEFAULT_FLOW, str(priority), pool, "", ""] += counts[at]
+            for labels, load in queue.queued.items():
+                model, target, tenant, priority = _request_values(labels)
+                count = load.requests if name == "size" else load.bytes
+                sizes[tenant, priority, pool, model, target] += count
         yield _family(
             "gauge", f"llm_d_epp_flow_control_queue_{name}", text, _QUEUE_LABELS, sizes.items()
         )
@@ -315,11 +316,11 @@ def _queue_families(
         ("outcome", "priority", "inference_pool"),
         outcomes.items(),
     )
-    yield from _capacity_families(queued, views)
+    yield from _capacity_families(queues, views)
 
 
 def _capacity_families(
-    queued: _QueuedByPool, views: Mapping[str, PoolView]
+    queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView]
 ) -> Iterator[MetricFamily]:
     yield _family(
         "gauge",
@@ -344,7 +345,7 @@ def _capacity_families(
         "llm_d_epp_flow_control_capacity_utilization_requests",
         "Requests of a priority in the queue over those that may wait.",
         ("priority", "inference_pool"),
-        _capacity_by_priority(queued, views),
+        _capacity_by_priority(queues, views),
     )
 
 
@@ -431,10 +432,12 @@ def _saturation(members: Sequence[EndpointSnapshot]) -> float:
     )
 
 
-def _capacity_by_priority(queued: _QueuedByPool, views: Mapping[str, PoolView]) -> Iterator[Sample]:
-    for pool, flows in queued.items():
+def _capacity_by_priority(
+    queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView]
+) -> Iterator[Sample]:
+    for pool, queue in queues.items():
         sizes: Counter[int] = Counter({0: 0})
-        for (_, priority), (size, _) in flows.items():
-            sizes[priority] += size
+        for labels, load in queue.queued.items():
+            sizes[labels.priority] += load.requests
         for priority, size in sizes.items():
             yield (str(priority), pool), size / (views[pool].queue_capacity or 1)

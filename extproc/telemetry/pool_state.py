@@ -188,8 +188,6 @@ class PoolView(msgspec.Struct, frozen=True):
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
         count_ejections: Returns the ejections of an engine by `Endpoint.engine` (count).
         queue_capacity: Requests that may be queued (count); 0 without flow control.
-        queued_by_flow: Returns the queued requests, and bytes of their bodies, by tenant and
-            priority.
         shadow: Second profile that looks at routed requests; None without one.
         kv_events: Counts of KV events; None without subscriptions.
         media_factors: Learned ratio of observed to estimated tokens of media, by model and kind.
@@ -207,7 +205,6 @@ class PoolView(msgspec.Struct, frozen=True):
     dropped_addresses: int = 0
     count_ejections: Callable[[int], int] = lambda _: 0
     queue_capacity: int = 0
-    queued_by_flow: Callable[[], Mapping[tuple[str, int], tuple[int, int]]] = dict
     shadow: ShadowScheduler | None = None
     kv_events: KvEventStats | None = None
     media_factors: Mapping[tuple[str, MediaKind], float] = {}

@@ -39,13 +39,13 @@ class FlowControllerFixture:
         self.waits = {}
         self.broken = set()
         self.refused = set()
-        acts = FlowCallbacks(
-            decide=self.decide,
-            on_waiting=self.toward.__setitem__,
-            dispatch=self.go,
-            reject=self.rejections.__setitem__,
-            **(callbacks or {}),
-        )
+        own = {
+            "decide": self.decide,
+            "on_waiting": self.toward.__setitem__,
+            "dispatch": self.go,
+            "reject": self.rejections.__setitem__,
+        }
+        acts = FlowCallbacks(**{**own, **(callbacks or {})})
         self.timer = TimerFixture()
         budget = None if most is None else LookBudget(looks=most, seconds=1.0)
         self.controller = FlowController(
@@ -306,6 +306,28 @@ def test_a_request_that_raises_leaves_the_queue():
     assert fixture.went == ["b"]
     assert fixture.controller.outcomes == {"failed": 1, "dispatched": 1}
     assert not fixture.controller.queue.count
+
+
+def test_every_departure_is_reported_once():
+    """Also that of a request whose rejection raises, which left before."""
+    departures = []
+
+    def raise_error(item, rejection):
+        raise ZeroDivisionError(item, rejection)
+
+    fixture = FlowControllerFixture(
+        free=1,
+        callbacks={
+            "on_departed": departures.append,
+            "on_item_failed": lambda *_: None,
+            "reject": raise_error,
+        },
+    )
+    fixture.broken, fixture.refused = {"a"}, {"b"}
+    fixture.hold(*"abc")
+    fixture.controller.dispatch(0.0)
+    assert departures == ["a", "b", "c"]
+    assert fixture.controller.outcomes == {"failed": 1, "rejected": 1, "dispatched": 1}
 
 
 def test_rejections_of_a_sweep_are_delivered():

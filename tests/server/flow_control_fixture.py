@@ -12,6 +12,7 @@ from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import ExceptionLog
+from extproc.telemetry.counters import PoolCounters
 from tests.support.pool_fixture import PoolFixture
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -27,12 +28,14 @@ class FlowControlFixture:
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.pool_fixture.director.reconfigure(routing.__class__(routing.profile, {}, settings))
         self.bugs = Counter()
+        self.counters = PoolCounters(pool)
         self.flow_controller = AsyncFlowController(
             self.pool_fixture.director,
             FlowControlSection(enabled=True, **holding),
             clock=lambda: self.now,
             on_exception=ExceptionLog(self.bugs, lambda: self.now).record,
             pool=pool,
+            counters=self.counters.queue,
         )
 
     @property

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 
+import msgspec
 import pytest
 
 from extproc.config.settings import FlowControlSection
 from extproc.decision import NO_ENDPOINTS, Decision, Rejection
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.pool.endpoint_health import HealthState, RequestOutcome
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, RequestLabels
 from extproc.server.flow_control_shell import Admission, QueuedRequest, RateReservation
 from tests.server.flow_control_fixture import A, B, FlowControlFixture, answered
 
@@ -142,6 +143,56 @@ async def test_queued_requests_are_rejected_at_their_deadline():
     assert (rejection.status, rejection.reason) == (429, "rejected-ttl-expired")
     assert rejection.retry_after_s >= 1
     assert fixture.flow_controller.outcomes["expired"] == 2
+
+
+async def test_requests_that_wait_are_counted_until_they_leave():
+    """Those that expire, leave or make room too, by model, tenant and priority."""
+    fixture = FlowControlFixture(empty_timeout_s=5, timeout_s=9, max_requests=4)
+    name = "x_llm_d_inference_fairness_id"
+    fixture.ask("short", x_extproc_queue_timeout_ms="1000")
+    gone, low = fixture.ask("gone", **{name: "ann"}), fixture.ask("low", priority=-1)
+    stays = fixture.ask("stays", priority=3)
+    (waiting,) = [
+        load for labels, load in fixture.counters.queue.queued.items() if labels.tenant == "ann"
+    ]
+    assert (waiting.requests, waiting.bytes) == (1, gone.item.bytes)
+    fixture.ask("high", priority=7)
+    await answered(low)
+    fixture.pool_fixture.now += 1.5
+    fixture.flow_controller.pump()
+    fixture.flow_controller.cancel(gone, fixture.now)
+    fixture.come(A)
+    await answered(stays)
+    assert not any(load.requests or load.bytes for load in fixture.counters.queue.queued.values())
+
+
+async def test_a_rewritten_request_waits_under_both_names():
+    """That of the client, which dashboards know, and that of the engines, which is scaled."""
+    fixture = FlowControlFixture()
+    body = b'{"model": "chat", "prompt": "x"}'
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    prepared = fixture.pool_fixture.director.prepare(raw)
+    request = msgspec.structs.replace(prepared.request, model="llama")
+    rewritten = msgspec.structs.replace(prepared, request=request, upstream_model="llama")
+    outcome = fixture.pool_fixture.director.decide(rewritten, fixture.now)
+    fixture.flow_controller.enqueue(rewritten, outcome, fixture.now)
+    assert list(fixture.counters.queue.queued) == [RequestLabels("chat", "llama", "none", 0)]
+
+
+async def test_requests_of_a_closed_queue_leave_its_counts():
+    """None seems to wait after the end of a pool."""
+    fixture = FlowControlFixture()
+    queued = fixture.ask()
+    fixture.flow_controller.close()
+    await answered(queued)
+    assert [load.requests for load in fixture.counters.queue.queued.values()] == [0]
+
+
+async def test_a_request_that_does_not_wait_is_not_counted_in_the_queue():
+    """Its path has no further work."""
+    fixture = FlowControlFixture(A)
+    assert isinstance(fixture.ask(), Decision)
+    assert not fixture.counters.queue.queued
 
 
 async def test_a_zero_timeout_is_not_queued():

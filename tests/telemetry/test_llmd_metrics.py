@@ -51,6 +51,9 @@ def exported(**more):
         request.on_finished(endpoint=FIRST, status=status, duration_s=1.0)
     refused = recorder.observe_request("pool")
     refused.on_rejected(NO_ENDPOINTS, request_id="", labels=labels, now=0.0)
+    queue = counters.for_pool("pool").queue
+    for queued in (labels, labels, RequestLabels("chat", "llama", "none", 0)):
+        queue.record_queued(queued, 10)
     loads = {
         FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
         SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),
@@ -61,7 +64,6 @@ def exported(**more):
         queue=(3, 30),
         queue_outcomes={"dispatched": 2, "expired": 1},
         queue_capacity=100,
-        queued_by_flow=lambda: {("ann", 2): (2, 20), ("", 0): (1, 10)},
     )
     exposition = Exposition(
         counters,
@@ -133,24 +135,12 @@ def value(name, /, **labels):
         ),
         (
             "flow_control_queue_size",
-            {
-                "fairness_id": "ann",
-                "priority": "2",
-                "inference_pool": "pool",
-                "model_name": "",
-                "target_model_name": "",
-            },
+            {**REQUEST, "inference_pool": "pool"},
             2,
         ),
         (
             "flow_control_queue_bytes",
-            {
-                "fairness_id": "default-flow",
-                "priority": "0",
-                "inference_pool": "pool",
-                "model_name": "",
-                "target_model_name": "",
-            },
+            {**REQUEST, "fairness_id": "default-flow", "priority": "0", "inference_pool": "pool"},
             10,
         ),
         (
