@@ -82,7 +82,8 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
             whether it may wait for its preferred endpoint while others have capacity.
         on_waiting: The request stays queued for the endpoint of this address; empty for any.
         dispatch: The request is dispatched with this decision, and charged at once.
-        on_departed: The request left the queue; called before `reject` and after `dispatch`.
+        on_departed: The request left the queue, with its outcome (see `FlowController`) and the
+            seconds of its wait; called before `reject` and after `dispatch`.
         on_item_failed: A call for the queued request raised this exception. None propagates the exception.
         on_pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
             propagates the exception.
@@ -94,7 +95,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     on_waiting: Callable[[ItemT, str], None]
     dispatch: Callable[[ItemT, GrantT], None]
     reject: Callable[[ItemT, Rejection], None]
-    on_departed: Callable[[ItemT], None] | None = None
+    on_departed: Callable[[ItemT, str, float], None] | None = None
     on_item_failed: Callable[[ItemT, Exception], None] | None = None
     on_pump_failed: Callable[[Exception], None] | None = None
     endpoint_bits: Callable[[], EndpointBits] | None = None
@@ -376,7 +377,7 @@ class FlowController(Generic[ItemT, GrantT]):
             items.clear()  # its empty table stays as large as it was
         self.outcomes[cause] += 1
         if self._callbacks.on_departed is not None:
-            self._callbacks.on_departed(item)
+            self._callbacks.on_departed(item, cause, self._timer.now() - queued.arrived)
         return item
 
     def _expired_rejection(self, why: Rejection, now: float) -> Rejection:

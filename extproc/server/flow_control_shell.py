@@ -258,6 +258,8 @@ class AsyncFlowController:
         queued = QueuedRequest(prepared.without_prompt())
         item = self._controller.enqueue(queued, properties, outcome, now)
         if isinstance(item, Rejection):
+            if item.cause == "queue-full":
+                self._counters.record_full(_label(prepared, tenant))
             return item
         queued.item = item
         queued.record_queued(self._counters, tenant)
@@ -323,9 +325,11 @@ class AsyncFlowController:
         message = f"the decision failed ({type(error).__name__})"
         _reject(queued, Rejection(500, message, cause="bug"))
 
-    def _on_departed(self, queued: QueuedRequest) -> None:
+    def _on_departed(self, queued: QueuedRequest, outcome: str, wait_s: float) -> None:
         if queued.labels is not None:
-            self._counters.record_departed(queued.labels, queued.item.bytes)
+            self._counters.record_departed(
+                queued.labels, queued.item.bytes, outcome=outcome, wait_s=wait_s
+            )
 
     def _add_pending(self, queued: QueuedRequest, address: str) -> None:
         if address:

@@ -61,7 +61,7 @@ class PoolCounters:
         response_headers_s: Time from the choice of the endpoint to response headers.
         endpoint_headers_s: The same of responses below 400, without bounds, by address.
         queue_duration_s: Time in the queue of requests that were admitted, by priority.
-        queue: Requests in the queue, by the labels of `series`.
+        queue: Requests in the queue and their departures, by the labels of `series`.
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
         unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected; none

@@ -43,25 +43,20 @@ _QUEUE_LABELS: Final = (
 
 #: Buckets that are narrower than ours.
 _SCHEDULER_BOUNDS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-_QUEUE_BOUNDS_S: Final = (
-    *(1e-4, 5e-4, 1e-3, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
-)
 _OUTPUT_BOUNDS: Final = TOKEN_BOUNDS[:12]
 
 #: Load of an endpoint that the utilization detector of llm-d takes as saturated, by default.
 _SATURATED_WAITING: Final = 5.0
 _SATURATED_KV_USAGE: Final = 0.8
 
-#: Outcomes of queued requests, by ours.
+#: Outcomes of queued requests, by ours; of all others that left the queue, `_EVICTED_OTHER`.
 _OUTCOMES: Final = {
     "dispatched": "Dispatched",
-    "rejected": "RejectedCapacity",
+    "full": "RejectedCapacity",
     "expired": "EvictedTTL",
     "cancelled": "EvictedContextCancelled",
-    "displaced": "EvictedOther",
-    "failed": "RejectedOther",
-    "shutdown": "RejectedOther",
 }
+_EVICTED_OTHER: Final = "EvictedOther"
 
 #: Labels that have histograms, the first ones; those of all others are added up (count). Each takes
 #: up to 200 lines of the page.
@@ -294,29 +289,36 @@ def _queue_families(
         yield _family(
             "gauge", f"llm_d_epp_flow_control_queue_{name}", text, _QUEUE_LABELS, sizes.items()
         )
-    waits = MetricFamily(
+    yield from _departure_families(queues)
+    yield from _capacity_families(queues, views)
+
+
+def _departure_families(queues: Mapping[str, QueueCounters]) -> Iterator[MetricFamily]:
+    waits: defaultdict[tuple[str, ...], list[MetricHistogram]] = defaultdict(list)
+    outcomes: Counter[tuple[str, ...]] = Counter()
+    for pool, queue in queues.items():
+        for labels, by_outcome in queue.waits_s.items():
+            model, target, tenant, priority = _request_values(labels)
+            for ours, histogram in by_outcome.items():
+                outcome = _OUTCOMES.get(ours, _EVICTED_OTHER)
+                waits[tenant, priority, outcome, pool, model, target].append(histogram)
+                outcomes[outcome, priority, pool] += histogram.count
+    family = MetricFamily(
         "histogram",
         "llm_d_epp_flow_control_request_queue_duration_seconds",
-        "Seconds in the queue, of requests that were dispatched.",
-        ("priority", "outcome", "inference_pool", "fairness_id", "model_name", "target_model_name"),
+        "Seconds in the queue, of requests that left it.",
+        ("fairness_id", "priority", "outcome", "inference_pool", "model_name", "target_model_name"),
     )
-    for pool, counters in pools.items():
-        for rank, histogram in counters.queue_duration_s.items():
-            values = (rank, "Dispatched", pool, "", "", "")
-            waits.add_histogram(values, rebucket(histogram, _QUEUE_BOUNDS_S))
-    yield waits
-    outcomes: Counter[tuple[str, ...]] = Counter()
-    for pool, view in views.items():
-        for outcome, count in view.queue_outcomes.items():
-            outcomes[_OUTCOMES.get(outcome, "RejectedOther"), "", pool] += count
+    for values, histograms in waits.items():
+        family.add_histogram(values, merge(histograms))
+    yield family
     yield _family(
         "counter",
         "llm_d_epp_flow_control_requests",
-        "Requests that left the queue, by outcome.",
+        "Requests that left the queue or found no room in it, by outcome.",
         ("outcome", "priority", "inference_pool"),
         outcomes.items(),
     )
-    yield from _capacity_families(queues, views)
 
 
 def _capacity_families(

@@ -308,7 +308,7 @@ def test_a_request_that_raises_leaves_the_queue():
     assert not fixture.controller.queue.count
 
 
-def test_every_departure_is_reported_once():
+def test_every_departure_is_reported_once_with_its_wait():
     """Also that of a request whose rejection raises, which left before."""
     departures = []
 
@@ -318,15 +318,16 @@ def test_every_departure_is_reported_once():
     fixture = FlowControllerFixture(
         free=1,
         callbacks={
-            "on_departed": departures.append,
+            "on_departed": lambda *departure: departures.append(departure),
             "on_item_failed": lambda *_: None,
             "reject": raise_error,
         },
     )
     fixture.broken, fixture.refused = {"a"}, {"b"}
     fixture.hold(*"abc")
-    fixture.controller.dispatch(0.0)
-    assert departures == ["a", "b", "c"]
+    fixture.timer.time = 2.0
+    fixture.controller.dispatch(2.0)
+    assert departures == [("a", "failed", 2.0), ("b", "rejected", 2.0), ("c", "dispatched", 2.0)]
     assert fixture.controller.outcomes == {"failed": 1, "rejected": 1, "dispatched": 1}
 
 

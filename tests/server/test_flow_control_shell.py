@@ -145,8 +145,17 @@ async def test_queued_requests_are_rejected_at_their_deadline():
     assert fixture.flow_controller.outcomes["expired"] == 2
 
 
-async def test_requests_that_wait_are_counted_until_they_leave():
-    """Those that expire, leave or make room too, by model, tenant and priority."""
+def list_departures(fixture):
+    """Outcome, labels and seconds of the requests that left the queue."""
+    return {
+        (outcome, labels.target_model, labels.tenant, labels.priority): histogram.total
+        for labels, by_outcome in fixture.counters.queue.waits_s.items()
+        for outcome, histogram in by_outcome.items()
+    }
+
+
+async def test_every_departure_is_counted_with_its_wait():
+    """Also requests that expire, leave or make room, by model, tenant and priority."""
     fixture = FlowControlFixture(empty_timeout_s=5, timeout_s=9, max_requests=4)
     name = "x_llm_d_inference_fairness_id"
     fixture.ask("short", x_extproc_queue_timeout_ms="1000")
@@ -156,6 +165,7 @@ async def test_requests_that_wait_are_counted_until_they_leave():
         load for labels, load in fixture.counters.queue.queued.items() if labels.tenant == "ann"
     ]
     assert (waiting.requests, waiting.bytes) == (1, gone.item.bytes)
+    assert isinstance(fixture.ask("late", priority=-2), Rejection)
     fixture.ask("high", priority=7)
     await answered(low)
     fixture.pool_fixture.now += 1.5
@@ -163,6 +173,14 @@ async def test_requests_that_wait_are_counted_until_they_leave():
     fixture.flow_controller.cancel(gone, fixture.now)
     fixture.come(A)
     await answered(stays)
+    assert list_departures(fixture) == {
+        ("full", "late", "none", -2): 0.0,
+        ("displaced", "low", "none", -1): 0.0,
+        ("expired", "short", "none", 0): 1.5,
+        ("cancelled", "gone", "ann", 0): 1.5,
+        ("dispatched", "high", "none", 7): 1.5,
+        ("dispatched", "stays", "none", 3): 1.5,
+    }
     assert not any(load.requests or load.bytes for load in fixture.counters.queue.queued.values())
 
 
@@ -185,6 +203,7 @@ async def test_requests_of_a_closed_queue_leave_its_counts():
     queued = fixture.ask()
     fixture.flow_controller.close()
     await answered(queued)
+    assert list_departures(fixture) == {("shutdown", "m", "none", 0): 0.0}
     assert [load.requests for load in fixture.counters.queue.queued.values()] == [0]
 
 
@@ -193,6 +212,7 @@ async def test_a_request_that_does_not_wait_is_not_counted_in_the_queue():
     fixture = FlowControlFixture(A)
     assert isinstance(fixture.ask(), Decision)
     assert not fixture.counters.queue.queued
+    assert not fixture.counters.queue.waits_s
 
 
 async def test_a_zero_timeout_is_not_queued():

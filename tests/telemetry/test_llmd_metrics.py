@@ -54,6 +54,10 @@ def exported(**more):
     queue = counters.for_pool("pool").queue
     for queued in (labels, labels, RequestLabels("chat", "llama", "none", 0)):
         queue.record_queued(queued, 10)
+    for outcome, wait_s in (("dispatched", 0.2), ("dispatched", 0.2), ("expired", 30.0)):
+        left = queue.record_queued(labels, 10)
+        queue.record_departed(left, 10, outcome=outcome, wait_s=wait_s)
+    queue.record_full(labels)
     loads = {
         FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
         SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),
@@ -62,7 +66,6 @@ def exported(**more):
         PoolFixture(loads).store.pool,
         lambda _: PrefixCacheStats(0.0, 0.0, None),
         queue=(3, 30),
-        queue_outcomes={"dispatched": 2, "expired": 1},
         queue_capacity=100,
     )
     exposition = Exposition(
@@ -82,7 +85,7 @@ def exported(**more):
             assert key not in samples
             samples[key] = sample.value
             if "le" in sample.labels:
-                bounds.setdefault(family.name, []).append(float(sample.labels["le"]))
+                bounds.setdefault(family.name, {})[float(sample.labels["le"])] = None
     return samples, bounds
 
 
@@ -145,19 +148,22 @@ def value(name, /, **labels):
         ),
         (
             "flow_control_request_queue_duration_seconds_count",
-            {
-                "fairness_id": "",
-                "priority": "2",
-                "outcome": "Dispatched",
-                "inference_pool": "pool",
-                "model_name": "",
-                "target_model_name": "",
-            },
+            {**REQUEST, "outcome": "Dispatched", "inference_pool": "pool"},
             2,
         ),
         (
+            "flow_control_request_queue_duration_seconds_sum",
+            {**REQUEST, "outcome": "EvictedTTL", "inference_pool": "pool"},
+            30,
+        ),
+        (
             "flow_control_requests_total",
-            {"outcome": "EvictedTTL", "priority": "", "inference_pool": "pool"},
+            {"outcome": "EvictedTTL", "priority": "2", "inference_pool": "pool"},
+            1,
+        ),
+        (
+            "flow_control_requests_total",
+            {"outcome": "RejectedCapacity", "priority": "2", "inference_pool": "pool"},
             1,
         ),
         (
