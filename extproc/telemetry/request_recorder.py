@@ -226,9 +226,19 @@ class RequestRecorder(DecisionRecord):
         """The series of a routed request."""
         if self._series is None:
             self._series = self.pool_counters.series.find(
-                self.labels, may_be_served=not self.decision.model_unlisted
+                self.labels,
+                is_served=self.is_served,
+                may_be_served=not self.decision.model_unlisted,
             )
         return self._series
+
+    def _move_to_own_series(self, series: RequestSeries) -> None:
+        """Leave a series of several models or tenants, where the request has one of its own now."""
+        own = self.pool_counters.series.find(self.labels, is_served=True)
+        if own is not series:
+            series.change_running(-1)
+            own.change_running(1)
+            self._series = own
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
@@ -241,6 +251,10 @@ class RequestRecorder(DecisionRecord):
         self.headers_s, self.response_s, self.is_stream = duration_s, elapsed_s, is_stream
         if status < "4":
             self.is_served = True
+            series = self._series
+            if series is not None and series.labels != self.labels:
+                # The engine serves the model, even if it does not list it.
+                self._move_to_own_series(series)
             if not is_stream:
                 self.first_token_s = duration_s
             elif is_shown:

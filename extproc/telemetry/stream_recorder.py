@@ -249,21 +249,13 @@ class StreamRecorder:
                 is_watched = request.decision.request.api not in surfaces.UNOBSERVED
                 status = NO_STATUS if is_watched else UNOBSERVED_STATUS
             duration_s = request.seconds or 0.0
-            if request.trace_id or (request.is_served and series.labels != request.labels):
-                self._count_duration(series, request, status, duration_s)
+            if request.trace_id:
+                name = series.name_status(status)
+                self.values.add(series, name, duration_s, request.trace_id)
             else:
                 seconds[status].append(duration_s)
         for status, durations_s in seconds.items():
             series.record(series.name_status(status), durations_s)
-
-    def _count_duration(
-        self, series: RequestSeries, request: RequestRecorder, status: str, duration_s: float
-    ) -> None:
-        """Count the duration of a request that was traced, or whose model has no series of its own."""
-        if request.is_served and series.labels != request.labels:
-            # The engine serves the model, even if it does not list it.
-            series = request.pool_counters.series.find(request.labels, is_served=True)
-        self.values.add(series, series.name_status(status), duration_s, request.trace_id)
 
     def _count_tpot(self, series: RequestSeries, request: RequestRecorder) -> None:
         """Count the time that each token of a stream took, if it reported how many there are."""

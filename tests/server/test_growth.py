@@ -18,8 +18,8 @@ from extproc.request import FlowHeaders
 from tests.support.seeded import examples
 
 #: Bytes that a hostile request may leave on average while tables of fixed sizes fill: its place among
-#: conversations, its blocks in the prefix index, a session, a tenant.
-LEFT_BYTES = 3000
+#: conversations, its blocks in the prefix index, a session, a tenant, the series of its model.
+LEFT_BYTES = 3500
 
 #: Requests before the first look and between looks.
 FIRST, MORE = 64, 64

@@ -228,6 +228,34 @@ def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
     assert sum(traffic.page("extproc_requests_running").values()) == 0
 
 
+def test_a_request_counts_in_one_series_even_if_its_answer_makes_it():
+    """Open requests for a model that no engine lists move there once they are answered."""
+    traffic = TrafficFixture()
+    requests = [traffic.open(labels_of("lora"), unlisted=True) for _ in range(3)]
+    assert traffic.page("extproc_requests_running") == {'model="other"': 3}
+    for request in requests[:2]:
+        request.on_response_headers(0.1, elapsed_s=0.2, status="200", is_stream=True, is_shown=True)
+        request.on_response_chunk(0.5)
+        request.on_response_chunk(0.7)
+    assert traffic.page("extproc_requests_running") == {'model="lora"': 2, 'model="other"': 1}
+    for request in requests:
+        request.on_usage({"completion": 3})
+        request.on_finished(
+            endpoint=ADDRESS, status="200" if request.is_served else "", duration_s=1.0
+        )
+    assert traffic.page("extproc_requests_running") == {'model="lora"': 0, 'model="other"': 0}
+    assert traffic.page("extproc_requests_total") == {
+        'model="lora",status="200"': 2,
+        'model="other",status="none"': 1,
+    }
+    tokens = traffic.page("extproc_request_tokens_count")
+    assert tokens == {'kind="completion",model="lora"': 2, 'kind="completion",model="other"': 1}
+    for name in ("extproc_request_itl_seconds_count", "extproc_request_tpot_seconds_count"):
+        assert traffic.page(name) == {'model="lora"': 2}
+    first_tokens = traffic.page("extproc_request_ttft_seconds_count")
+    assert first_tokens == {'model="lora",streaming="true"': 2}
+
+
 def test_few_models_have_series_before_an_engine_answers_for_them():
     """While no engine lists its models, any name may be a model; answers tell."""
     traffic = TrafficFixture()
