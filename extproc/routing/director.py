@@ -130,6 +130,11 @@ class Director:
         return self._preparer.names
 
     @property
+    def configured_models(self) -> frozenset[str]:
+        """Models that rewrites name: those they are for, and targets."""
+        return self._preparer.known_models
+
+    @property
     def supplies_model(self) -> bool:
         """True if a rewrite names a model for requests that name none."""
         return self._preparer.supplies_model

@@ -37,6 +37,7 @@ class PolicyResolver:
 
     Attributes:
         is_empty: True without rules and objectives: every request stays as it is.
+        known_models: Models that the rules name: those they are for, and targets.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class PolicyResolver:
         self._exact: dict[str, RewriteRule] = {}
         self._generic: RewriteRule | None = None
         self.is_empty = True
+        self.known_models: frozenset[str] = frozenset()
 
     def update(self, discovered: InferencePolicy, configured: InferencePolicy) -> None:
         """Replace the policy; does nothing if the values are unchanged.
@@ -65,6 +67,8 @@ class PolicyResolver:
             if not rule.models and self._generic is None:
                 self._generic = rule
         self.is_empty = not (both.priorities or both.rules)
+        targets = (target.model for rule in both.rules for target in rule.targets)
+        self.known_models = frozenset([*self._exact, *targets])
 
     @property
     def names(self) -> frozenset[str]:
@@ -330,6 +334,11 @@ class RequestPreparer:
     def names(self) -> frozenset[str]:
         """Models that requests may name because rewrites put others in their place."""
         return self._current_policy.names
+
+    @property
+    def known_models(self) -> frozenset[str]:
+        """Models that rewrites name: those they are for, and targets."""
+        return self._current_policy.known_models
 
     @property
     def supplies_model(self) -> bool:

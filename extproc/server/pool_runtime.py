@@ -204,7 +204,11 @@ class PoolRuntime:
             on_shadow_pending=self._schedule_shadow,
         )
         store = self.parts.store
-        self._counts.series.read_listed_models(lambda: store.pool.serving.names)
+        director = self.parts.director
+        self._counts.series.read_known_models(
+            listed=lambda: store.pool.serving.names,
+            configured=lambda: director.configured_models,
+        )
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
         self._kv_events = self._build_kv_events()

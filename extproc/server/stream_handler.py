@@ -195,6 +195,11 @@ class StreamHandler(msgspec.Struct, eq=False):
         model = target or unnamed
         return RequestLabels(client_model or model, model, tenant or unnamed, request.priority)
 
+    def _label_refused(self, prepared: PreparedRequest) -> RequestLabels:
+        """Labels of a request that was prepared and not routed."""
+        client_model = prepared.parsed.model if prepared.upstream_model else ""
+        return self._label(prepared.request, prepared.raw.headers, client_model=client_model)
+
     def _start_trace(self) -> None:
         """Observe the request as part of a trace, where it is sampled and no step did so before."""
         context, sampler = self._context, self._context.trace_sampler
@@ -295,7 +300,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         if isinstance(outcome, Decision):
             return self._send_route(outcome, raw, now, reservation=None)
         prepared = result.prepared
-        labels = None if prepared is None else self._label(prepared.request, raw.headers)
+        labels = None if prepared is None else self._label_refused(prepared)
         rejection = outcome.rejection if isinstance(outcome, Deferral) else outcome
         return (self._reject(rejection, labels=labels),)
 
@@ -326,7 +331,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         prepared = queued.prepared
         request, raw = prepared.request, prepared.raw
         if isinstance(answer, Rejection):
-            return (self._reject(answer, labels=self._label(request, raw.headers)),)
+            return (self._reject(answer, labels=self._label_refused(prepared)),)
         self._reservation = answer.reservation
         now = self._context.clock()
         self._observer.on_dequeued(now - queued.item.arrived, priority=request.priority)
@@ -466,7 +471,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         elif self.unrendered is not None:
             prepared = self.unrendered.result.prepared
         if prepared is not None:
-            labels = self._label(prepared.request, prepared.raw.headers)
+            labels = self._label_refused(prepared)
         self._start_trace()
         self._observer.on_abandoned(
             rejection, request_id=exchange.request_id, labels=labels, now=self._context.clock()

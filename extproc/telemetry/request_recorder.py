@@ -161,7 +161,7 @@ class RequestRecorder(DecisionRecord):
         if not self.is_routed:
             # Requests that were routed before make the series of their model.
             self._streams.settle()
-            counters.series.find(labels or UNPARSED).record_refused(rejection.status)
+            counters.series.find_refused(labels or UNPARSED).record_refused(rejection.status)
             if trace is not None and tracer is not None:
                 names = name_request(request_id, model_of(labels), counters.name)
                 what = "refused" if self.refusal_status else "abandoned"

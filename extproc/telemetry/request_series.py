@@ -165,12 +165,14 @@ _MAX_STATUSES: Final = 24
 #: labels by as much.
 MAX_SERIES: Final = 1000
 
-#: Models in one pool that have series before an engine listed them or answered (count). Where
-#: no engine lists its models, clients can name any, and a long name is on some 80 lines of the page.
+#: Models in one pool that have series before an engine listed them or answered, besides those of
+#: the configuration (count). Where no engine lists its models, as there is none, clients can name
+#: any, and a long name is on some 80 lines of the page.
 MAX_UNANSWERED_MODELS: Final = 32
 
-#: Combinations for what does not fit (count).
+#: Combinations for what does not fit (count), and those of them that are left to priorities.
 _MAX_OVERFLOW: Final = 100
+_MIN_PRIORITIES: Final = 16
 
 #: Labels of a request that is refused before it is parsed, and of all that does not fit.
 UNPARSED: Final = RequestLabels(UNNAMED, UNNAMED, UNNAMED, 0)
@@ -285,13 +287,15 @@ def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHisto
 class RequestSeriesTable:
     """Series of the requests of one pool, by labels; their number is bounded.
 
-    A model has series of its own once an engine listed it or answered a request for it, and a few
-    have from their first request on if an engine may serve them; others count as `other`.
+    A model has series of its own once an engine listed it or answered a request for it, or if the
+    configuration names it. A few have from their first request on if an engine may serve them, or
+    if no engine lists any when it is refused; others count as `other`, by priority.
     Where the table is full, new tenants of a model in it do, and then everything else.
     """
 
     def __init__(self) -> None:
         self._read_listed: Callable[[], Collection[str]] = frozenset
+        self._read_configured: Callable[[], Collection[str]] = frozenset
         self._by_labels: dict[RequestLabels, RequestSeries] = {}
         self._overflow: dict[RequestLabels, RequestSeries] = {}
         self._models = {UNNAMED}
@@ -301,9 +305,23 @@ class RequestSeriesTable:
         yield from self._by_labels.values()
         yield from self._overflow.values()
 
-    def read_listed_models(self, read: Callable[[], Collection[str]]) -> None:
-        """Read the names that engines of the pool list from `read`, where a request has no series."""
-        self._read_listed = read
+    def read_known_models(
+        self,
+        *,
+        listed: Callable[[], Collection[str]],
+        configured: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """Read names of models where a request has no series.
+
+        Args:
+            listed: Names that engines of the pool list.
+            configured: Names in the configuration, which need no engine.
+        """
+        self._read_listed, self._read_configured = listed, configured
+
+    def find_refused(self, labels: RequestLabels) -> RequestSeries:
+        """The series of a refused request; any model may be one of engines that are not there."""
+        return self.find(labels, may_be_served=not self._read_listed())
 
     def find(
         self, labels: RequestLabels, *, is_served: bool = False, may_be_served: bool = False
@@ -319,7 +337,12 @@ class RequestSeriesTable:
         if series is not None:
             return series
         model = labels.target_model
-        is_known = is_served or model in self._models or model in self._read_listed()
+        is_known = (
+            is_served
+            or model in self._models
+            or model in self._read_listed()
+            or model in self._read_configured()
+        )
         if not is_known and may_be_served and self._num_unanswered < MAX_UNANSWERED_MODELS:
             self._num_unanswered += 1
             is_known = True
@@ -331,11 +354,14 @@ class RequestSeriesTable:
 
     def _find_overflow(self, labels: RequestLabels) -> RequestSeries:
         """The series of requests that have no series of their own."""
-        overflow, merged = self._overflow, _ALL_OTHER
-        if labels.target_model in self._models:
-            merged = RequestLabels(labels.target_model, labels.target_model, OTHER, labels.priority)
-            if merged not in overflow and len(overflow) >= _MAX_OVERFLOW:
-                merged = _ALL_OTHER
+        overflow, model, priority = self._overflow, labels.target_model, labels.priority
+        merged, room = RequestLabels(OTHER, OTHER, OTHER, priority), _MAX_OVERFLOW - 1
+        if model in self._models:
+            of_model = RequestLabels(model, model, OTHER, priority)
+            if of_model in overflow or len(overflow) < room - _MIN_PRIORITIES:
+                merged = of_model
+        if merged not in overflow and len(overflow) >= room:
+            merged = _ALL_OTHER
         series = overflow.get(merged)
         if series is None:
             series = overflow[merged] = RequestSeries(merged)

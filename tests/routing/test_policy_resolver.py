@@ -209,6 +209,8 @@ def test_discovered_policies_override_the_configuration():
     for name, priority in (("gold", 5), ("lead", -3)):
         assert decided(queued, ask(headers={OBJECTIVE: name})).request.priority == priority
     assert queued.director.rewritten_models == {"m", "n"}
+    targets = {"object", "object for all", "file"}
+    assert queued.director.configured_models == {"m", "n"} | targets
     queued.store.set_policy(inference_policy.EMPTY_POLICY)
     assert sent(queued, ask()) == "file"
 

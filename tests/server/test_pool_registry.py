@@ -16,7 +16,7 @@ from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import inference_policy
 from extproc.prefix_cache.index import IndexBudget
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, RequestLabels
 from extproc.routing import pool_match
 from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, schedule
@@ -32,8 +32,8 @@ def read(text):
     return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
-def sites(text, *, written=None, heard=True, on_change=lambda: None, **facts):
-    counters = ProcessCounters()
+def sites(text, *, written=None, heard=True, on_change=lambda: None, counters=None, **facts):
+    counters = counters or ProcessCounters()
     shared = RuntimeContext(
         counters,
         GuardFactory(lambda: 0.0, counters.plugins),
@@ -84,6 +84,17 @@ async def test_configured_pools_have_endpoints_after_sync():
     assert subject.profile == "adaptive,random"
     assert [len(pool.members) for pool in subject.pools().values()] == [1, 1]
     assert list(subject.views()) == ["a", "b"]
+
+
+async def test_rewrites_name_the_models_that_have_series():
+    """Also while the pool has no engine, and however many names clients make up."""
+    counters = ProcessCounters()
+    text = "pool: {rewrites: [{models: [m], targets: [{model: n}]}]}"
+    (runtime,) = sites(text, counters=counters).by_name.values()
+    series = counters.for_pool(runtime.name).series
+    for model in (*map(str, range(100)), "m", "n"):
+        series.find_refused(RequestLabels(model, model, "none", 0))
+    assert {member.labels.target_model for member in series} >= {"m", "n", "other"}
 
 
 async def test_prefix_indexes_of_all_pools_share_one_bound():

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from extproc.config.settings import FlowControlSection
 from extproc.endpoint import Endpoint, Load
 from extproc.flow_control.rate_limit import RateLimit
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
 from extproc.protocol import messages
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
+from extproc.request import RequestLabels
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_context, stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
@@ -62,13 +64,14 @@ class WaitingStreamFixture:
             flow_controllers={"": self.flow_controller},
         )
 
-    def send(self, *, prompt="x", tenant="t", **fields):
+    def send(self, *, prompt="x", tenant="t", headers=None, **fields):
         """A stream whose request was read, and the answers to it."""
         stream = stream_handler.open_stream(self.shared)
         headers = {
             ":method": "POST",
             ":path": "/v1/completions",
             "x-llm-d-inference-fairness-id": tenant,
+            **(headers or {}),
         }
         body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
         answers = list(
@@ -159,6 +162,21 @@ async def test_a_client_that_leaves_the_queue_is_counted_and_logged(caplog, is_a
     assert line.message == "request abandoned"
     assert line.fields.items() >= {"model": "m", "status": 499, "cause": "client-left"}.items()
     assert fixture.pool_fixture.in_flight == 0
+
+
+async def test_a_refused_request_counts_by_the_model_of_its_client_and_its_target():
+    """As one that is routed; its priority counts, too."""
+    fixture = WaitingStreamFixture(limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
+    rule = RewriteRule(("m",), (TargetModel("n"),))
+    fixture.pool_fixture.store.set_policy(InferencePolicy({"gold": 10}, (rule,)))
+    gold = {"x-llm-d-inference-objective": "gold"}
+    waiting, _ = fixture.send(headers=gold)
+    _, answers = fixture.send(headers=gold)
+    assert refusals(answers) == [429]
+    waiting.finish("cancelled")
+    (series,) = fixture.counters.for_pool("").series
+    assert series.labels == RequestLabels("m", "n", "t", 10)
+    assert series.requests == {"499": 1, "429": 1}
 
 
 async def test_a_refused_client_that_leaves_is_not_abandoned():

@@ -215,6 +215,7 @@ def test_requests_that_are_counted_together_make_the_same_page(seed):
 def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
     """Listed, or answered for; what clients make up is `other`."""
     traffic = TrafficFixture()
+    traffic.counters.for_pool("p").series.read_known_models(listed=lambda: {"base"})
     traffic.serve(labels_of("made-up"), unlisted=True, status="404")
     traffic.refuse(labels_of("made-up"))
     traffic.serve(labels_of("unlisted"), unlisted=True)
@@ -226,6 +227,37 @@ def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
         'model="listed",status="200"': 1,
     }
     assert sum(traffic.page("extproc_requests_running").values()) == 0
+
+
+def test_refused_requests_of_a_pool_without_engines_count_by_model():
+    """A few models, and those of the configuration; others keep their priority."""
+    traffic = TrafficFixture()
+    series = traffic.counters.for_pool("p").series
+    series.read_known_models(listed=frozenset, configured=lambda: {"configured"})
+    for number in range(MAX_UNANSWERED_MODELS + 3):
+        traffic.refuse(labels_of(f"m{number}", "ann", priority=number % 2))
+    traffic.refuse(labels_of("configured", "ann", priority=10))
+    refused = {member.labels: member.refused for member in series}
+    assert refused[labels_of("m0", "ann")] == {"503": 1}
+    assert refused[labels_of("configured", "ann", 10)] == {"503": 1}
+    assert refused[labels_of("other", "other", 0)] == {"503": 2}
+    assert refused[labels_of("other", "other", 1)] == {"503": 1}
+    assert len(refused) == MAX_UNANSWERED_MODELS + 3
+
+
+def test_tenants_without_end_leave_room_for_priorities():
+    """Requests that have no series of their own keep their priority, unless there are too many."""
+    traffic = TrafficFixture()
+    series = traffic.counters.for_pool("p").series
+    for number in range(MAX_SERIES):
+        series.find(labels_of(f"m{number}"), is_served=True)
+    for number in range(MAX_SERIES):
+        series.find(labels_of(f"m{number}", "new"))
+    assert series.find(labels_of("late", priority=7)).labels == labels_of("other", "other", 7)
+    for number in range(MAX_SERIES):
+        merged = series.find(labels_of("late", priority=number))
+    assert merged.labels == labels_of("other", "other", 0)
+    assert len(list(series)) <= MAX_SERIES + 100
 
 
 def test_a_request_counts_in_one_series_even_if_its_answer_makes_it():
@@ -273,7 +305,7 @@ def test_every_model_that_an_engine_lists_has_series_from_its_first_request_on()
     """Requests and tokens count for it and its tenant, however many models there are."""
     traffic = TrafficFixture()
     names = [f"lora-{number}" for number in range(MAX_UNANSWERED_MODELS + 8)]
-    traffic.counters.for_pool("p").series.read_listed_models(lambda: frozenset(names))
+    traffic.counters.for_pool("p").series.read_known_models(listed=lambda: names)
     traffic.refuse(labels_of(names[-1]))
     requests = [(name, traffic.open(labels_of(name, f"team-{name}"))) for name in names]
     traffic.counters.settle()
