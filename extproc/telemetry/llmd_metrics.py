@@ -196,12 +196,9 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
     yield _family(
         "counter",
         "llm_d_epp_request",
-        "Requests.",
+        "Requests that were routed or refused.",
         _REQUEST_LABELS,
-        (
-            (values, sum(series.count for series in members))
-            for values, members in by_labels.items()
-        ),
+        ((values, sum(map(_count_routed, members))) for values, members in by_labels.items()),
     )
     errors: Counter[tuple[str, ...]] = Counter()
     for values, members in by_labels.items():
@@ -227,6 +224,12 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
             for values, members in by_labels.items()
         ),
     )
+
+
+def _count_routed(series: RequestSeries) -> int:
+    """Requests that ended, and those that run: the EPP counts them when they are routed."""
+    # Those of `other` may move to a series of their own while they run: the count would fall.
+    return series.count + (0 if series.labels.tenant == OTHER else series.running)
 
 
 def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:

@@ -15,7 +15,10 @@ from tests.docs import metrics_reference
 #: Families of llm-d to the text in the table; metrics of extproc are in backticks, and empty text
 #: means that there is none.
 ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("request_total", "request_error_total"), "`extproc_requests_total` by status"),
+    (
+        ("request_total", "request_error_total"),
+        "`extproc_requests_total` by status, and for the first one `extproc_requests_running`",
+    ),
     (("request_duration_seconds",), "`extproc_request_duration_seconds`"),
     (("request_ttft_seconds",), "`extproc_request_ttft_seconds`"),
     (("request_streaming_tpot_seconds",), "`extproc_request_tpot_seconds`"),

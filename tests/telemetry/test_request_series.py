@@ -63,7 +63,9 @@ class TrafficFixture:
 
     def page(self, name):
         """The samples of a metric, by their labels besides the pool."""
-        exposition = Exposition(self.counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
+        exposition = Exposition(
+            self.counters, dict, clock=lambda: 0.0, gauges={}, about=dict, has_llmd_names=True
+        )
         samples = {}
         for line in exposition.render().decode().splitlines():
             sample, _, value = line.rpartition(" ")
@@ -243,6 +245,32 @@ def test_refused_requests_of_a_pool_without_engines_count_by_model():
     assert refused[labels_of("other", "other", 0)] == {"503": 2}
     assert refused[labels_of("other", "other", 1)] == {"503": 1}
     assert len(refused) == MAX_UNANSWERED_MODELS + 3
+
+
+def test_requests_count_as_those_of_llmd_when_they_are_routed():
+    """So it is their arrival rate; that of `other` never falls, as its requests may leave it."""
+    traffic = TrafficFixture()
+
+    def read():
+        page = traffic.page("llm_d_epp_request_total")
+        return {labels.split('"')[3]: count for labels, count in page.items()}
+
+    running = [traffic.open() for _ in range(3)]
+    traffic.refuse(labels_of())
+    assert read() == {"m": 4}
+    running.pop().on_finished(endpoint=ADDRESS, status="", duration_s=1.0)
+    assert read() == {"m": 4}
+    assert traffic.page("extproc_requests_total") == {
+        'model="m",status="none"': 1,
+        'model="m",status="503"': 1,
+    }
+    answered, failed = (traffic.open(labels_of("lora"), unlisted=True) for _ in range(2))
+    assert read() == {"m": 4, "other": 0}
+    answered.on_response_headers(0.1, elapsed_s=0.1, status="200", is_stream=False, is_shown=False)
+    assert read() == {"m": 4, "other": 0, "lora": 1}
+    for request, status in ((answered, "200"), (failed, "404")):
+        request.on_finished(endpoint=ADDRESS, status=status, duration_s=1.0)
+    assert read() == {"m": 4, "other": 1, "lora": 1}
 
 
 def test_tenants_without_end_leave_room_for_priorities():
