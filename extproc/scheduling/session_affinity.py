@@ -238,9 +238,10 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
     """1 for the endpoint the session is bound to, 0 for the others; 0 everywhere without a session.
 
     With `encoded_endpoint_header` a token in the request names the endpoint, and every answer
-    brings the token of the endpoint that was chosen, also where Envoy took a fallback; our tokens hold the address, those of the upstream
-    picker (`namespace/pod-rank-0`, the rank being the index of the port) are understood. With `session_id` the endpoint is remembered here,
-    that of a fallback where one answered, by the first of `sessionIdConfig.sources` that is there:
+    brings the token of the endpoint that was chosen, also where Envoy took a fallback; our tokens
+    hold the address, those of the upstream picker (`namespace/pod-rank-0`, the rank being the index
+    of the port) are understood. With `session_id` the endpoint is remembered here, that of a
+    fallback where one answered, by the first of `sessionIdConfig.sources` that is there:
     each is a `header`, a `cookie`, or an `attribute`, which is the session of the request parsers.
     A turn that goes elsewhere leaves it bound while its endpoint is a candidate, as upstream, and so
     does not count as use.
