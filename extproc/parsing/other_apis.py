@@ -7,9 +7,9 @@ between engine versions: the engine judges.
 Generation without a chat template is vLLM's tokens-in surface and SGLang's native one.
 
 Opaque requests, on an unknown path, with a cut body, or with audio or images in a multipart form, are
-never refused. What can be read cheaply is read, so that a request on an unknown path still finds its
-model and its prefix (GIE conformance posts `{model, prompt}` to paths of its own; SageMaker posts any
-OpenAI body to `/invocations`).
+never refused, but for a compressed form. What can be read cheaply is read, so that a request on an
+unknown path still finds its model and its prefix (GIE conformance posts `{model, prompt}` to paths of
+its own; SageMaker posts any OpenAI body to `/invocations`).
 
 Of the form of an audio transcription or translation, or of an edit or variation of an image (RFC
 7578), short text fields are read, and files are stepped over. A form that cannot be read is routed

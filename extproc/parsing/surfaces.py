@@ -243,6 +243,10 @@ LONG_NAME: Final = decision.bad_request(
     "correct the name"
 )
 
+#: Content codings that change a body (RFC 9110, 8.4.1, and those registered since); two have an older
+#: name that begins with `x-`.
+_CODINGS: Final = frozenset({"gzip", "deflate", "compress", "br", "zstd", "dcb", "dcz"})
+
 #: The rejection of a compressed body on a path whose bodies are understood: engines do not decompress.
 ENCODED_BODY: Final = Rejection(
     415,
@@ -281,13 +285,19 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     return LONG_NAME if any(map(is_long_name, (model, adapter, header))) else request
 
 
+def _is_encoded(encoding: str) -> bool:
+    """True for a content encoding by which a body cannot be read; some clients write its charset."""
+    codings = encoding.lower().split(",")
+    return any(coding.strip().removeprefix("x-") in _CODINGS for coding in codings)
+
+
 def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
     path = raw.headers.get(":path") or path_of(raw)
     surface = _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
     if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
         surface = GRPC
     encoding = raw.headers.get("content-encoding")
-    if encoding and surface.path and encoding.lower() != "identity":
+    if encoding and surface.path and _is_encoded(encoding):
         return ENCODED_BODY
     is_cut = raw.truncated and not surface.accepts_truncated
     try:

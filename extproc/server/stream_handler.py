@@ -486,7 +486,8 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def _read_usage(self, tail: bytes) -> Mapping[str, int]:
         """Tokens that the end of the response reports, by kind."""
-        decision = self._observer.decision
+        # Without a reservation there is no decision to ask for.
+        decision = None if self._reservation is None else self._observer.decision
         return usage.read(tail, "" if decision is None else decision.request.api)
 
     def _record_usage(self, tail: bytes, director: Director, reservation: Reservation) -> None:

@@ -124,7 +124,12 @@ def test_encoded_bodies_are_rejected_by_name(path):
 
 
 def test_encoded_bodies_on_other_paths_are_opaque():
-    """An unknown path is routed, and so is a body whose encoding is none."""
+    """An unknown path is routed."""
     assert builders.parsed("/upload", b"\x1f\x8b", content_encoding="gzip").api == "opaque"
+
+
+@pytest.mark.parametrize("encoding", ["Identity", "utf-8", "none", " ", "identity, identity"])
+def test_encodings_that_compress_nothing_are_read(encoding):
+    """Some clients write the charset."""
     body = {"model": "m", "prompt": "x"}
-    assert builders.parsed("/v1/completions", body, content_encoding="Identity").model == "m"
+    assert builders.parsed("/v1/completions", body, content_encoding=encoding).model == "m"

@@ -140,6 +140,15 @@ def test_stream_reads_the_usage_of_grpc_answers():
     assert reported == {"prompt": 7, "completion": 10, "cached": 4}
 
 
+@pytest.mark.parametrize("begun", [(), (HEADERS,)])
+def test_stream_without_a_decision_reads_usage_for_the_cost(begun):
+    """Envoy may answer before a request is routed, or ask about a response alone."""
+    scene = StreamFixture(request_cost={"prompt": 1.0})
+    stream, _ = scene.begin(*begun, *answer(5))
+    stream.finish()
+    assert not scene.counters.exceptions
+
+
 def test_stream_charges_the_endpoint_that_served():
     """An answer of another endpoint than the chosen one is that one's from its headers on."""
     scene = StreamFixture(FIRST, SECOND)
