@@ -98,30 +98,27 @@ class Reflector:
     async def step(self) -> float:
         """Runs one list or one watch to its end; returns seconds to wait before the next step."""
         if self._version and self._was_away:
-            pause_s = await self._check_version()
-            if pause_s is not None:
-                return pause_s
+            await self._check_version()
         return await (self._watch() if self._version else self._list())
 
-    async def _check_version(self) -> float | None:
-        """Drops our version if that of the server is older; returns seconds to wait if it failed.
+    async def _check_version(self) -> None:
+        """Drops our version if that of the server is older; a failed check comes again.
 
         An API server whose store was restored from a copy grants a watch from a version that it
         never had, and leaves out all changes up to it.
         """
-        generation = self._server.generation
         answer = await self._server.page(self.collection, "", limit=1)
         if isinstance(answer, api_responses.ApiError):
-            return await self._on_error(answer, generation)
+            # Lists may fail where watches are granted; a fault of both is that of the watch.
+            return
         page = self._reader.decode_list(answer)
         if isinstance(page, api_responses.UndecodableMessage):
-            return self._restart(page.reason)
+            return
         self._was_away = False
         if _is_older(page.version, self._version):
             detail = f"the server is at version {page.version}, before our {self._version}"
             self._listener.on_event("relisted", f"{self.collection.title}: {detail}")
             self._version = ""
-        return None
 
     async def _list(self) -> float:
         values: list[objects.Value] = []

@@ -141,6 +141,25 @@ def test_reflector_lists_again_where_a_store_was_restored(version, watched):
     assert ("relisted" in feeding.states) == (version == b"6")
 
 
+@pytest.mark.parametrize(
+    "answer", [b"{", *(api_responses.ApiError(status, "no") for status in (0, 403, 429, 500, 503))]
+)
+def test_reflector_watches_while_lists_fail_after_an_outage(answer):
+    """A failed check of the version is no failure of the watch, and comes again before the next."""
+    feeding = FeedFixture()
+    feeding.pauses(LIST, 1)
+    feeding.pauses(BUSY, 1)
+    feeding.states.clear()
+    feeding.server.answer = answer
+    pauses = [feeding.watch(BOOKMARK) for _ in range(4)]
+    assert pauses == [0.25] * 4
+    assert feeding.server.watched == ["7", "7", "8", "8", "8"]
+    assert set(feeding.states) == {"connected"}
+    feeding.server.answer = LIST.replace(b"7", b"6")
+    feeding.watch(BOOKMARK)
+    assert "relisted" in feeding.states
+
+
 @pytest.mark.parametrize("status", [403, 404])
 def test_reflector_retries_a_missing_collection_every_10_s(status):
     """A Role or a definition that is applied after the picker is noticed soon."""
