@@ -136,6 +136,7 @@ class Reflector:
                 return await self._on_error(answer, generation)
             page = self._reader.decode_list(answer)
             if isinstance(page, api_responses.UndecodableMessage) or not page.version:
+                self._give_up_waiting()
                 self._listener.on_state(
                     self.collection, "unreadable", f"list of {self.collection.title}"
                 )
@@ -262,12 +263,12 @@ class Reflector:
         self._was_away = self._was_away or answer.status in _AWAY
         if answer.status != 403:
             self._forbidden_since = None
-        if answer.status < 500:
-            self._failing_since = None
         if answer.credentials_expired:
             return await self._renew_credentials(answer, generation)
         match answer.status:
             case 0:
+                if self._is_server_answering():
+                    self._give_up_waiting()
                 self._listener.on_state(self.collection, "disconnected", answer.message)
                 return self._retry_pause()
             case 403:
@@ -277,17 +278,28 @@ class Reflector:
             case 410:
                 return self._on_expired_version()
             case _:
-                self._give_up_waiting(answer)
+                self._give_up_waiting()
                 detail = f"{answer.status} {answer.message}"
                 self._listener.on_state(self.collection, "disconnected", detail)
                 counts_as_failure = answer.status != 429 and bool(self._version)
                 pause_s = self._count_failure(detail) if counts_as_failure else self._retry_pause()
                 return max(pause_s, answer.retry_after_s)
 
-    def _give_up_waiting(self, answer: api_responses.ApiError) -> None:
-        """Lets pools do without an optional collection that the server fails to list for long."""
+    def _is_server_answering(self) -> bool:
+        """Returns True if the server has answered for some collection that pools need."""
+        return any(
+            self._object_store.is_synced(collection)
+            for collection in self._object_store.collections
+            if not collection.resource.optional
+        )
+
+    def _give_up_waiting(self) -> None:
+        """Lets pools do without an optional collection that the server fails to list for long.
+
+        A list, 403 or 404 ends the wait as well, so the time of the first failure is never reset.
+        """
         is_awaited = not self._object_store.is_synced(self.collection)
-        if answer.status < 500 or not (is_awaited and self.collection.resource.optional):
+        if not (is_awaited and self.collection.resource.optional):
             return
         now = self._clock()
         if self._failing_since is None:

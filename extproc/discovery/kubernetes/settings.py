@@ -91,7 +91,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             request has priority 0.
         start_s: How long `start` waits for the first complete lists. It then gives up waiting,
             not trying: a replica whose API server is down is not ready, and becomes so later. Pools
-            wait as long for InferenceObjectives and InferenceModelRewrites whose lists fail (5xx).
+            wait as long for InferenceObjectives and InferenceModelRewrites whose lists fail.
         request_s: Time limit for one list page, from the request to its last byte (seconds). A page
             of 500 pods is some 5 MB.
         connect_s: Time limit for a connection, TLS included (seconds).
