@@ -33,8 +33,12 @@ _MAX_BATCH_SPANS: Final = 512
 #: Variables that name a receiver.
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
-#: Beginnings of the variables that name files of TLS: those of traces, and those of all signals.
-_TLS_PREFIXES: Final = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
+#: Beginnings of the variables of the exporter: those of traces, and those of all signals.
+_TRACES: Final = "OTEL_EXPORTER_OTLP_TRACES_"
+_ALL_SIGNALS: Final = "OTEL_EXPORTER_OTLP_"
+
+#: Ends of the variables that name files of TLS.
+_TLS_FILES: Final = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
 
 Exporter: TypeAlias = Literal["otlp", "console"]
 OtlpProtocol: TypeAlias = Literal["grpc", "http/protobuf"]
@@ -186,19 +190,52 @@ def _check_tls_files(environment: Mapping[str, str], protocol: OtlpProtocol) -> 
     Raises:
         ConfigError: A file cannot be read or is empty, or a client certificate has no key or no chain.
     """
-    for prefix in _TLS_PREFIXES:
-        for suffix in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"):
+    if protocol == "http/protobuf":
+        for name in _list_http_files(environment):
+            _check_tls_file(name, environment[name])
+        return
+    for prefix in _list_grpc_prefixes(environment):
+        for suffix in _TLS_FILES:
             if path := environment.get(prefix + suffix):
                 _check_tls_file(prefix + suffix, path)
         names = prefix + "CLIENT_KEY", prefix + "CLIENT_CERTIFICATE"
         missing = [name for name in names if not environment.get(name)]
-        if protocol == "grpc" and len(missing) == 1:
+        if len(missing) == 1:
             raise ConfigError(
                 missing[0],
                 wanted=f"a file, as {' and '.join(names)} belong together",
                 got="none",
                 fix="set both, or unset both",
             )
+
+
+def _list_http_files(environment: Mapping[str, str]) -> list[str]:
+    """Variables of the files that the exporter over HTTP uses: for each, that of traces wins.
+
+    Files of the client have to exist without TLS as well, or no request is sent.
+    """
+    endpoint = next((value for name in _ENDPOINTS if (value := environment.get(name))), "")
+    suffixes = _TLS_FILES if endpoint.lower().startswith("https") else _TLS_FILES[1:]
+    choices = [(_TRACES + suffix, _ALL_SIGNALS + suffix) for suffix in suffixes]
+    winners = (next((name for name in names if environment.get(name)), "") for names in choices)
+    return [name for name in winners if name]
+
+
+def _list_grpc_prefixes(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Beginnings of the variables whose files the exporter over gRPC reads."""
+    insecure = environment.get(_TRACES + "INSECURE")
+    is_insecure = (insecure or "").lower() == "true"
+    if not is_insecure and _TRACES + "CERTIFICATE" in environment:
+        # Read for an endpoint without TLS as well, and instead of the files of all signals.
+        return (_TRACES,)
+    endpoint = environment.get(_ENDPOINTS[0]) or environment.get(_ENDPOINTS[1], "http:")
+    scheme = endpoint.partition(":")[0].strip().lower()
+    if insecure is None:
+        insecure = environment.get(_ALL_SIGNALS + "INSECURE")
+    has_tls = scheme != "http" if insecure is None else insecure.lower() != "true"
+    if scheme != "https" and not has_tls:
+        return ()
+    return (_ALL_SIGNALS,) if is_insecure else (_TRACES, _ALL_SIGNALS)
 
 
 def _check_tls_file(name: str, path: str) -> None:

@@ -8,6 +8,7 @@ from extproc.config.tracing import TracePlan, TracingSection, build_traces, plan
 from extproc.errors import ConfigError
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+SECURE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://collector:4317"}
 
 
 def plan(enabled=None, **environment):
@@ -114,7 +115,7 @@ def test_tls_files_that_cannot_be_read_are_refused(tmp_path, prefix, suffix, nam
     """The exporter would go on without them, or end the process."""
     (tmp_path / "empty.pem").touch()
     with pytest.raises(ConfigError, match=f"{prefix}{suffix}"):
-        plan(**{**ENDPOINT, prefix + suffix: str(tmp_path / name)})
+        plan(**{**SECURE, prefix + suffix: str(tmp_path / name)})
 
 
 @pytest.mark.parametrize("prefix", ["OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"])
@@ -127,12 +128,69 @@ def test_half_a_client_certificate_is_refused(tmp_path, prefix, suffix, missing)
     file = tmp_path / "client.pem"
     file.write_text("pem")
     with pytest.raises(ConfigError, match=f"^{prefix}{missing}"):
-        plan(**{**ENDPOINT, prefix + suffix: str(file)})
+        plan(**{**SECURE, prefix + suffix: str(file)})
     both = {prefix + suffix: str(file), prefix + missing: str(file)}
-    assert plan(**ENDPOINT, **both) is not None
+    assert plan(**SECURE, **both) is not None
     # A chain may hold its key.
     over_http = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", prefix + suffix: str(file)}
-    assert plan(**ENDPOINT, **over_http) is not None
+    assert plan(**SECURE, **over_http) is not None
+
+
+_PLAIN = "http://collector:4317"
+_TLS = "https://collector:4317"
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused"),
+    [
+        ({"ENDPOINT": _PLAIN, "CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": _PLAIN, "CLIENT_KEY": "/nope"}, ""),
+        ({"CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": "collector:4317", "INSECURE": "True", "CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": "collector:4317", "TRACES_INSECURE": "true", "CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": _PLAIN, "TRACES_INSECURE": "true", "TRACES_CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": _TLS, "TRACES_ENDPOINT": _PLAIN, "CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": _TLS, "TRACES_INSECURE": "true", "TRACES_CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": _TLS, "TRACES_CERTIFICATE": __file__, "CERTIFICATE": "/nope"}, ""),
+        ({"ENDPOINT": "collector:4317", "CERTIFICATE": "/nope"}, "CERTIFICATE"),
+        ({"ENDPOINT": _PLAIN, "INSECURE": "false", "CERTIFICATE": "/nope"}, "CERTIFICATE"),
+        (
+            {
+                "ENDPOINT": _PLAIN,
+                "INSECURE": "true",
+                "TRACES_INSECURE": "false",
+                "CERTIFICATE": "/nope",
+            },
+            "CERTIFICATE",
+        ),
+        ({"ENDPOINT": _TLS, "INSECURE": "true", "CERTIFICATE": "/nope"}, "CERTIFICATE"),
+        ({"ENDPOINT": _PLAIN, "TRACES_ENDPOINT": _TLS, "CERTIFICATE": "/nope"}, "CERTIFICATE"),
+        ({"ENDPOINT": _PLAIN, "TRACES_CERTIFICATE": "/nope"}, "TRACES_CERTIFICATE"),
+        ({"PROTOCOL": "http/protobuf", "ENDPOINT": _PLAIN, "CERTIFICATE": "/nope"}, ""),
+        (
+            {
+                "PROTOCOL": "http/protobuf",
+                "ENDPOINT": _TLS,
+                "TRACES_CERTIFICATE": __file__,
+                "CERTIFICATE": "/nope",
+            },
+            "",
+        ),
+        ({"PROTOCOL": "http/protobuf", "ENDPOINT": _TLS, "CERTIFICATE": "/nope"}, "CERTIFICATE"),
+        (
+            {"PROTOCOL": "http/protobuf", "ENDPOINT": _PLAIN, "CLIENT_CERTIFICATE": "/nope"},
+            "CLIENT_CERTIFICATE",
+        ),
+    ],
+)
+def test_tls_files_that_are_not_read_are_not_checked(environment, refused):
+    """Endpoint and variables say which files the exporter reads."""
+    environment = {f"OTEL_EXPORTER_OTLP_{name}": value for name, value in environment.items()}
+    if not refused:
+        assert plan(enabled=True, **environment) is not None
+        return
+    with pytest.raises(ConfigError, match=f"^OTEL_EXPORTER_OTLP_{refused}"):
+        plan(enabled=True, **environment)
 
 
 def test_value_that_the_exporter_refuses_is_an_error(monkeypatch):
