@@ -33,7 +33,14 @@ _FIELD = b"m"
 _CREDENTIALS_FIELD = "peer_sync.password_file"
 
 #: Options of a URL that are taken. Protocol, decoding and times are ours; the client takes any name.
-_OPTION = re.compile(r"db|client_name|health_check_interval|socket_keepalive|ssl_\w+", re.ASCII)
+_OPTION = re.compile(
+    r"db|username|password|client_name|health_check_interval|max_connections|retry_on_timeout"
+    r"|socket_keepalive|ssl_\w+",
+    re.ASCII,
+)
+
+#: Options with numbers; without a value they have no effect.
+_NUMBERS = {"db": r"[0-9]*", "max_connections": r"[0-9]*", "health_check_interval": r"(-?[0-9]+)?"}
 
 
 class RedisPeerChannel(PeerChannel):
@@ -153,6 +160,8 @@ def require(settings: PeerSyncSection) -> None:
         if tls is not None:
             tls.get()
     except errors as error:
+        if unknown := re.search(r"unexpected keyword argument '(ssl_\w+)'", str(error)):
+            raise _option_error(unknown[1], "no option that is taken") from None
         raise ConfigError(
             "peer_sync.url",
             wanted="options that the client takes, and files of TLS that it can read",
@@ -166,18 +175,33 @@ def _check_url(url: str) -> None:
     """Check what the client would pass over.
 
     Raises:
-        ValueError: The URL has no server, no number as its database, or an option that is not taken.
+        ConfigError: An option is not taken, or is no number.
+        ValueError: The URL has no server, or no number as its database.
     """
     parts = urllib.parse.urlsplit(url)
-    options = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
     if parts.scheme == "unix":
         has_server = not parts.hostname and len(parts.path) > 1
     else:
-        has_server = bool(parts.hostname) and bool(re.fullmatch(r"/?|/[0-9]+", parts.path))
-    databases = options.get("db", ())
-    has_database = all(text.isascii() and text.isdigit() for text in databases)
-    if not (has_server and has_database and all(_OPTION.fullmatch(name) for name in options)):
+        has_server = bool(parts.hostname) and bool(re.fullmatch(r"/?|/[0-9]+/?", parts.path))
+    if not has_server or parts.port == 0:  # for which the client takes its default
         raise ValueError
+    for name, value in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
+        if not _OPTION.fullmatch(name):
+            raise _option_error(name, "no option that is taken")
+        if name in _NUMBERS and not re.fullmatch(_NUMBERS[name], value):
+            raise _option_error(name, "no number")
+
+
+def _option_error(name: str, fault: str) -> ConfigError:
+    """Error of an option; the name is shown where it is no part of a password with a `?`."""
+    shown = name if re.fullmatch(r"[a-z][a-z_]*", name) else "an option"
+    return ConfigError(
+        "peer_sync.url",
+        wanted="no options but db, health_check_interval and max_connections with numbers, username, "
+        "password, client_name, retry_on_timeout, socket_keepalive and ssl_*",
+        got=f"{shown}, {fault}",
+        fix="look at the options behind ? in the URL",
+    )
 
 
 def _entry_order(entry: bytes) -> tuple[int, int]:
@@ -217,8 +241,7 @@ def build_client(settings: PeerSyncSection) -> Redis:
     except ValueError:
         raise ConfigError(
             "peer_sync.url",
-            wanted="redis://, rediss:// or unix:// with a host and a number as database, or a path, and no "
-            "options but db, client_name, health_check_interval, socket_keepalive and ssl_*",
+            wanted="redis://, rediss:// or unix:// with a host and a number as database, or a path",
             got="another URL",  # it may carry a password
             fix="write it as redis://:password@host:6379/0",
         ) from None
@@ -236,14 +259,16 @@ def _credentials(settings: PeerSyncSection) -> tuple[str, CredentialProvider | N
     from redis.credentials import CredentialProvider  # noqa: PLC0415 - see `_client`
 
     parts = urllib.parse.urlsplit(settings.url)
-    if parts.password is not None:
+    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+    names = [value for name, value in options if name == "username"]
+    if parts.password is not None or any(name == "password" for name, _ in options):
         raise ConfigError(
             _CREDENTIALS_FIELD,
             wanted="one source of the password",
             got="a password in peer_sync.url as well",
             fix="remove it from the URL",
         )
-    username = urllib.parse.unquote(parts.username or "")
+    username = urllib.parse.unquote(parts.username or "") or next(filter(None, names), "")
 
     class PasswordFile(CredentialProvider):
         """Reads the password at every connection; the client asks once for each."""
@@ -257,7 +282,8 @@ def _credentials(settings: PeerSyncSection) -> tuple[str, CredentialProvider | N
             return (username, password) if username else (password,)
 
     host = parts.netloc.rpartition("@")[2]
-    return urllib.parse.urlunsplit(parts._replace(netloc=host)), PasswordFile()
+    query = urllib.parse.urlencode([option for option in options if option[0] != "username"])
+    return urllib.parse.urlunsplit(parts._replace(netloc=host, query=query)), PasswordFile()
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:

@@ -258,6 +258,7 @@ async def test_a_url_of_another_kind_is_refused():
         "redis://h:6379/-1",
         "redis://h:6379?db=-1",
         "redis://h:99999/0",
+        "redis://h:0/0",
         "redis:///0",
         "redis://",
         "unix://",
@@ -265,7 +266,11 @@ async def test_a_url_of_another_kind_is_refused():
         "redis://h/0?protocol=3",
         "redis://h/0?decode_responses=true",
         "redis://h/0?foo=bar",
-        f"redis://h/0?password={CANARY}",
+        f"redis://h/0?password={CANARY}&foo=bar",
+        "redis://h/0//",
+        "redis://h/0?max_connections=-1",
+        f"redis://user:pa?{CANARY}@h/0",
+        f"redis://user:12?{CANARY}@h/0",
         "rediss://h/0?ssl_foo=1",
         "rediss://h/0?ssl_cert_reqs=bogus",
         "rediss://h/0?ssl_ca_certs=/nonexistent",
@@ -287,13 +292,60 @@ def test_a_url_that_cannot_work_is_refused(url):
         "redis://h",
         "redis://h:6379/",
         "redis://user:pass%2Fword@[::1]:6379/12",
+        "redis://h:6379/0/",
+        "redis://h:6379/0?db=",
+        "redis://h?username=user&password=word",
+        "redis://h?max_connections=10&retry_on_timeout=true",
         "unix://user@/run/redis.sock?db=2",
+        "unix:///run/redis.sock?db=0&password=word",
         "rediss://h/0?ssl_cert_reqs=none&ssl_min_version=771&health_check_interval=5",
     ],
 )
 def test_a_url_that_can_work_is_taken(url):
     """With the options that mean something here."""
     redis_peer_channel.require(PeerSyncSection(url=url))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (f"foo={CANARY}", "foo"),
+        (f"password=word&socket_timeout={CANARY}", "socket_timeout"),
+        (f"db={CANARY}", "db"),
+        (f"health_check_interval={CANARY}", "health_check_interval"),
+        (f"max_connections={CANARY}", "max_connections"),
+        (f"ssl_ca_certs={CANARY}", "ssl_ca_certs"),
+    ],
+)
+def test_a_refused_option_is_named(options, name):
+    """The error has its name; the value may be a secret."""
+    with pytest.raises(ConfigError, match=r"peer_sync\.url") as raised:
+        redis_peer_channel.require(PeerSyncSection(url=f"redis://h/0?{options}"))
+    assert raised.value.got.startswith(f"{name},")
+    assert CANARY not in str(raised.value)
+
+
+async def test_a_user_name_among_the_options_goes_with_the_password_file(tmp_path):
+    """The client takes no user name beside a reader of the password."""
+    password = tmp_path / "password"
+    password.write_text("word\n")
+    settings = PeerSyncSection(
+        url="unix:///run/redis.sock?username=a%40b&db=2", password_file=str(password)
+    )
+    redis_peer_channel.require(settings)
+    connection = redis_peer_channel.build_client(settings).connection_pool.make_connection()
+    assert await connection.credential_provider.get_credentials_async() == ("a@b", "word")
+    assert (connection.path, connection.db) == ("/run/redis.sock", 2)
+
+
+def test_a_password_among_the_options_beside_a_password_file_is_refused(tmp_path):
+    """As that of the user part of a URL."""
+    settings = PeerSyncSection(
+        url=f"redis://h?password={CANARY}", password_file=str(tmp_path / "password")
+    )
+    with pytest.raises(ConfigError, match=r"peer_sync\.password_file") as raised:
+        redis_peer_channel.require(settings)
+    assert CANARY not in str(raised.value)
 
 
 async def test_peer_channel_reads_the_password_file_at_each_connection(server, tmp_path):
