@@ -232,6 +232,9 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
         if ignored:
             be = "is" if len(ignored) == 1 else "are"
             yield f"plugin {name}: {', '.join(ignored)} {be} not acted on: {known.ignored.note}"
+        if known.is_unread and plugin.parameters:
+            unread = ", ".join(plugin.parameters)
+            yield f"plugin {name}: parameters {unread} have no effect, as upstream: remove them"
         if plugin.parameters.get("insecureSkipVerify") is False:
             yield (
                 f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
@@ -345,7 +348,9 @@ def _translate_plugin(
 
 
 def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, place: Place) -> None:
-    """Reject unknown parameters of a plugin type without effect."""
+    """Reject unknown parameters of a plugin type without effect, where upstream reads them."""
+    if known.is_unread:
+        return
     names = {*known.parameters, *known.ignored.defaults}
     for name in plugin.parameters:
         if name not in names:

@@ -17,6 +17,10 @@ from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling.framework import UpstreamParameters
 
+#: The source of metrics and its extractor, which upstream adds.
+_METRICS: Final = "metrics-data-source"
+_EXTRACTOR: Final = "core-metrics-extractor"
+
 #: Type of the parser that reads no body.
 _PASSTHROUGH: Final = "passthrough-parser"
 
@@ -35,6 +39,11 @@ class _DataLayer(UpstreamParameters, frozen=True):
     discovery: _Reference | None = None
     cross_replica_syncer_plugin_ref: str = ""
     cross_replica_sync_interval: str | None = None
+
+    def has_added_extractor(self) -> bool:
+        """True if upstream adds its source of metrics and the extractor: no source has its name."""
+        named = {source.plugin_ref for source in self.sources or ()}
+        return self.inject_defaults is not False and _METRICS not in named
 
 
 class _RequestHandler(UpstreamParameters, frozen=True):
@@ -78,8 +87,12 @@ def check_sections(
     written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
     sections = validation.to_struct(written, _Sections, where=file)
     for name, place in _references(sections, file):
-        is_typed = place.path[0] not in ("dataLayer", "data") and name in types
-        if name not in plugins and not is_typed:
+        if place.path[0] in ("dataLayer", "data"):
+            layer = sections.data_layer or sections.data or _DataLayer()
+            is_known = name == _EXTRACTOR and layer.has_added_extractor()
+        else:
+            is_known = name in types
+        if name not in plugins and not is_known:
             raise ConfigError(
                 place,
                 wanted="the name of a plugin of this file",

@@ -111,7 +111,7 @@ def replace_tracking_scorers(plugins: EppPlugins, file: Place) -> tuple[EppPlugi
     warnings: list[str] = []
     converted = tuple(
         _replace_tracking_scorer(plugin, warnings, file / "plugins" / index / "parameters")
-        if plugin.type == _ESTIMATING_SCORER and "mode" in plugin.parameters
+        if plugin.type == _ESTIMATING_SCORER and plugin.parameters.get("mode") is not None
         else plugin
         for index, plugin in enumerate(plugins.plugins)
     )

@@ -62,6 +62,8 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             effect is the same or that of the type: all other known parameters of a no-op or
             unsupported type, and those of a built type that are no fields of its class.
         ignored: Parameters that are accepted with a warning, unless they have upstream's default.
+        refuses_any: True if upstream reads the parameters of a type that has none, and refuses any;
+            it leaves those of all other types without parameters unread.
         note: A sentence for readers of the configuration; empty if there is nothing to add.
         rename: Older names of parameters to those of the kind.
         condition: The parameter that became a condition; None for none.
@@ -74,9 +76,16 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     instead: str = ""
     parameters: tuple[str, ...] = ()
     ignored: IgnoredParameters = _NONE_IGNORED
+    refuses_any: bool = False
     note: str = ""
     rename: Mapping[str, str] = {}
     condition: BoundParameter | None = None
+
+    @property
+    def is_unread(self) -> bool:
+        """True for a type without effect whose parameters upstream does not read either."""
+        known = self.parameters or self.ignored.defaults
+        return not (self.kind or known or self.refuses_any)
 
     def convert_parameters(self, written: Mapping[str, object]) -> Mapping[str, object]:
         """Return the parameters as the kind has them, without those that have no effect."""
@@ -89,7 +98,9 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if bound is None:
             return params
         condition: dict[str, object] = {"metric": bound.metric}
-        value = params.pop(bound.parameter, bound.default)
+        value = params.pop(bound.parameter, None)
+        if value is None:
+            value = bound.default
         if value is not None:
             condition["maxValue"] = value
         return {"conditions": [condition], **params}

@@ -22,8 +22,9 @@ _METRICS: Final = "metrics-data-source"
 _MODELS: Final = "models-data-source"
 _FILE: Final = "file-discovery"
 
-#: Type of the plugin that names labels, and those of its readers.
+#: Type of the plugin that names labels, the key by which its readers name it, and their types.
 _TOPOLOGY: Final = "topology-extractor"
+_EXTRACTOR_KEY: Final = "topologyProducerName"
 _TOPOLOGY_READERS: Final = frozenset({"topology-affinity-filter", "topology-affinity-scorer"})
 
 
@@ -35,6 +36,10 @@ class _SourcePage(UpstreamParameters, frozen=True):
 class _File(UpstreamParameters, frozen=True, kw_only=True):
     path: validation.Name
     watch_file: bool = False
+
+
+class _TopologyReader(UpstreamParameters, frozen=True):
+    topology_producer_name: str = ""
 
 
 class _Topology(UpstreamParameters, frozen=True):
@@ -119,22 +124,30 @@ def convert_topology(plugins: EppPlugins, file: Place) -> EppPlugins:
     """Pass labels of topology extractors to the plugins that read what these extract.
 
     Raises:
-        ConfigError: A label is no text, or a level is not known.
+        ConfigError: A label or the name of an extractor is no text, or a level is not known.
     """
-    labels: dict[object, Mapping[str, str]] = {}
+    labels: dict[str, Mapping[str, str]] = {}
     for index, plugin in enumerate(plugins.plugins):
         if plugin.type == _TOPOLOGY:
             place = file / "plugins" / index / "parameters"
             topology = validation.to_struct(plugin.parameters, _Topology, where=place)
             labels[plugin.name or plugin.type] = topology.to_labels()
 
-    def with_labels(plugin: NamedPlugin) -> NamedPlugin:
-        extractor = plugin.parameters.get("topologyProducerName") or _TOPOLOGY
-        if plugin.type not in _TOPOLOGY_READERS or not labels.get(extractor):
+    def with_labels(plugin: NamedPlugin, place: Place) -> NamedPlugin:
+        if plugin.type not in _TOPOLOGY_READERS:
+            return plugin
+        written = {_EXTRACTOR_KEY: plugin.parameters.get(_EXTRACTOR_KEY)}
+        reader = validation.to_struct(written, _TopologyReader, where=place)
+        extractor = reader.topology_producer_name or _TOPOLOGY
+        if not labels.get(extractor):
             return plugin
         parameters = {"labels": labels[extractor], **plugin.parameters}
         return msgspec.structs.replace(plugin, parameters=parameters)
 
     return msgspec.structs.replace(
-        plugins, plugins=tuple(with_labels(plugin) for plugin in plugins.plugins)
+        plugins,
+        plugins=tuple(
+            with_labels(plugin, file / "plugins" / index / "parameters")
+            for index, plugin in enumerate(plugins.plugins)
+        ),
     )

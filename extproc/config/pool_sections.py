@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -75,6 +75,8 @@ class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         name: Name in profiles; empty takes the type.
         parameters: Its parameters; none takes the defaults of the plugin.
     """
+
+    NULL_IS_ABSENT: ClassVar[bool] = True
 
     type: validation.Name
     name: str = ""

@@ -91,6 +91,8 @@ class Place(msgspec.Struct, frozen=True):
 def to_struct(tree: object, into: type[StructT], *, where: Place | str) -> StructT:
     """Convert a tree to a struct.
 
+    A null in a struct with `NULL_IS_ABSENT` takes the default of its field.
+
     Args:
         where: Place of `tree`, or its file, for errors.
 
@@ -98,7 +100,9 @@ def to_struct(tree: object, into: type[StructT], *, where: Place | str) -> Struc
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range.
     """
     place = Place(where) if isinstance(where, str) else where
-    _refuse_unknown(tree, _info(cast("Hashable", into)), place)
+    info = _info(cast("Hashable", into))
+    _refuse_unknown(tree, info, place)
+    tree = _drop_nulls(tree, info)
     try:
         return msgspec.convert(tree, into)
     except msgspec.ValidationError as error:
@@ -163,6 +167,24 @@ def _refuse_unknown(tree: object, info: inspect.Type, place: Place) -> None:
     elif isinstance(info, inspect.VarTupleType | inspect.ListType) and isinstance(tree, list):
         for at, value in enumerate(tree):
             _refuse_unknown(value, info.item_type, place / at)
+
+
+def _drop_nulls(tree: object, info: inspect.Type) -> object:
+    """The tree without keys that are null in a file, and absent to their structs."""
+    if isinstance(info, inspect.UnionType):
+        for member in info.types:
+            tree = _drop_nulls(tree, member)
+    elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
+        fields = {field.encode_name: field.type for field in info.fields}
+        is_absent = getattr(info.cls, "NULL_IS_ABSENT", False)
+        return {
+            key: _drop_nulls(value, fields[key]) if key in fields else value
+            for key, value in tree.items()
+            if not is_absent or value is not None
+        }
+    elif isinstance(info, inspect.VarTupleType | inspect.ListType) and isinstance(tree, list):
+        return [_drop_nulls(value, info.item_type) for value in tree]
+    return tree
 
 
 def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from random import Random
-from typing import Annotated, Final, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -78,6 +78,9 @@ def check_response_header(name: str) -> None:
 
 class UpstreamParameters(PluginParameters, frozen=True, rename="camel"):
     """Parameters of a plugin that the upstream picker has, by the names it gives them."""
+
+    #: Go reads null as an absent key.
+    NULL_IS_ABSENT: ClassVar[bool] = True
 
 
 class BypassedError(Exception):

@@ -129,6 +129,10 @@ def test_ignored_plugins_are_warnings():
         ),
         ("type: program-aware-fairness", "as `flow_control.fairness` says"),
         ("type: probabilistic-admitter", "priorities of objectives"),
+        (
+            "type: single-profile-handler, parameters: {foo: x}",
+            "parameters foo have no effect, as upstream",
+        ),
     ],
 )
 def test_replaced_plugins_are_warnings(plugin, text):
@@ -178,6 +182,19 @@ def test_old_filters_keep_their_parameters(text, wanted):
     """Filters of the gateway's picker mean the same under the names and parameters of today."""
     (built,) = resolved(THEIRS + f"plugins: [{{type: {text}}}]\n").filters
     assert wanted in repr(built)
+
+
+def test_parameters_that_are_null_have_their_default():
+    """Go reads null as an absent key."""
+    plugins = (
+        "plugins:\n- {{type: low-queue-filter, parameters: {0}}}\n"
+        "- {{type: prefix-cache-scorer, name: p, parameters: {1}}}\n"
+        "- {{type: random-picker, name: {2}, parameters: {2}}}\n"
+        "schedulingProfiles: [{{name: a, plugins: [{{pluginRef: low-queue-filter, weight: {2}}}, "
+        "{{pluginRef: p}}]}}]\n"
+    )
+    written = resolved(THEIRS + plugins.format("{threshold: null}", "{mode: null}", "null"))
+    assert written == resolved(THEIRS + plugins.format("{}", "{}", "").replace(": ,", ": ~,"))
 
 
 def test_a_decision_tree_is_a_tree():
@@ -274,7 +291,7 @@ schedulingProfiles:
             "remove it",
         ),
         (
-            "plugins: [{type: single-profile-handler, parameters: {foo: x}}]",
+            "plugins: [{type: soft-reflective-ceiling-policy, parameters: {foo: x}}]",
             "plugins[0].parameters.foo",
             "remove it",
         ),

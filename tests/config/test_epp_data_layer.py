@@ -8,7 +8,10 @@ from extproc.config import loader
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-PLUGINS = "plugins: [{type: queue-scorer}, {type: metrics-data-source}, {type: file-discovery}]\n"
+PLUGINS = (
+    "plugins: [{type: queue-scorer}, {type: metrics-data-source}, {type: file-discovery}, "
+    "{type: metrics-data-source, name: m}]\n"
+)
 
 
 def warn(text):
@@ -24,6 +27,10 @@ def warn(text):
         "dataLayer: {sources: [{pluginRef: metrics-data-source, extractors: null}]}",
         "requestHandler: {parsers: [{pluginRef: openai-parser}]}",
         "saturationDetector: null",
+        "requestHandler: {parsers: null}",
+        "dataLayer: {injectDefaults: null, crossReplicaSyncerPluginRef: null}",
+        # Upstream adds the extractor of its own source.
+        "dataLayer: {sources: [{pluginRef: m, extractors: [{pluginRef: core-metrics-extractor}]}]}",
     ],
 )
 def test_sections_without_effect_are_read(text):
@@ -59,6 +66,22 @@ def test_bodies_that_are_to_stay_unread_are_warned_of():
             "dataLayer.sources[0].extractors[0].pluginRef",
         ),
         ("data: {sources: [{pluginRef: metrics-source}]}", "data.sources[0].pluginRef"),
+        (
+            (
+                "dataLayer: {sources: [{pluginRef: metrics-data-source, "
+                "extractors: [{pluginRef: core-metrics-extractor}]}]}"
+            ),
+            "dataLayer.sources[0].extractors[0].pluginRef",
+        ),
+        (
+            (
+                "dataLayer: {injectDefaults: false, sources: [{pluginRef: m, "
+                "extractors: [{pluginRef: core-metrics-extractor}]}]}"
+            ),
+            "dataLayer.sources[0].extractors[0].pluginRef",
+        ),
+        ("dataLayer: {discovery: {pluginRef: null}}", "dataLayer.discovery"),
+        ("saturationDetector: {bogus: null}", "saturationDetector.bogus"),
         ("dataLayer: {discovery: {pluginRef: files}}", "dataLayer.discovery.pluginRef"),
         ("dataLayer: {crossReplicaSyncerPluginRef: x}", "dataLayer.crossReplicaSyncerPluginRef"),
         ("saturationDetector: {pluginRef: x}", "saturationDetector.pluginRef"),
@@ -88,6 +111,24 @@ def test_settings_without_effect_are_warnings(text, warning):
     """Settings of the data layer that change what upstream does."""
     (only,) = warn(text)
     assert only.startswith(warning)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "saturationDetector: {pluginRef: null}",
+        "featureGates: [flowControl]\nflowControl: {saturationDetector: {pluginRef: null}}",
+    ],
+)
+def test_a_detector_that_is_null_is_that_of_upstream(text):
+    """The only warning is that of a detector by name."""
+    assert warn(text) == warn(text.replace("null", "utilization-detector"))
+
+
+@pytest.mark.parametrize("written", ["null", "false"])
+def test_a_null_of_flow_control_is_a_default(written):
+    """Go reads null as an absent key."""
+    assert warn(f"featureGates: [flowControl]\nflowControl: {{enableEviction: {written}}}") == ()
 
 
 def test_the_older_name_of_the_data_layer_is_read_with_a_warning():

@@ -49,7 +49,9 @@ def test_a_session_attribute_is_the_header_or_cookie_of_its_producer(producer, a
     assert not [text for text in lint.find_warnings(settings) if "session" in text]
 
 
-@pytest.mark.parametrize("parameters", ["{}", "{headerName: a, cookieName: b}", "{header: a}"])
+@pytest.mark.parametrize(
+    "parameters", ["{}", "{headerName: null}", "{headerName: a, cookieName: b}", "{header: a}"]
+)
 def test_a_producer_has_exactly_one_location(parameters):
     """As upstream, one of headerName and cookieName has to be there, and nothing else."""
     with pytest.raises(ConfigError, match=r"plugins\[0\]\.parameters"):
@@ -77,6 +79,7 @@ GATE = "featureGates: [flowControl]\n"
     [
         (GATE, "", {"session_id": "d", "session-id": "c", "x-session-affinity": "b"}, "b"),
         (GATE, "", {"x-session-affinity": "b", "x-claude-code-session-id": "a"}, "a"),
+        (GATE, "null", {"x-session-affinity": "b"}, "b"),
         (GATE, "[X-A, x-b]", {"x-claude-code-session-id": "a", "x-a": "1", "x-b": "2"}, "1"),
         (GATE, "[x-a]", {"x-a": "1", "x-llm-d-inference-fairness-id": "team"}, "team"),
         (GATE, "", {"x-a": "1"}, ""),

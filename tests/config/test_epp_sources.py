@@ -39,6 +39,8 @@ def read(text):
             ),
             ("http", "/m"),
         ),
+        # An address without a path is that of the root, as upstream.
+        ("- {type: metrics-data-source, parameters: {scheme: null, path: ''}}", ("http", "/")),
         # Upstream scrapes its own source in place of one that nothing names.
         ("- {type: metrics-data-source, name: m, parameters: {path: /m}}", ("http", "/metrics")),
         (
@@ -135,10 +137,14 @@ def test_a_second_page_is_a_warning():
             "plugins[1].parameters",
         ),
         ("- {type: topology-extractor, parameters: {shelf: x}}", "plugins[1].parameters.shelf"),
+        (
+            "- {type: topology-affinity-scorer, parameters: {topologyProducerName: [a]}}",
+            "plugins[1].parameters.topologyProducerName",
+        ),
     ],
 )
 def test_sources_that_upstream_refuses_are_refused(text, place):
-    """A scheme that is none, and a discovery without a file."""
+    """A scheme that is none, a discovery without a file, and an extractor by no text."""
     with pytest.raises(ConfigError) as refused:
         read(text)
     assert refused.value.where == f"f.yaml: {place}"
