@@ -61,8 +61,9 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
     config.write_text(HEAD)
     engine = PageEngine()
     async with (
-        stack.stack() as children,
+        # It waits for the end of its connections, which the picker holds.
         await asyncio.start_server(engine.serve, "127.0.0.1", 0) as listener,
+        stack.stack() as children,
         aiohttp.ClientSession() as session,
     ):
         port = listener.sockets[0].getsockname()[1]
