@@ -420,8 +420,9 @@ def test_another_token_is_named_as_the_cause(tmp_path, capsys):
 
 def test_an_unknown_result_is_refused(server):
     """A result that no request has selects nothing."""
-    with pytest.raises(urllib.error.HTTPError, match="400"):
+    with pytest.raises(urllib.error.HTTPError, match="400") as caught:
         urllib.request.urlopen(f"http://{server}/debug/decisions/a?result=x", timeout=300)
+    caught.value.close()
 
 
 HEALTH = """

@@ -119,7 +119,7 @@ def test_sigterm_ends_a_parquet_recording(tmp_path):
     """The end of the file is written, without which it cannot be read."""
     pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[parquet]'")
     path, lines = tmp_path / "decisions.parquet", EXAMPLE.read_bytes()
-    lines *= 5_000_000 // len(lines) + 1  # more than is held back in memory
+    lines *= 20_000_000 // len(lines) + 1  # more than is held back in memory
     answer = head(length=len(lines) + 1) + lines
     with answering(answer, is_open=True) as server:
         words = [sys.executable, "-m", "extproc", "record", str(path), "--server", server]
