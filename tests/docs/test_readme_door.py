@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "bench/results"
 
+#: Loads of the table of CPU beside llm-d's picker.
+_LOADS = ("c32 2 kB", "c32 400 kB")
+
 
 def _read(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
@@ -28,6 +31,13 @@ def _hits(strategy):
 
 def _tenants(case):
     return _read("capacity")["tenants"][case]["small"]["ttft_p95_s"]
+
+
+def _beside_llm_d(picker):
+    """CPU of a request over that of llm-d's picker, for small and large prompts."""
+    ratios = {cell["name"]: cell["ratios"] for cell in _read("peers")["cells"]}
+    pair = f"{picker}/go-equal"
+    return " | ".join(f"{ratios[load][pair]['cpu_us'][0]:.2f}" for load in _LOADS)
 
 
 def _least_hits_of_four():
@@ -57,6 +67,11 @@ FIGURES = {
         f"{_column('mooncake-70', 'lmetric', 'tpot_mean_s') * 1e3:.1f} ms)"
     ),
     "cpu": lambda: f"{_read('overhead')['fds']['extproc_cpu_us'] / 1e3:.1f} ms of CPU",
+    "peers, native": lambda: f"| `--transport native`, the default | {_beside_llm_d('native')} |",
+    "peers, grpcio": lambda: f"| `--transport grpcio` | {_beside_llm_d('grpcio')} |",
+    "peers, date": lambda: (
+        f"[`make bench-peers`](docs/benchmarks/peers.md), {_read('peers')['date']}."
+    ),
     "cpu ratio": lambda: f"{_read('overhead')['fds']['cpu_ratio_median']:.2f} times a gRPC server",
 }
 
