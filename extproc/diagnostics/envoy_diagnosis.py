@@ -125,12 +125,13 @@ def _running(
         return
     yield from _selected_host(tree, version, place=place)
     clusters = read_json(pages.clusters)
-    yield from _picker_hosts(tree, clusters)
-    yield from _engine_hosts(tree, clusters, endpoints)
     managers = envoy_tree.find_managers(tree)
     named = {*envoy_tree.picker_clusters(managers)}
     for manager in managers:
         named.update(envoy_tree.route_clusters(manager))
+    yield from _undiscovered(tree, clusters, named)
+    yield from _picker_hosts(tree, clusters)
+    yield from _engine_hosts(tree, clusters, endpoints)
     yield from _counters(pages.stats, named)
 
 
@@ -228,6 +229,23 @@ def _address(host: YamlTree) -> str:
     socket: Any = (host.get("address") or {}).get("socket_address") or {}
     address = str(socket.get("address", ""))
     return join_host_port(address, socket.get("port_value", "")) if address else ""
+
+
+def _undiscovered(tree: YamlTree, clusters: YamlTree, named: Collection[str]) -> Iterator[Finding]:
+    """Check that xDS brought the named clusters; those that no xDS could bring the lint reports."""
+    hosts = _hosts(clusters)
+    if not hosts or not envoy_tree.has_cluster_discovery(tree):
+        return
+    for name in sorted(set(named) - hosts.keys()):
+        yield finding.error(
+            "missing_cluster",
+            f"cluster {name}",
+            f"Envoy has {', '.join(sorted(hosts)[:_MAX_NAMED])}, but no cluster of this name: what "
+            "goes there is answered with 503",
+            wanted="a cluster of this name",
+            fix="write into the route the name of the pool (pool.name), which is that of its cluster: "
+            "engines for a pool without a name",
+        )
 
 
 def _picker_hosts(tree: YamlTree, clusters: YamlTree) -> Iterator[Finding]:

@@ -29,11 +29,17 @@ def info(version="1.40.0", state="LIVE"):
 
 def dump(name="override-host.yaml", change=lambda static: None):
     """A config dump of a shipped file."""
-    static = tools.loaded((ROOT / "envoy" / name).read_text())["static_resources"]
+    tree = tools.loaded((ROOT / "envoy" / name).read_text())
+    static = tree["static_resources"]
     change(static)
+    bootstrap = {
+        "@type": "type.googleapis.com/envoy.admin.v3.BootstrapConfigDump",
+        "bootstrap": tree,
+    }
     return page(
         {
             "configs": [
+                bootstrap,
                 {"static_listeners": [{"listener": part} for part in static["listeners"]]},
                 {"static_clusters": [{"cluster": part} for part in static["clusters"]]},
             ]
@@ -46,7 +52,7 @@ def host(port, **health):
     return {"address": address, "health_status": {"eds_health_status": "HEALTHY", **health}}
 
 
-def clusters(pickers=(9002,), failing=(), engines=(8001, 8002)):
+def clusters(pickers=(9002,), failing=(), engines=(8001, 8002), pool="engines"):
     return page(
         {
             "cluster_statuses": [
@@ -57,7 +63,7 @@ def clusters(pickers=(9002,), failing=(), engines=(8001, 8002)):
                         *(host(port, failed_active_health_check=True) for port in failing),
                     ],
                 },
-                {"name": "engines", "host_statuses": [host(port) for port in engines]},
+                {"name": pool, "host_statuses": [host(port) for port in engines]},
             ]
         }
     )
@@ -157,6 +163,15 @@ def test_a_fault_of_a_running_envoy_is_a_finding(name):
     """And nothing else."""
     fields, expected = FAULTS[name]
     assert findings(msgspec.structs.replace(GOOD, **fields)) == [expected]
+
+
+def test_a_cluster_that_xds_did_not_bring_is_a_finding():
+    """Its pool has another name than the route."""
+    pages = msgspec.structs.replace(
+        GOOD, config_dump=dump("override-host-eds.yaml"), clusters=clusters(pool="demo")
+    )
+    assert findings(pages) == [("error", "missing_cluster", "cluster engines")]
+    assert findings(msgspec.structs.replace(pages, clusters=clusters())) == []
 
 
 def test_other_clusters_are_left_alone():
