@@ -133,7 +133,7 @@ ALERTS: Sequence[Alert] = (
             "  or on () absent(extproc_info)"
         ),
         summary="No replica of extproc can be scraped",
-        meaning="Prometheus sees no replica of an installation. If none runs, Envoy answers requests with 500 (`original-dst.yaml`) or 503 (`original-dst-buffered.yaml`); with the override-host files it sends them to the engine with the fewest requests, without prefix affinity and queue.",
+        meaning="Prometheus sees no replica of an installation. If none runs, Envoy answers requests with 500 (`original-dst.yaml`) or 503 (`original-dst-buffered.yaml`); with the override-host files it sends them to the engine with the fewest requests, without prefix affinity and queue. Gateways with an InferencePool answer 5xx where its `failureMode` is `FailClose`, as in the manifests.",
         look="`kubectl get pods`, the targets page of Prometheus, the NetworkPolicy (`networkPolicy.monitoring` of the chart).",
         action="Bring a replica back; the log of the last one says why it ended. If replicas run and serve, only the scrape is broken: let Prometheus reach port 9090.",
     ),
@@ -225,8 +225,8 @@ ALERTS: Sequence[Alert] = (
         ),
         summary="{{ $labels.endpoint }} is {{ $value | humanize }} times slower than its pool",
         meaning="An engine computes three times slower than the quicker quarter of those with the same engine type and cache size; or its responses begin three times as late as in the quicker quarter of its pool: it is slow, has more to do, or gets longer requests than the others. Strategies that look at load send it less.",
-        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Slow engines, Speed of engines, First byte by endpoint and Requests in flight; clocks and temperature of its device.",
-        action="An engine that computes slowly: restart or replace it. One that only answers late: take a strategy that looks at load, such as `adaptive`; where a pool mixes devices on purpose, raise the threshold of the second condition.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Slow engines, Speed of engines, First byte by endpoint and Requests in flight. The [console](console.md) lists under its problems which of the two it is (`computes` or `answers`). Clocks and temperature of its device.",
+        action="An engine that computes slowly: restart or replace it. Until then extproc sends it less; to send it nothing, take its pod out of the pool by deleting it or the label that the pool selects. One that only answers late: take a strategy that looks at load, such as `adaptive`; where a pool mixes devices on purpose, raise the threshold of the second condition.",
     ),
     Alert(
         name="ExtprocFirstTokenSlow",
@@ -239,8 +239,8 @@ ALERTS: Sequence[Alert] = (
         ),
         summary="The first token of pool {{ $labels.pool }} takes {{ $value | humanizeDuration }} (p95)",
         meaning="The first token takes three times as long as in the last six hours, and more than a second.",
-        look="Board [Why is it slow](dashboards.md#why-is-it-slow), from top to bottom.",
-        action="The row in which the time was spent says what to do: queue, picker, engines or caches.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), from top to bottom. Without Grafana: the problems on the [console](console.md), and `extproc explain --slowest`, which shows what each endpoint had to do when the slowest recent request came.",
+        action="By the row in which the time is spent. The queue: [ExtprocQueueWaitLong](#extprocqueuewaitlong). Decision time, or stalls of extproc: [ExtprocEventLoopStalls](#extproceventloopstalls). One engine: [ExtprocEndpointSlow](#extprocendpointslow). All engines, with many prompts ahead: add engines. Prefix caches: [ExtprocPrefixHitsDropped](#extprocprefixhitsdropped).",
     ),
     Alert(
         name="ExtprocCachePredictionsWrong",
@@ -397,8 +397,8 @@ ALERTS: Sequence[Alert] = (
         ),
         summary="{{ $value | humanizePercentage }} of the ext_proc streams of {{ $labels.instance }} fail",
         meaning="Envoy and extproc do not understand each other, or extproc raised; such requests get 500.",
-        look="The log; `ext_proc` among the response flags of Envoy's access log.",
-        action="`extproc check --envoy FILE` compares the filter's settings with what extproc needs.",
+        look="The log; `ext_proc_error` in the response code details of Envoy's access log (`details`).",
+        action="[`extproc doctor`](doctor.md) compares the settings of the filter with what extproc needs; `extproc check --envoy FILE` does it for a file.",
     ),
     Alert(
         name="ExtprocXdsRejected",
