@@ -1,12 +1,14 @@
 """Plays the default strategy and published ones on random scenarios, and scores them.
 
     python -m bench.arena [--set training|validation] [--count N] [--repeats N] [--jobs N] [--write]
+    python -m bench.arena --config FILE [--set training|validation] [--count N] [--repeats N] [--jobs N]
     python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --knowledge [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --exchange [--set training|validation] [--count N] [--jobs N]
     python -m bench.arena --test [--repeats N] [--jobs N]
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
+`--config` the strategy of a configuration file is played and scored as well; that is not written. With
 `--ablate` the default is played beside itself without each constant of its cost, with `--knowledge`
 beside itself with inputs of its cost exact. With `--exchange` the scenarios with several pickers are
 played, all of which exchange their requests; that is not written. Without arguments the first forty scenarios of the
@@ -23,9 +25,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from bench import rig
 from bench.arena import ablation, knowledge, report, saturation, scenarios, score, tournament
+from extproc.simulator.fleet import scenario
 
 NAME = "arena"
 
@@ -35,23 +39,7 @@ COUNT = 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--set", choices=("training", "validation"), default="training")
-    parser.add_argument("--count", type=int, default=COUNT)
-    parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=1, help="runs of a strategy on a scenario")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--test", action="store_true", help="the test set, once for a release")
-    parser.add_argument("--ablate", action="store_true", help="the default without each constant")
-    parser.add_argument("--knowledge", action="store_true", help="the default with inputs exact")
-    parser.add_argument("--exchange", action="store_true", help="several pickers that exchange")
-    args = parser.parse_args()
-    if args.test + args.ablate + args.knowledge + args.exchange > 1:
-        parser.error("--test, --ablate, --knowledge and --exchange exclude each other")
-    if args.exchange and args.write:
-        parser.error("results of --exchange are not written")
-    if args.knowledge and args.repeats > 1:
-        parser.error("--knowledge plays each scenario a single time")
+    args, own = parse()
     name, count = ("test", COUNT) if args.test else (args.set, args.count)
     writes = args.write or args.test
     if writes and is_dirty():
@@ -76,7 +64,7 @@ def main() -> None:
             "repeats": args.repeats,
             "progress": progress,
         }
-        variants = ablation.variants() if args.ablate else tournament.default_variants()
+        variants = ablation.variants() if args.ablate else [*tournament.default_variants(), *own]
         rows = tournament.tournament(seeds, variants, exchanges=args.exchange, **common)
         if not args.ablate:
             rows = tournament.add_exchanging(rows, **common)
@@ -96,12 +84,58 @@ def main() -> None:
         print("worse than 1.05 in any figure", entry["worse_5_percent_in_any"])
         for row in entry["worst"]:
             print(row)
+        print_scores(rows, own)
     if writes:
         flags = {"ablations": "--ablate ", "knowledge": "--knowledge ", "sets": ""}[part]
         about = "--test" if args.test else f"{flags}--set {name} --count {count} --write"
         again = "" if args.repeats == 1 else f" --repeats {args.repeats}"
         command = f"python -m bench.arena {about}{again}"
         _write(part, name, command, entry, rows)
+
+
+def parse() -> tuple[argparse.Namespace, list[scenario.Variant]]:
+    """Read the flags, and the strategies of `--config`."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--set", choices=("training", "validation"), default="training")
+    parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a strategy on a scenario")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--test", action="store_true", help="the test set, once for a release")
+    parser.add_argument("--ablate", action="store_true", help="the default without each constant")
+    parser.add_argument("--knowledge", action="store_true", help="the default with inputs exact")
+    parser.add_argument("--exchange", action="store_true", help="several pickers that exchange")
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], help="a strategy of yours; repeatable"
+    )
+    args = parser.parse_args()
+    if args.test + args.ablate + args.knowledge + args.exchange > 1:
+        parser.error("--test, --ablate, --knowledge and --exchange exclude each other")
+    if args.config and (args.write or args.test or args.ablate or args.knowledge or args.exchange):
+        parser.error("--config goes with --set, --count, --repeats and --jobs only")
+    try:
+        own = tournament.configured_variants(args.config)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.exchange and args.write:
+        parser.error("results of --exchange are not written")
+    if args.knowledge and args.repeats > 1:
+        parser.error("--knowledge plays each scenario a single time")
+    return args, own
+
+
+def print_scores(rows: Sequence[score.ScenarioRow], variants: Sequence[scenario.Variant]) -> None:
+    """Print the scores of configured strategies against the best published ones."""
+    for name in [variant.name for variant in variants]:
+        for figure in score.FIGURES:
+            scored = score.score(rows, figure, ours=name, others=score.PUBLISHED)
+            if scored.scenarios:
+                print(
+                    f"{name} {figure} {scored.mean:.3f} ({scored.low:.3f} to {scored.high:.3f}), "
+                    f"worst {scored.worst:.3f} in seed {scored.worst_seed}"
+                )
+        share = score.share_worse(rows, report.BAD_FIGURES, ours=name)
+        print(f"{name} worse than 1.05 in any figure {share:.3f}")
 
 
 def _write(part: str, name: str, command: str, entry: dict, rows: list[score.ScenarioRow]) -> None:

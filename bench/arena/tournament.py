@@ -246,14 +246,38 @@ def _name(
 
 
 def _slug(variant: scenario.Variant) -> str:
-    """Name of a variant's results; settings of its own make another name."""
-    if not variant.settings:
+    """Name of a variant's results; settings and files of its own make another name."""
+    if not variant.settings and not variant.config:
         return variant.name
-    text = json.dumps(variant.settings, sort_keys=True, default=str)
-    return f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    total = hashlib.sha256(json.dumps(variant.settings, sort_keys=True, default=str).encode())
+    if variant.config:
+        path = rig.ROOT / variant.config
+        settings = simulation_runs.column(variant, folder=rig.ROOT, where="arena").settings
+        plugins = settings.scheduling.plugin_files if settings else ()
+        for file in (path, *(path.parent / name for name in plugins)):
+            total.update(file.read_bytes())
+    return f"{variant.name}-{total.hexdigest()[:8]}"
 
 
 def default_variants() -> list[scenario.Variant]:
     """Adaptive, the other strategies and the clairvoyant."""
     names = (score.ADAPTIVE, *score.OTHERS, score.CLAIRVOYANT)
     return [scenario.Variant(name=name, strategy=name) for name in names]
+
+
+def configured_variants(paths: Sequence[Path]) -> list[scenario.Variant]:
+    """Strategies of configuration files, named by their files.
+
+    Raises:
+        ValueError: Another column has the name.
+    """
+    taken = {variant.name for variant in default_variants()} | {score.EXCHANGING}
+    variants = []
+    for path in paths:
+        if path.stem in taken:
+            raise ValueError(
+                f"--config: expected a file with a name of its own, got {path.name}; rename it"
+            )
+        taken.add(path.stem)
+        variants.append(scenario.Variant(name=path.stem, config=str(path.resolve())))
+    return variants

@@ -188,6 +188,71 @@ def test_another_run_of_a_scenario_has_other_arrivals(monkeypatch):
     assert requests(variants[0], 0) != requests(variants[0], 1)
 
 
+PLUGIN = """
+import msgspec
+
+
+class Even(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind = "even"
+    needs = frozenset()
+
+    def score(self, context, candidates):
+        return [1.0 for _ in candidates]
+"""
+OWN = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scheduling:
+  plugin_files: [even.py]
+  profile: {scorers: [{kind: even}]}
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path):
+    """A configuration with a scorer of its own."""
+    (tmp_path / "even.py").write_text(PLUGIN)
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_configured_strategy_is_played_again_when_its_plugins_change(own_file, monkeypatch):
+    """Its results are stored under the content of all its files."""
+    played = []
+
+    def cached(folder, names, calls, **options):
+        played.extend(names)
+        return {name: call() for name, call in zip(names, calls, strict=True)}
+
+    monkeypatch.setattr(tournament, "cached", cached)
+    monkeypatch.setattr(tournament, "find_rates", lambda *_, **__: {7: 2.0})
+    drawn = small(seed=7)
+    monkeypatch.setattr(scenarios, "draw", lambda *_, **__: drawn)
+    (variant,) = tournament.configured_variants([own_file])
+    for text in (PLUGIN, PLUGIN + "# changed\n"):
+        (own_file.parent / "even.py").write_text(text)
+        (row,) = tournament.tournament([7], [variant], jobs=1)
+        assert row.columns["own"]["requests"]
+    assert len(set(played)) == 2
+
+
+def test_a_configured_strategy_needs_a_name_of_its_own(own_file):
+    """Results are known by the name of the strategy."""
+    for paths in ([own_file.with_name("lmetric.yaml")], [own_file, own_file]):
+        with pytest.raises(ValueError, match="a name of its own"):
+            tournament.configured_variants(paths)
+
+
+def test_a_configured_strategy_is_scored_against_the_published_ones(own_file, capsys):
+    """One line for each figure that has a score, and the share of bad scenarios."""
+    rows = [row(seed=3, own=2.0, lmetric=1.0, adaptive=0.5)]
+    __main__.print_scores(rows, tournament.configured_variants([own_file]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "own ttft_mean_s 2.000 (2.000 to 2.000), worst 2.000 in seed 3"
+    assert lines[-1] == "own worse than 1.05 in any figure 1.000"
+
+
 def test_replicas_of_adaptive_exchange_in_a_column_of_their_own(monkeypatch):
     """It is played anew where pickers of the scenario are silent, and copied elsewhere."""
     played = []
