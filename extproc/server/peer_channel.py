@@ -45,6 +45,13 @@ RESPONSE_TIMEOUT_S: Final = 2.0
 #: which stands behind the command where several were sent together.
 _ERROR_CODE = re.compile(r"(?:^|caused error: \(.)([A-Z]{3,20}) ")
 
+#: Words in which Redis explains an error without a code of its own; the rest may quote a password.
+_ERROR_WORDS = re.compile(
+    r"unknown command|DB index is out of range|invalid DB index|SELECT is not allowed in cluster mode"
+    r"|max number of clients reached|without any password configured|Client names cannot contain spaces",
+    re.IGNORECASE,
+)
+
 
 class PeerStreamError(ConnectionError):
     """The stream of a peer cannot be read; the message is a reason without its bytes."""
@@ -245,7 +252,10 @@ def _reason_of(error: Exception) -> str:
     """Reason of a failure: of others not the text, which may quote a URL with a password."""
     if isinstance(error, PeerStreamError):
         return str(error)
-    code = _ERROR_CODE.search(str(error))
+    text = str(error)
+    if words := _ERROR_WORDS.search(text):
+        return f"{type(error).__name__}: {words[0]}"
+    code = _ERROR_CODE.search(text)
     return f"{type(error).__name__} {code[1] if code else _cause_of(error)}".rstrip()
 
 

@@ -93,6 +93,19 @@ def redis_replica(url: str, **more: float) -> Replica:
             "ResponseError WRONGTYPE",
         ),
         ("Error 111 connecting to redis://u:password@h", "ResponseError"),
+        (
+            "unknown command 'AUTH', with args beginning with: 'pw'",
+            "ResponseError: unknown command",
+        ),
+        ("DB index is out of range", "ResponseError: DB index is out of range"),
+        (
+            "SELECT is not allowed in cluster mode",
+            "ResponseError: SELECT is not allowed in cluster mode",
+        ),
+        (
+            "AUTH <password> called without any password configured for the default user.",
+            "ResponseError: without any password configured",
+        ),
     ],
 )
 async def test_the_reason_of_a_failure_has_the_code_of_redis(text, reason, caplog):
