@@ -176,14 +176,15 @@ def _check_url(url: str) -> None:
 
     Raises:
         ConfigError: An option is not taken, or is no number.
-        ValueError: The URL has no server, or no number as its database.
+        ValueError: The URL has no server, no number as its database, or a fragment.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "unix":
         has_server = not parts.hostname and len(parts.path) > 1
     else:
         has_server = bool(parts.hostname) and bool(re.fullmatch(r"/?|/[0-9]+/?", parts.path))
-    if not has_server or parts.port == 0:  # for which the client takes its default
+    # The client drops a fragment, which is the rest of a password with a `#`, and takes its default port.
+    if not has_server or parts.port == 0 or parts.fragment:
         raise ValueError
     for name, value in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
         if not _OPTION.fullmatch(name):
@@ -243,7 +244,7 @@ def build_client(settings: PeerSyncSection) -> Redis:
             "peer_sync.url",
             wanted="redis://, rediss:// or unix:// with a host and a number as database, or a path",
             got="another URL",  # it may carry a password
-            fix="write it as redis://:password@host:6379/0",
+            fix="write it as redis://:password@host:6379/0, with %23 for a # in it and so on",
         ) from None
 
 

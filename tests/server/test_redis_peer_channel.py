@@ -284,6 +284,8 @@ async def test_a_url_of_another_kind_is_refused():
         "redis://h/0?max_connections=-1",
         f"redis://user:pa?{CANARY}@h/0",
         f"redis://user:12?{CANARY}@h/0",
+        f"redis://user:12#{CANARY}@h/0",
+        "unix:///run/redis#1.sock",
         "rediss://h/0?ssl_foo=1",
         "rediss://h/0?ssl_cert_reqs=bogus",
         "rediss://h/0?ssl_ca_certs=/nonexistent",
