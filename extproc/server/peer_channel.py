@@ -260,8 +260,10 @@ def _reason_of(error: Exception) -> str:
 
 
 def _cause_of(error: BaseException | None) -> str:
-    """Cause of an error in the words of the system or of OpenSSL; empty where neither has any."""
+    """Cause of an error in our words, or those of the system or OpenSSL; empty where it has none."""
     while error is not None:
+        if isinstance(error, PeerStreamError):
+            return str(error)
         if isinstance(error, ssl.SSLCertVerificationError):
             return error.verify_message
         if isinstance(error, ssl.SSLError) and error.reason:

@@ -15,7 +15,7 @@ from extproc.config.settings import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
 from extproc.server import admin_access
-from extproc.server.peer_channel import RESPONSE_TIMEOUT_S, PeerChannel, is_running
+from extproc.server.peer_channel import RESPONSE_TIMEOUT_S, PeerChannel, PeerStreamError, is_running
 from extproc.server.pool_registry import PoolRegistry
 
 if TYPE_CHECKING:
@@ -279,7 +279,8 @@ def _credentials(settings: PeerSyncSection) -> tuple[str, CredentialProvider | N
                 password = admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
             except ConfigError as error:
                 # As a server that is away: logged once, tried again.
-                raise OSError(str(error)) from None
+                reason = getattr(error.__cause__, "strerror", "no password of printable ASCII")
+                raise PeerStreamError(f"{_CREDENTIALS_FIELD}: {reason}") from None
             return (username, password) if username else (password,)
 
     host = parts.netloc.rpartition("@")[2]

@@ -77,7 +77,7 @@ def server():
     shutil.rmtree(redis_server.place)
 
 
-def redis_replica(url: str, **more: float) -> Replica:
+def redis_replica(url: str, **more: float | str) -> Replica:
     settings = PeerSyncSection(url=url, beat_s=0.1, silent_s=1.0, **more)
     return Replica(
         lambda registry: redis_peer_channel.RedisPeerChannel(settings, registry, time.monotonic)
@@ -338,6 +338,30 @@ def test_a_refused_option_is_named(options, name):
         redis_peer_channel.require(PeerSyncSection(url=f"redis://h/0?{options}"))
     assert raised.value.got.startswith(f"{name},")
     assert CANARY not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "peer_sync.password_file: No such file or directory"),
+        ("\n", "peer_sync.password_file: no password of printable ASCII"),
+        (f"{CANARY}\u00e9", "peer_sync.password_file: no password of printable ASCII"),
+    ],
+)
+async def test_the_password_file_is_named_once_it_cannot_be_read(content, reason, tmp_path, caplog):
+    """Without its content: the file changed since the start, which refuses such a file."""
+    password = tmp_path / "password"
+    password.write_text("word")
+    listener = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}/0"
+    replica = redis_replica(url, password_file=str(password))
+    password.unlink()
+    if content is not None:
+        password.write_text(content)
+    async with listener, talking(replica):
+        await until(lambda: sum("peer sync" in text for text in caplog.messages) == 2)
+    logged = [text for text in caplog.messages if "peer sync" in text]
+    assert all(reason in text and CANARY not in text for text in logged)
 
 
 async def test_a_user_name_among_the_options_goes_with_the_password_file(tmp_path):
