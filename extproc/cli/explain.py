@@ -116,10 +116,11 @@ def run(args: argparse.Namespace) -> int:
         UnreachableError: The server does not answer.
     """
     server = "" if args.state else base_url(args.server or SERVER)
+    token = read_token(args) if server else ""  # once, as its file may be a pipe
     explain: Callable[[], dict[str, Any]]
     if args.id is not None or args.last or args.slowest or args.failed:
         _check_recorded(args)
-        explain = functools.partial(_explain_recorded, args, server)
+        explain = functools.partial(_explain_recorded, args, server, token)
     else:
         if server and (args.config_file or args.strategy):
             raise ConfigError(
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
                 fix="remove them; a server decides with its own configuration",
             )
         body, headers = _read_request(args.request), _parse_headers(args.header)
-        explain = functools.partial(_explain_dry_run, args, server, headers, body)
+        explain = functools.partial(_explain_dry_run, args, server, token, headers, body)
 
     def show() -> int:
         with _shape_checked(server):
@@ -193,11 +194,11 @@ def _lines(args: argparse.Namespace, explanation: dict[str, Any]) -> Iterator[st
 
 
 def _explain_dry_run(
-    args: argparse.Namespace, server: str, headers: Mapping[str, str], body: bytes
+    args: argparse.Namespace, server: str, token: str, headers: Mapping[str, str], body: bytes
 ) -> dict[str, Any]:
     """Explanation of a dry run."""
     if server:
-        return _request_dry_run(server, args.path, headers, body, token=read_token(args))
+        return _request_dry_run(server, args.path, headers, body, token=token)
     return _explain_offline(args, headers, body)
 
 
@@ -226,11 +227,13 @@ def _check_recorded(args: argparse.Namespace) -> None:
         )
 
 
-def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
+def _explain_recorded(args: argparse.Namespace, server: str, token: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
-    request_id, query = (args.id, "") if args.id is not None else _select_recorded(args, server)
+    request_id, query = (
+        (args.id, "") if args.id is not None else _select_recorded(args, server, token)
+    )
     page = f"{server}/debug/decisions/{_quote(request_id)}"
-    explanation = _get(f"{page}{query}", args)
+    explanation = _get(f"{page}{query}", token)
     if "id" not in explanation and explanation["status"] == 404:
         raise NotRecordedError(
             wanted=f"a request that was routed or refused lately as {request_id}",
@@ -245,9 +248,9 @@ def _quote(request_id: str) -> str:
     return urllib.parse.quote(request_id, safe="", errors="surrogateescape")
 
 
-def _select_recorded(args: argparse.Namespace, server: str) -> tuple[str, str]:
+def _select_recorded(args: argparse.Namespace, server: str, token: str) -> tuple[str, str]:
     """The id of the last, the slowest or the last failed request, and a query that selects it among retries."""
-    decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", args)["decisions"]
+    decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", token)["decisions"]
     if args.failed:
         decisions = [row for row in decisions if row["result"] in ("failed", "refused")]
     if args.slowest:
@@ -263,8 +266,8 @@ def _select_recorded(args: argparse.Namespace, server: str) -> tuple[str, str]:
     return str(row["id"]), "" if row["result"] == "open" else f"?result={row['result']}"
 
 
-def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:
-    return _fetch(urllib.request.Request(url), token=read_token(args))  # noqa: S310 - base_url made it http or https
+def _get(url: str, token: str) -> dict[str, Any]:
+    return _fetch(urllib.request.Request(url), token=token)  # noqa: S310 - base_url made it http or https
 
 
 def _read_request(name: str) -> bytes:

@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+import os
 import re
 import threading
 import urllib.error
@@ -416,6 +417,16 @@ def test_another_token_is_named_as_the_cause(tmp_path, capsys):
     with answering(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n") as server:
         assert main.main(["explain", "--server", server, *words]) == 1
     assert "the token of --token-file is another one" in capsys.readouterr().err
+
+
+def test_the_token_file_may_be_a_pipe(server, capsys):
+    """It is read once, though --last takes two requests."""
+    reader, writer = os.pipe()
+    os.write(writer, b"s3cret\n")
+    os.close(writer)
+    output = told_by(capsys, "--server", server, "--last", "--token-file", f"/dev/fd/{reader}")
+    os.close(reader)
+    assert output.startswith("request id/1: ")
 
 
 def test_an_unknown_result_is_refused(server):
