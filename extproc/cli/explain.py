@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
                 got="both",
                 fix="remove them; a server decides with its own configuration",
             )
-        body, headers = _read_request(args.request), _parse_headers(args.header)
+        body, headers = _read_request(args.request), _parse_headers(args.header, path=args.path)
         explain = functools.partial(_explain_dry_run, args, server, token, headers, body)
 
     def show() -> int:
@@ -198,7 +198,7 @@ def _explain_dry_run(
 ) -> dict[str, Any]:
     """Explanation of a dry run."""
     if server:
-        return _request_dry_run(server, args.path, headers, body, token=token)
+        return _request_dry_run(server, headers, body, token=token)
     return _explain_offline(args, headers, body)
 
 
@@ -313,15 +313,23 @@ def _explain_offline(
         overrides.append(loader.FlagOverride(path, value=True, flag="--allow-unsupported"))
     tree = loader.parse_tree(loader.read_text(Path(args.state)), where=args.state)
     pool = validation.to_struct(tree, PoolState, where=args.state)
-    raw = HttpRequest({":method": "POST", ":path": args.path, **headers}, body)
+    raw = HttpRequest({":method": "POST", **headers}, body)
     settings = loader.settings(document, overrides)
     profile_builder.build_profile(settings, where="--strategy" if args.strategy else document.where)
     outcome = offline_explain.route_offline(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
 
 
-def _parse_headers(pairs: list[str]) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
+def _parse_headers(pairs: list[str], *, path: str) -> dict[str, str]:
+    """Headers with the path, as a picker has them: bytes of UTF-8 as Latin-1."""
+    if not path.isprintable():
+        raise ConfigError(
+            "--path",
+            wanted="a path as it may stand in a request",
+            got=repr(path),
+            fix="write /v1/chat/completions",
+        )
+    headers = {":path": path, "content-type": "application/json"}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not _HEADER.fullmatch(name.strip()) or not value.isprintable():
@@ -332,7 +340,7 @@ def _parse_headers(pairs: list[str]) -> dict[str, str]:
                 fix="put = between them; in place of :authority write host",
             )
         headers[name.strip().lower()] = value
-    return headers
+    return {name: value.encode().decode("latin-1") for name, value in headers.items()}
 
 
 def read_token(args: argparse.Namespace) -> str:
@@ -343,17 +351,15 @@ def read_token(args: argparse.Namespace) -> str:
 
 
 def _request_dry_run(
-    server: str,
-    path: str,
-    headers: Mapping[str, str],
-    body: bytes,
-    *,
-    token: str,
+    server: str, headers: Mapping[str, str], body: bytes, *, token: str
 ) -> dict[str, Any]:
     """Request a dry run from a server."""
     url = f"{server}/debug/explain"
-    request_headers = {"x-explain-path": path, "content-type": "application/octet-stream"}
-    request_headers |= {f"x-explain-header-{name}": value for name, value in headers.items()}
+    request_headers = {
+        "x-explain-path" if name == ":path" else f"x-explain-header-{name}": value
+        for name, value in headers.items()
+    }
+    request_headers["content-type"] = "application/octet-stream"
     request = urllib.request.Request(url, data=body, headers=request_headers, method="POST")  # noqa: S310 - base_url made it http or https
     return _fetch(request, token=token)
 

@@ -217,11 +217,15 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
 
     async def explain(self, request: web.Request) -> web.Response:
         """Decision a request would get now, with reasons; nothing is reserved."""
-        headers = {":method": "POST", ":path": request.headers.get(PATH_HEADER, "")}
+        headers = {":method": "POST", ":path": ""}
         for name, value in request.headers.items():
             lower = name.lower()
-            if lower.startswith(HEADER_PREFIX):
-                headers[lower.removeprefix(HEADER_PREFIX)] = value
+            # As from Envoy: bytes as Latin-1, while the HTTP server takes them as UTF-8.
+            text = value.encode("utf-8", "surrogateescape").decode("latin-1")
+            if lower == PATH_HEADER:
+                headers[":path"] = text
+            elif lower.startswith(HEADER_PREFIX):
+                headers[lower.removeprefix(HEADER_PREFIX)] = text
         try:
             body = await request.clone(client_max_size=self.max_body_bytes()).read()
         except web.RequestPayloadError:

@@ -168,6 +168,7 @@ def test_broken_state_is_status_2(state, where, fix, files, tmp_path, capsys):
         ["--header", "a", "--state", "nostate"],
         ["--header", "a=b\r\nc: d", "--state", "nostate"],
         ["--header", ":authority=a", "--state", "nostate"],
+        ["--path", "/v1/a\nb: c", "--server", "127.0.0.1:1"],
         ["--server", "127.0.0.1:1", "--strategy", "random"],
     ],
 )
@@ -189,7 +190,13 @@ def decisions():
 
 
 @pytest.fixture
-def server(decisions):
+def dry_runs():
+    """Requests that the server was to explain."""
+    return []
+
+
+@pytest.fixture
+def server(decisions, dry_runs):
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
     parts = factory.build(settings.Settings())
     parts.store.set_endpoints(
@@ -204,6 +211,7 @@ def server(decisions):
     log.add("id/1", decision, 0.5).status = "200"
 
     async def dry_run(raw):
+        dry_runs.append(raw)
         return parts.director.route(raw, 1.0)
 
     pages = admin.AdminPages(
@@ -249,6 +257,16 @@ def test_running_server_explains(server, files, capsys):
     """A running server is asked for a dry run with what it knows now."""
     output = told_by(capsys, files["body"], "--server", f"http://{server}/")
     assert "chosen by rendezvous: 10.0.0.2:8000" in output
+
+
+def test_text_of_headers_is_sent_as_utf_8(server, dry_runs, files, capsys):
+    """As clients send it to Envoy, which hands on its bytes."""
+    flags = ["--header", "x-user=é日", "--path", "/v1/chat/completions?é"]
+    told_by(capsys, files["body"], "--server", server, *flags)
+    headers = dry_runs[0].headers
+    texts = [headers[name].encode("latin-1").decode() for name in ("x-user", ":path")]
+    assert texts == ["é日", "/v1/chat/completions?é"]
+    told_by(capsys, files["body"], "--state", files["state"], *flags)
 
 
 def test_running_server_refuses(server, tmp_path, capsys):
