@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -15,6 +16,13 @@ from extproc.scrape.client import FetchedPage
 
 #: Advice for the reasons for which an endpoint is left out; others come from its answers.
 _HEALTH_FIX = "see the log of the engine, and failure and cause of the endpoint in /debug/pools or the console"
+
+#: Advice for pools that may not be read: with a token of the server, and without one.
+_POOLS_FIX: Final = {
+    "status 401": "name a file with the token of its server.admin_token_file with --token-file; another "
+    "token is refused",
+    "status 403": "run this on its machine, or set server.admin_token_file",
+}
 
 
 class EndpointRow(msgspec.Struct, frozen=True):
@@ -71,11 +79,11 @@ def diagnose(pages: PickerPages) -> Iterator[Finding]:
     """Judge an extproc by the pages of its metrics port."""
     place = f"extproc {pages.url}"
     failure = pages.ready.failure
-    if failure and not failure.startswith("status "):
+    if failure and failure != "status 503":  # the only other status of /readyz
         yield finding.error(
             "picker_reachable",
             place,
-            f"its metrics port does not answer: {failure}",
+            f"its metrics port does not answer as that of extproc: {failure}",
             wanted="the metrics port of a running extproc",
             fix="give host and --metrics-port of `extproc serve`",
         )
@@ -92,16 +100,12 @@ def diagnose(pages: PickerPages) -> Iterator[Finding]:
         yield finding.fine("picker_ready", place, "it is ready")
     pools = read_pools(pages.pools)
     if not pools:
-        is_locked = pages.pools.failure in ("status 401", "status 403")
         yield finding.warning(
             "picker_pools",
             place,
             f"/debug/pools cannot be read: {pages.pools.failure or 'no pools'}",
             wanted="its pools",
-            fix="name the file of its server.admin_token_file with --token-file, or run this on its "
-            "machine"
-            if is_locked
-            else "give it a source of endpoints",
+            fix=_POOLS_FIX.get(pages.pools.failure, "give it a source of endpoints"),
         )
     for name, endpoints in pools.items():
         yield from _pool(f"pool {name}" if name else "pool", endpoints)

@@ -33,6 +33,11 @@ def test_a_picker_in_order_has_no_findings():
 
 FAULTS = {
     "gone": ((FetchedPage(failure="refused"), None), "error", "picker_reachable"),
+    "another server": (
+        (FetchedPage(failure="status 404"), FetchedPage(failure="status 404")),
+        "error",
+        "picker_reachable",
+    ),
     "not ready": ((FetchedPage(failure="status 503"), None), "error", "picker_ready"),
     "locked": ((READY, FetchedPage(failure="status 403")), "warning", "picker_pools"),
     "garbage": ((READY, FetchedPage(b"<html>")), "warning", "picker_pools"),
@@ -57,6 +62,16 @@ def test_a_fault_of_a_picker_is_a_finding(name):
     (result,) = findings(ready, page)
     assert (result.severity, result.check) == (severity, check)
     assert result.fix
+
+
+@pytest.mark.parametrize(
+    ("failure", "fix"),
+    [("status 401", "another token is refused"), ("status 403", "on its machine")],
+)
+def test_pools_that_are_locked_name_the_key(failure, fix):
+    """With a token, its machine is refused as well."""
+    (result,) = findings(page=FetchedPage(failure=failure))
+    assert fix in result.fix
 
 
 @pytest.mark.parametrize(
