@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"extproc: warning: {warning}", file=sys.stderr)
     addresses = ((args.envoy, "--envoy", _ENVOY_PORT), (args.server, "--server", _PICKER_PORT))
     envoy, picker = (
-        collector.parse_url(text, where=flag, port=port) if text else None
+        None if text is None else collector.parse_url(text, where=flag, port=port)
         for text, flag, port in addresses
     )
     plans = pools.pool_plans(settings)

@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
-    server = "" if args.state else base_url(args.server or SERVER)
+    named = SERVER if args.server is None else args.server
+    server = base_url(named) if args.state is None else ""
     token = read_token(args) if server else ""  # once, as its file may be a pipe
     explain: Callable[[], dict[str, Any]]
     if args.id is not None or args.last or args.slowest or args.failed:
@@ -218,11 +219,11 @@ def _check_recorded(args: argparse.Namespace) -> None:
             got=f"{len(args.id)} characters",
             fix="write the x-request-id of the request",
         )
-    if args.state or args.request != "-":
+    if args.state is not None or args.request != "-":
         raise ConfigError(
             "--id, --last, --slowest, --failed",
             wanted="--server and no request",
-            got="--state" if args.state else "a request",
+            got="a request" if args.state is None else "--state",
             fix="a server keeps the requests it routed; write extproc explain --server URL --id ID",
         )
 

@@ -89,12 +89,12 @@ def parse_url(text: str, *, where: str, port: int) -> AdminUrl:
     url = text if "//" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
-        number = parts.port or port
+        number = port if parts.port is None else parts.port
         (parts.hostname or "").encode("idna")  # as a connection does
     except ValueError:
         parts, number = urlsplit(""), port
-    has_more = parts.path.strip("/") or parts.query or "@" in parts.netloc
-    if parts.scheme not in ("http", "https") or not parts.hostname or has_more:
+    has_more = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme not in ("http", "https") or not parts.hostname or not number or has_more:
         raise ConfigError(
             where,
             wanted="host:port, or a URL without user and path",

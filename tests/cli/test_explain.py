@@ -168,6 +168,7 @@ def test_broken_state_is_status_2(state, where, fix, files, tmp_path, capsys):
         ["--header", "a", "--state", "nostate"],
         ["--header", "a=b\r\nc: d", "--state", "nostate"],
         ["--header", ":authority=a", "--state", "nostate"],
+        ["--state", ""],
         ["--path", "/v1/a\nb: c", "--server", "127.0.0.1:1"],
         ["--server", "127.0.0.1:1", "--strategy", "random"],
     ],
@@ -371,7 +372,7 @@ def test_any_other_server_is_status_1(words, answer, got, files, capsys):
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:abc", "http://[::1", "a..b:80", "a b", "http://", "ftp://a"]
+    "address", ["", "127.0.0.1:abc", "http://[::1", "a..b:80", "a b", "http://", "ftp://a"]
 )
 def test_a_wrong_address_is_status_2(address, capsys):
     """As any other flag."""

@@ -169,6 +169,7 @@ def test_engines_beyond_the_deadline_are_counted(monkeypatch):
     "text",
     [
         *("http://user:secret@127.0.0.1", "ftp://127.0.0.1", "127.0.0.1:99999", "host/path", ""),
+        *("127.0.0.1:0", "127.0.0.1:9901#secret"),
         *("a..b:80", f"{'a' * 64}:80", "http://[::1"),
     ],
 )
@@ -201,3 +202,4 @@ def test_the_command_prints_tables_and_json(capsys):
     assert set(result["findings"][0]) >= {"severity", "place", "expected", "got", "fix"}
     assert main.main(["doctor"]) == 2
     assert main.main([*words, "--envoy", "http://a:b@c"]) == 2
+    assert main.main([*words, "--envoy", ""]) == 2  # as of a variable that is not set
