@@ -43,6 +43,8 @@ _CONTENT_TYPE = "application/jsonl"
 #: What came from a server that went away.
 _CUT_OFF = "an answer that is cut off"
 
+_STANDARD_OUTPUT = Path("-")
+
 #: Bytes read at a time.
 _CHUNK_BYTES = 1 << 16
 
@@ -55,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="written as JSON lines, or as Parquet if it ends in .parquet (extra parquet); an older "
-        "file is replaced",
+        "file is replaced; - is standard output",
     )
     add("--server", metavar="URL", default=explain.SERVER, help="metrics port (%(default)s)")
     add(
@@ -124,16 +126,17 @@ def read_lines(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
 def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
     """Write complete lines to a file until they end, Ctrl-C or SIGTERM; returns their number.
 
-    Without any line there is no new file.
+    The file `-` is standard output. Without any line there is no new file.
 
     Raises:
         ConfigError: The file cannot be written.
         UnreachableError: A line is no row, which only Parquet looks at.
     """
-    lines, interrupts, is_new = 0, _Interrupts(), not path.exists()
+    is_output = path == _STANDARD_OUTPUT
+    lines, interrupts, is_new = 0, _Interrupts(), not (is_output or path.exists())
     try:
         # Without O_TRUNC: the older recording stays until there is a new one.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = os.dup(1) if is_output else os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         with (
             interrupts.handled(),
             os.fdopen(descriptor, "wb") as file,
@@ -142,7 +145,7 @@ def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
             recording: parquet.RecordingFile | None = None
             while piece := interrupts.read(pieces):
                 if recording is None:
-                    if path.is_file():  # a device or a pipe has no length
+                    if not is_output and path.is_file():  # a device or a pipe has no length
                         file.truncate()
                     recording = parquet.for_lines(file, path)
                     stack.callback(recording.close)

@@ -76,6 +76,16 @@ def test_a_recording_replaces_the_older_file(file):
     assert file.read_bytes() == lines
 
 
+def test_a_recording_goes_to_standard_output(tmp_path, capfd, monkeypatch):
+    """There is no file of the name -, as with the other commands."""
+    monkeypatch.chdir(tmp_path)
+    rows = EXAMPLE.read_bytes()
+    with answering(head() + rows) as server:
+        assert run("-", server) == 0
+    assert capfd.readouterr().out.encode() == rows
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_rows_leave_the_older_file(file, capsys):
     """A time without requests is no error."""
     with answering(head(length=0)) as server:
