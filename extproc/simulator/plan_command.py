@@ -25,7 +25,13 @@ from extproc.errors import ConfigError
 from extproc.simulator import fleet_plan, replay, replay_command
 from extproc.simulator.fleet_plan import FleetPlanner, FleetSize, Objective
 from extproc.simulator.replay_command import count_of
-from extproc.simulator.simulate_command import count, text_output, write, write_json
+from extproc.simulator.simulate_command import (
+    count,
+    require_outputs,
+    text_output,
+    write,
+    write_json,
+)
 
 #: Simulated time over that of the recording, and seconds besides, in which all answers have to end.
 _UNTIL_RATIO, _UNTIL_S = 1.5, 600.0
@@ -80,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             got=str(args.engines),
             fix="remove it; --max-engines N is the largest fleet",
         )
+    require_outputs(args.json, args.plot)
     if args.plot:
         from extproc.simulator import report_plots
 

@@ -27,6 +27,7 @@ from extproc.simulator.simulate_command import (
     MAX_SEEDS,
     Progress,
     count,
+    require_outputs,
     text_output,
     write,
     write_json,
@@ -209,6 +210,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The recording, a strategy or a configuration is wrong.
     """
+    require_outputs(args.json, args.html, folder=args.plots)
     if args.plots or args.html:
         from extproc.simulator import report_plots
 

@@ -7,10 +7,11 @@ requests with the same seed; results are means over seeds with 95 % intervals.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The scenario, a configuration or a strategy is wrong.
     """
+    require_outputs(args.json, folder=args.plots)
     todo = simulation_runs.plan(
         args.scenario, strategies=args.strategy, configs=args.config, seeds=args.seeds
     )
@@ -222,6 +224,50 @@ def write(path: Path, content: bytes) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise file_error(path, error, wanted="a file that can be written") from None
+
+
+def require_outputs(*files: Path | None, folder: Path | None = None) -> None:
+    """Refuse files of results, and a folder of plots, that cannot be written; before the work.
+
+    Raises:
+        ConfigError: One of them cannot be written.
+    """
+    for path in files:
+        if path is not None and path != _STDOUT:
+            _require(path, _check_file, wanted="a file that can be written")
+    if folder is not None:
+        _require(folder, _check_folder, wanted="a folder that can be written")
+
+
+def _require(path: Path, check: Callable[[Path], None], *, wanted: str) -> None:
+    try:
+        check(path)
+    except OSError as error:
+        raise file_error(path, error, wanted=wanted) from None
+
+
+def _check_file(path: Path) -> None:
+    """Raise the OSError that `write` would meet; not for a link, pipe or device."""
+    if path.is_dir():
+        raise _os_error(errno.EISDIR)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return
+    if not path.parent.exists():
+        raise _os_error(errno.ENOENT)
+    _check_folder(path.parent)
+
+
+def _check_folder(path: Path) -> None:
+    """Raise the OSError of a folder that cannot be made or written to."""
+    folder = next(place for place in (path, *path.parents) if place.exists())
+    if not folder.is_dir():
+        raise _os_error(errno.ENOTDIR)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _os_error(errno.EACCES)
+
+
+def _os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
 
 
 def _say(text: str, *, quiet: bool) -> None:

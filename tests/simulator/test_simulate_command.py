@@ -407,6 +407,33 @@ def test_json_on_standard_output_is_alone_there(small, tmp_path, monkeypatch, ca
     assert not (tmp_path / "-").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["simulate", "{none}", "--quiet", "--json", "{none}/a.json"], "none/a.json"),
+        (["simulate", "{none}", "--plots", "{file}/plots"], "file/plots"),
+        (["replay", "{none}", "--html", "{folder}"], "folder"),
+        (["replay", "{none}", "--json", "{file}/a"], "file/a"),
+        (["plan", "{none}", "--slo", "ttft_p95=1s", "--plot", "{none}/a.svg"], "none/a.svg"),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_before_the_work(words, path, tmp_path, capsys):
+    """Not after it, when they are lost; even the input has not been read."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    places = {name: str(tmp_path / name) for name in ("none", "file", "folder")}
+    assert main.main([word.format(**places) for word in words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"extproc: {tmp_path / path}: expected a f")
+    assert "that can be written, got " in message
+
+
+def test_devices_and_new_folders_are_fit_for_results(tmp_path):
+    """They are opened, or made, when the results are written."""
+    simulate_command.require_outputs(Path("-"), Path("/dev/stdout"), Path("/dev/null"), None)
+    simulate_command.require_outputs(tmp_path / "a.json", folder=tmp_path / "plots" / "all")
+
+
 @pytest.fixture
 def small_disk():
     """No file grows beyond 64 kB, as on a disk that is full."""
