@@ -180,6 +180,7 @@ def _lines(args: argparse.Namespace, explanation: dict[str, Any]) -> Iterator[st
     if args.json:
         yield json.dumps(explanation, indent=2)
     else:
+        explanation = _remove_controls(explanation)
         text = (
             explanation_text.render_past(explanation)
             if "id" in explanation
@@ -192,6 +193,17 @@ def _lines(args: argparse.Namespace, explanation: dict[str, Any]) -> Iterator[st
             yield main.paint(line, "bold", sys.stdout) if is_result else line
         if args.legend:
             yield f"\n{explanation_text.render_legend(explanation)}".removesuffix("\n")
+
+
+def _remove_controls(value: Any) -> Any:
+    """JSON with blanks for control characters and line ends: clients choose names in it."""
+    if isinstance(value, str):
+        return main.to_printable(value)
+    if isinstance(value, dict):
+        return {name: _remove_controls(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_remove_controls, value)]
+    return value
 
 
 def _explain_dry_run(

@@ -164,8 +164,13 @@ def version_line() -> str:
 
 
 def print_error(error: ExtprocError) -> None:
-    """Show an error on standard error."""
-    print(f"{paint('extproc:', 'red', sys.stderr)} {error}", file=sys.stderr)
+    """Show an error on standard error, in a line: others may have written a part of it."""
+    print(f"{paint('extproc:', 'red', sys.stderr)} {to_printable(str(error))}", file=sys.stderr)
+
+
+def to_printable(text: str) -> str:
+    """Text with blanks for control characters and line ends, for a terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def seconds_parser(least_s: float, most_s: float) -> Callable[[str], float]:

@@ -103,6 +103,20 @@ def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
     )
 
 
+def test_names_of_clients_do_not_steer_the_terminal(files, capsys, tmp_path):
+    """A model whose name has control characters and line ends forges no line."""
+    body = tmp_path / "other"
+    body.write_text(json.dumps({"model": "a\x1b[31m\nchosen by x", "prompt": "x"}))
+    words = [str(body), "--state", files["state"], "--path", "/v1/completions"]
+    output = told_by(capsys, *words)
+    assert "model a [31m chosen by x," in output
+    assert "\x1b" not in output
+    assert (
+        json.loads(told_by(capsys, *words, "--json"))["request"]["model"]
+        == "a\x1b[31m\nchosen by x"
+    )
+
+
 def test_strategy_decides(files, capsys):
     """Another strategy may be tried in the same situation."""
     output = told_by(capsys, files["body"], "--state", files["state"], "--strategy", "round-robin")

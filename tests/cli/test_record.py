@@ -67,6 +67,15 @@ def test_other_answers_leave_the_older_file(answer, got, file, capsys):
     assert file.read_bytes() == OLDER
 
 
+def test_the_error_of_another_server_is_a_line(file, capsys):
+    """Without control characters for the terminal."""
+    with answering(b"HTTP/1.1 404 Not Found\r\n\r\n\x1b[31mpaths:\n/a\n") as server:
+        assert run(file, server) == 1
+    message = capsys.readouterr().err
+    assert "status 404:  [31mpaths: /a; check" in message
+    assert message.count("\n") == 1
+
+
 def test_a_recording_replaces_the_older_file(file):
     """Nothing of that is left."""
     lines = EXAMPLE.read_bytes()
