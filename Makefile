@@ -47,7 +47,7 @@ TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-tools test-slow test-grpcio proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
+.PHONY: help demo demo-scale test test-tools test-slow test-grpcio test-trixie proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -84,6 +84,9 @@ test-slow: $(VENV)/.dev ## Outages, demos and restarts under load, of many secon
 
 test-grpcio: $(VENV)/.dev ## The tests of the stream and of servers once more, on grpcio
 	EXTPROC_TEST_TRANSPORT=grpcio $(PYTEST) -m 'not versions and not proof and not slow' $(TRANSPORT) $(ARGS)
+
+test-trixie: ## make test on Python 3.13, in a chroot with Debian trixie (as root, on Debian)
+	@ARGS='$(ARGS)' .ci/debian trixie test
 
 proof: $(VENV)/.dev ## The published tables, and long simulations of the default strategy
 	$(PYTEST) -m proof $(call marked,proof) $(ARGS)
