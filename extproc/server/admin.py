@@ -122,9 +122,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
         pool = pools.get(name)
         if pool is None:
-            named = ", ".join(map(repr, pools)) or "none"
-            missing = Rejection(404, f"no pool is called {name!r}; there are: {named}")
-            return _refused(missing)
+            return refuse_unknown_pool(name, pools)
         return web.json_response(explanation.describe_pool(pool, self.clock()))
 
     async def all_pools(self, _: web.Request) -> web.Response:
@@ -140,12 +138,17 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         `open`, and `?id=`, `?model=` and `?endpoint=` those that contain the text there.
         """
         text, result = request.query.get("limit", "50"), request.query.get("result", "")
+        pool = request.query.get("pool", "")
         if not (text.isascii() and text.isdigit() and len(text) < 10):
             return _refused(
                 Rejection(400, "expected a number as ?limit=; write how many are wanted")
             )
         if result and result not in RESULTS:
             return _refused(_UNKNOWN_RESULT)
+        # Requests of a pool that is gone remain in the log.
+        known = itertools.chain(self.pools(), map(_find_pool, self.decisions.latest()))
+        if pool and pool not in known:
+            return refuse_unknown_pool(pool, self.pools())
         limit = int(text)
         selected = filter(_build_filter(request.query), self.decisions.latest())
         records, now = itertools.islice(selected, limit), self.clock()
@@ -359,18 +362,22 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
     def is_wanted(record: DecisionRecord | RejectionRecord) -> bool:
         if result and record.result != result:
             return False
-        if isinstance(record, RejectionRecord):
-            pool, model, endpoint = record.pool, record.model, ""
-        else:
-            decision = record.decision
-            pool, model = decision.pool, decision.request.target
-            endpoint = decision.endpoints[0].address
-        if wanted_pool and pool != wanted_pool:
+        if wanted_pool and _find_pool(record) != wanted_pool:
             return False
+        if isinstance(record, RejectionRecord):
+            model, endpoint = record.model, ""
+        else:
+            model = record.decision.request.target
+            endpoint = record.decision.endpoints[0].address
         texts = (explanation.show_id(record), model, endpoint)
         return all(part in text.lower() for part, text in zip(wanted.values(), texts, strict=True))
 
     return is_wanted
+
+
+def _find_pool(record: DecisionRecord | RejectionRecord) -> str:
+    """Name of the pool of a recorded request."""
+    return record.pool if isinstance(record, RejectionRecord) else record.decision.pool
 
 
 def _seconds(text: str) -> float:
@@ -380,6 +387,12 @@ def _seconds(text: str) -> float:
     except ValueError:
         return 0.0
     return seconds if 1.0 <= seconds <= MAX_CLIENT_S else 0.0
+
+
+def refuse_unknown_pool(name: str, pools: Iterable[str]) -> web.Response:
+    """Answer to a query for a pool that does not exist: 404 with the names of those that do."""
+    known = ", ".join(map(repr, pools)) or "none"
+    return _refused(Rejection(404, f"no pool is called {name!r}; there are: {known}"))
 
 
 def _refused(rejection: Rejection) -> web.Response:

@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from extproc import distribution
+from extproc.server import admin
 from extproc.server.health import Readiness
 from extproc.server.reload import ReloadHistory
 from extproc.telemetry import pool_state, problems
@@ -141,14 +142,15 @@ class ConsolePages:
 
         `?pool=` has the traffic of that pool in place of all together.
         """
+        pool = request.query.get("pool", "")
+        if pool and pool not in (views := self._views()):
+            return admin.refuse_unknown_pool(pool, views)
         async with self._overview_lock:  # who asks meanwhile waits for the same
             now = self._clock()
             if now - self._overview_at >= _CACHE_S:
                 self._overview = await self._describe(now)
                 self._overview_at = now
-        pool = request.query.get("pool")
-        history = self._history
-        points = history.points if pool is None else history.points_of(pool)
+        points = self._history.points_of(pool) if pool else self._history.points
         return _json(msgspec.json.encode({**self._overview, "traffic": list(points)}))
 
     async def strategies(self, _: web.Request) -> web.Response:

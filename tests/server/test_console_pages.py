@@ -157,7 +157,7 @@ def test_tabs_that_ask_at_once_share_an_overview():
 
 
 def test_overview_has_the_traffic_of_a_pool():
-    """Of one pool, or of all together; a pool that is not known has none."""
+    """Of one pool, or of all together."""
 
     async def test() -> None:
         pools = tuple(
@@ -170,10 +170,30 @@ def test_overview_has_the_traffic_of_a_pool():
             process, port = running.picker, running.ports.pages
             for at in (0.0, 5.0):
                 process.history.sample(process.counters, process.pool_registry.views(), at)
-            for query, expected in (("", 1), ("?pool=a", 1), ("?pool=none", 0)):
+            for query in ("", "?pool=", "?pool=a"):
                 overview = (await http1.ask(port, f"/debug/overview{query}")).json()
-                assert len(overview["traffic"]) == expected
+                assert len(overview["traffic"]) == 1
                 assert [pool["name"] for pool in overview["pools"]] == ["a", "b"]
+
+    serving.run(test())
+
+
+@pytest.mark.parametrize("page", ["pool", "overview", "decisions"])
+def test_a_pool_that_does_not_exist_is_refused(page):
+    """404 with the names of the pools that exist."""
+
+    async def test() -> None:
+        pools = tuple(
+            PoolSection(name=name, endpoints=(endpoint,))
+            for name, endpoint in zip("ab", ENDPOINTS, strict=True)
+        )
+        settings = msgspec.structs.replace(serving.settings(), pools=pools)
+        async with serving.running(settings) as running:
+            await running.picker.sync()
+            answer = await http1.ask(running.ports.pages, f"/debug/{page}?pool=c")
+            assert answer.status == 404
+            message = answer.json()["error"]["message"]
+            assert message.endswith("no pool is called 'c'; there are: 'a', 'b'")
 
     serving.run(test())
 
@@ -263,14 +283,15 @@ def test_decisions_are_selected(query, expected):
 
 
 def test_decisions_of_a_pool_are_not_those_of_longer_names():
-    """The whole name counts, so that the overview of a pool has its decisions alone."""
+    """The whole name counts, also of a pool that is gone by now."""
 
     async def test() -> None:
         async with picker() as (process, port):
             pools = {"chat", "chat-large", "Chat"}
             for pool in pools:
                 process.decisions.add_rejection(RejectionRecord(pool, 1.0, pool, "", NO_ENDPOINTS))
-            for query, expected in (("chat", {"chat"}), ("cha", set()), ("", pools)):
+            assert (await http1.ask(port, "/debug/decisions?pool=cha")).status == 404
+            for query, expected in (("chat", {"chat"}), ("", pools)):
                 answer = await http1.ask(port, f"/debug/decisions?pool={query}")
                 assert {decision["id"] for decision in answer.json()["decisions"]} == expected
 

@@ -90,12 +90,9 @@ function createPoolChoice() {
     select(pools) {
       return pool === "" ? pools : pools.filter(({ name }) => name === pool);
     },
-    /** Offer the pools, and one that is in the address but gone. */
+    /** Offer the pools. */
     update(pools) {
       const names = pools.map(({ name }) => name);
-      if (pool !== "" && !names.includes(pool)) {
-        names.push(pool);
-      }
       byId("pool-choice").hidden = names.length < 2;
       const state = JSON.stringify(names);
       if (list.dataset.state !== state) {
