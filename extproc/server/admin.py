@@ -88,6 +88,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
                 web.post("/debug/explain", self.explain),
                 web.get("/debug/decisions", self.latest_decisions),
                 web.get("/debug/decisions/{id:[^/]+}", self.decision),
+                web.get("/debug/decision", self.decision_of_query),
                 web.get("/debug/shadow", self.shadow),
                 web.get("/debug/record", self.record),
             ]
@@ -161,10 +162,17 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
 
         `?result=` selects among requests of the same id, such as a refused one and its retry.
         """
+        return self._describe_decision(request, request.match_info["id"])
+
+    async def decision_of_query(self, request: web.Request) -> web.Response:
+        """The same of the request `?id=`: browsers shorten a path that ends in the id `.` or `..`."""
+        return self._describe_decision(request, request.query.get("id", ""))
+
+    def _describe_decision(self, request: web.Request, request_id: str) -> web.Response:
         result = request.query.get("result", "")
         if result and result not in RESULTS:
             return _refused(_UNKNOWN_RESULT)
-        record = self.decisions.find(request.match_info["id"], result)
+        record = self.decisions.find(request_id, result)
         if record is None:
             missing = Rejection(
                 404,

@@ -151,6 +151,18 @@ async def test_a_refused_request_is_explained_where_its_retry_has_its_id(scene, 
         assert page.complaints == []
 
 
+@pytest.mark.parametrize("request_id", ["..", ".", "a/../b"])
+async def test_a_request_whose_id_is_a_path_is_explained(scene, chromium, request_id):
+    """Browsers shorten paths, but not queries."""
+    address = scene.route(request_id)
+    async with chromium.page(scene.port) as page:
+        await page.open("#/decisions")
+        await page.page.get_by_role("link", name=request_id, exact=True).click()
+        shown = "document.querySelector('#decision-explanation').textContent"
+        await page.until(f"{shown}.includes('{address}')")
+        assert page.complaints == []
+
+
 @pytest.mark.slow
 async def test_every_view_is_accessible_and_quiet(scene, chromium):
     """At both widths, light and dark: axe finds nothing serious, the browser's console is empty."""

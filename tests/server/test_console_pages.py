@@ -8,6 +8,7 @@ import json
 import re
 import time
 import types
+import urllib.parse
 
 import msgspec
 import pytest
@@ -294,6 +295,22 @@ def test_decisions_of_a_pool_are_not_those_of_longer_names():
             for query, expected in (("chat", {"chat"}), ("", pools)):
                 answer = await http1.ask(port, f"/debug/decisions?pool={query}")
                 assert {decision["id"] for decision in answer.json()["decisions"]} == expected
+
+    serving.run(test())
+
+
+@pytest.mark.parametrize("request_id", ["..", ".", "a/b", "", "%2E", "a&result=ok"])
+def test_a_decision_is_found_by_any_id(request_id):
+    """The query takes ids that a path cannot have everywhere."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            route(process, request_id)
+            query = urllib.parse.urlencode({"id": request_id})
+            decision = await http1.ask(port, f"/debug/decision?{query}")
+            assert decision.json()["id"] == request_id
+            assert (await http1.ask(port, f"/debug/decision?{query}&result=ok")).status == 404
+            assert (await http1.ask(port, f"/debug/decision?{query}&result=no")).status == 400
 
     serving.run(test())
 

@@ -107,14 +107,15 @@ export function createDecision() {
     },
     show(parameter, result) {
       id = parameter;
-      query = result ? `?result=${result}` : "";
+      query = result ? `&result=${result}` : "";
       isOpen = false;
       setText(byId("decision-title"), `Request ${id}`);
       byId("decision-explanation").replaceChildren();
     },
     async refresh() {
       const wanted = `${encodeURIComponent(id)}${query}`;
-      const outcome = await fetchJson(`../debug/decisions/${wanted}`);
+      // A path that ends in the id `.` or `..` is another one to browsers.
+      const outcome = await fetchJson(`../debug/decision?id=${wanted}`);
       if (wanted === `${encodeURIComponent(id)}${query}`) {
         isOpen = outcome.result === "open";
         byId("decision-explanation").replaceChildren(...explanationNodes(outcome));

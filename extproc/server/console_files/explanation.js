@@ -9,7 +9,7 @@ const NUM_COLORS = 10;
 /** Candidates that are drawn before the others are asked for. */
 const MAX_BARS = 8;
 
-/** The nodes that explain an outcome, as `/debug/decisions/{id}` and `/debug/explain` describe it. */
+/** The nodes that explain an outcome, as `/debug/decision` and `/debug/explain` describe it. */
 export function explanationNodes(outcome) {
   if (outcome.outcome !== "decision") {
     return refusalNodes(outcome);
