@@ -418,6 +418,12 @@ _LOG_FLAGS = frozenset(
     {"v", "vmodule", "stderrthreshold", "add-dir-header", "skip-headers", "one-output"}
 )
 
+#: Those that take a value, which may be the next word; others of that kind may be followed by a file.
+VALUED_LOG_FLAGS = (
+    *("log-backtrace-at", "log-dir", "log-file", "log-file-max-size", "log-flush-frequency"),
+    *("stderrthreshold", "vmodule", "zap-stacktrace-level", "zap-time-encoding"),
+)
+
 
 def compatibility_warnings(args: argparse.Namespace) -> Iterator[str]:
     """A warning for each flag that has no effect.
@@ -448,12 +454,17 @@ def unknown_flag_warnings(words: Sequence[str], *, known: Iterable[str]) -> Iter
         name, equals, _ = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
         if word.startswith("-") and _log_flag(name):
-            yield f"{word} has no effect: logging is set with --log-level"
+            yield log_flag_warning(word)
             value_may_follow = not equals
         elif value_may_follow and not word.startswith("-"):
             value_may_follow = False
         else:
             raise _unknown_flag_error(word, name, names)
+
+
+def log_flag_warning(word: str) -> str:
+    """A warning for a log flag of Go programs."""
+    return f"{word} has no effect: logging is set with --log-level"
 
 
 def _accepted_text(flag: CompatibleFlag) -> str:

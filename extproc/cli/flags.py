@@ -76,6 +76,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         for other in flag_table.COMPATIBLE_FLAGS
     ]
     texts = [other.message for other in flag_table.COMPATIBLE_FLAGS]
+    parser.set_defaults(valued_log_flags=())
+    for name in flag_table.VALUED_LOG_FLAGS:
+        spellings = dict.fromkeys((name, name.replace("-", "_")))
+        names = [dashes + spelling for spelling in spellings for dashes in ("--", "-")]
+        parser.add_argument(
+            *names, dest="valued_log_flags", action=_RecordLogFlag, help=argparse.SUPPRESS
+        )
 
     class HelpAll(argparse.Action):
         """Prints the help with the flags that are usually left out."""
@@ -91,6 +98,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--help-all", action=HelpAll, nargs=0, help="also show the flags of the upstream picker"
     )
+
+
+class _RecordLogFlag(argparse.Action):
+    """Records the name of a log flag, whose value is not used."""
+
+    def __call__(
+        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, *words: object
+    ) -> None:
+        """Append the name, the last word."""
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), words[-1]))
 
 
 def _help(flag: flag_table.Flag) -> str:
@@ -134,12 +151,15 @@ def resolve(
 
 
 def find_log_flags(args: argparse.Namespace) -> list[str]:
-    """Find log flags among unknown words; returns a warning for each.
+    """Find log flags, also among unknown words; returns a warning for each.
 
     Raises:
         ConfigError: A word is no log flag.
     """
-    return list(flag_table.unknown_flag_warnings(args.unknown_flags, known=known_flags()))
+    return [
+        *map(flag_table.log_flag_warning, args.valued_log_flags),
+        *flag_table.unknown_flag_warnings(args.unknown_flags, known=known_flags()),
+    ]
 
 
 def known_flags() -> tuple[str, ...]:

@@ -533,3 +533,19 @@ def test_an_unknown_flag_is_named_where_its_value_stands_for_the_file(words, cap
     assert "--poolNamespace: expected a flag of this command" in error
     assert "did you mean --pool-namespace?" in error
     assert "readable" not in error
+
+
+@pytest.mark.parametrize("flag", ["--log_file", "-log-dir", "--vmodule"])
+def test_the_value_of_a_log_flag_is_not_the_file(flag, tmp_path, capsys):
+    """It belongs to its flag, beside FILE and without one."""
+    file = tmp_path / "f.yaml"
+    file.write_text(HEAD)
+    for words in ([flag, "missing"], [str(file), flag, "missing"], [flag, "missing", str(file)]):
+        assert main.main(["check", *words]) == 0
+        assert f"{flag} has no effect" in capsys.readouterr().out
+
+
+def test_a_file_may_follow_a_log_flag_without_a_value(tmp_path, capsys):
+    """Flags of Go that are on or off take no word that follows."""
+    assert main.main(["check", "--logtostderr", str(tmp_path / "missing")]) == 2
+    assert "expected a readable file" in capsys.readouterr().err

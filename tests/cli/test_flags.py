@@ -237,7 +237,8 @@ def test_upstream_command_line_is_accepted_without_warnings():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--zap-stacktrace-level=error"], "--zap-stacktrace-level=error"),
+        (["--zap-stacktrace-level=error"], "--zap-stacktrace-level has"),
+        (["--log_file", "x"], "--log_file has"),
         (["--zap_time_encoding", "iso8601"], "--zap_time_encoding"),
         (["-logtostderr"], "-logtostderr"),
         (["--vmodule=a=1"], "--vmodule"),
