@@ -183,6 +183,7 @@ class Exchange(msgspec.Struct):
         status: HTTP status of the response as text; empty until it is known.
         tail: The end of the response body, and the beginning of a long one, where it is visible.
         edited: Whether the request body was given another model name.
+        is_stream: Whether the response is a stream of events, or of messages of vLLM's gRPC API.
         is_response_streamed: Whether the response body is to be shown chunk by chunk.
         rejection: Why an immediate response was sent; None if none was.
     """
@@ -197,7 +198,7 @@ class Exchange(msgspec.Struct):
     tail: response_handling.TailBuffer | None = None
     rejection: Rejection | None = None
     edited: bool = False
-    is_event_stream: bool = False
+    is_stream: bool = False
     is_response_streamed: bool = False
     _modes: BodyModes | None = None
     _headers: Mapping[str, str] = NO_HEADERS
@@ -210,6 +211,7 @@ class Exchange(msgspec.Struct):
     _model_names: tuple[str, str] = ("", "")
     _response_rewriter: response_handling.ModelNameResponseRewriter | None = None
     _has_selection: bool = False
+    _has_grpc_stream: bool = False
     _is_websocket: bool = False
     _history: int = 0
 
@@ -275,6 +277,7 @@ class Exchange(msgspec.Struct):
         if isinstance(outcome, Rejection):
             return (self.reject(outcome),)
         self.request_state = _ROUTED
+        self._has_grpc_stream = outcome.request.stream and outcome.request.api == "grpc_generate"
         self._response_headers = tuple(outcome.answer_headers)
         if self._settings.request_id:
             self._response_headers += (("x-request-id", request_id or self.request_id),)
@@ -436,14 +439,14 @@ class Exchange(msgspec.Struct):
         self.response_state = _ENDED if event.end_of_stream else _STARTED
         settings, restorer, mode = self._settings, None, None
         content_type = event.headers.get("content-type", "").lower()
-        self.is_event_stream = "text/event-stream" in content_type
+        self.is_stream = self._has_grpc_stream or "text/event-stream" in content_type
         if self._model_names[1] and not event.end_of_stream:
             restorer = model_name_restorer.for_response(event.headers, *self._model_names)
         if (settings.feedback or restorer is not None) and not event.end_of_stream:
             mode = response_handling.response_body_mode_override(
                 modes,
                 event.headers,
-                is_event_stream=self.is_event_stream,
+                is_stream=self.is_stream,
                 watch_stream=self.watch_stream or restorer is not None,
             )
         drops_length = False

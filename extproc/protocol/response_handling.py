@@ -119,7 +119,7 @@ def served_endpoint_marker(event: ProcessingRequest) -> str:
 
 
 def response_body_mode_override(
-    modes: BodyModes, headers: Mapping[str, str], *, is_event_stream: bool, watch_stream: bool
+    modes: BodyModes, headers: Mapping[str, str], *, is_stream: bool, watch_stream: bool
 ) -> BodyMode | None:
     """The response body mode to switch to, or None to leave it.
 
@@ -130,7 +130,7 @@ def response_body_mode_override(
     """
     if not BODY_MODE_TRAITS[modes.request].is_buffered or modes.response is not _NONE:
         return None
-    if is_event_stream:
+    if is_stream:
         return BodyMode.STREAMED if watch_stream else None
     length = headers.get("content-length", "")
     if is_length(length) and int(length) <= MAX_RESPONSE_BYTES:

@@ -106,7 +106,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                 self.unparsed = pending
                 return ()
             return self._route(pending)
-        if event.kind is _RESPONSE_BODY and exchange.is_event_stream and (chunk := event.body):
+        if event.kind is _RESPONSE_BODY and exchange.is_stream and (chunk := event.body):
             self._observer.on_response_chunk(self._context.clock() - self._started_s, chunk)
         if event.kind is _RESPONSE_HEADERS:
             if self._reservation is not None:
@@ -116,7 +116,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                     now - self._routed_s,
                     elapsed_s=now - self._started_s,
                     status=exchange.status,
-                    is_stream=exchange.is_event_stream,
+                    is_stream=exchange.is_stream,
                     is_shown=exchange.is_response_streamed,
                 )
                 try:

@@ -50,7 +50,7 @@ def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, wa
         response_handling.response_body_mode_override(
             BodyModes(*modes),
             headers,
-            is_event_stream=EVENTS.items() <= headers.items(),
+            is_stream=EVENTS.items() <= headers.items(),
             watch_stream=watch_stream,
         )
         is mode

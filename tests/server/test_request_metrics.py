@@ -8,6 +8,7 @@ import pytest
 
 from bench import soak, soak_messages
 from extproc.telemetry.exposition import Exposition
+from tests.parsing.builders import field, frame
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -68,6 +69,37 @@ async def test_a_stream_has_times_tokens_and_a_trace_on_the_page():
         if line.startswith("extproc_request_predicted_ttft_seconds_sum")
     ]
     assert 0.0 < float(predicted) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("is_stream", "streaming", "ttft_s", "num_gaps"),
+    [(1, "true", "0.75", 1), (0, "false", "0.25", 0)],
+)
+async def test_a_stream_of_the_grpc_api_counts_as_a_stream(is_stream, streaming, ttft_s, num_gaps):
+    """Its method is the same for one message and for many; the request says which."""
+    core = soak.Core(soak.settings(engines=2, holding=False))
+    await core.picker.sync()
+    path = "/vllm.grpc.engine.VllmEngine/Generate"
+    kind = {"content-type": "application/grpc"}
+    request = field(2, field(2, bytes(range(1, 10)))) + (field(5, 1) if is_stream else b"")
+    stream = core.open(
+        soak_messages.headers({**HEADERS, **kind, ":path": path}),
+        soak_messages.body(frame(request)),
+    )
+    core.now += 0.25
+    core.say(stream, soak_messages.headers({":status": "200", **kind}, response=True))
+    for token in (1, 2):
+        core.now += 0.5
+        chunk = frame(field(1, field(1, bytes([token]))))
+        core.say(stream, soak_messages.body(chunk, response=True, ends=False))
+    stream.finish()
+    lines = page_of(core)
+    name = "extproc_request_ttft_seconds_sum"
+    assert [line for line in lines if line.startswith(name)] == [
+        f'{name}{{model="none",pool="",streaming="{streaming}"}} {ttft_s}'
+    ]
+    gaps = [line for line in lines if line.startswith("extproc_request_itl_seconds_count")]
+    assert sum(float(line.rpartition(" ")[2]) for line in gaps) == num_gaps
 
 
 async def _stream(
