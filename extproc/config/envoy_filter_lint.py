@@ -16,6 +16,9 @@ from extproc.protocol import headers
 
 _DUPLEX: Final = "FULL_DUPLEX_STREAMED"
 
+#: It is for the body mode STREAMED, but `mode_override` is ignored in all modes.
+_EARLY_BODY: Final = "send_body_without_waiting_for_header_response"
+
 #: Modes that Envoy compares with those of `allowed_override_modes`, and what an entry without one has.
 _UNSET_MODES: Final[Mapping[str, str]] = {
     "request_body_mode": "NONE",
@@ -85,6 +88,15 @@ def _mode_override(processor: YamlTree, settings: Settings, *, place: str) -> It
             f"allow_mode_override is off: {unread}",
             wanted="on",
             fix="write allow_mode_override: true",
+        )
+        return
+    if processor.get(_EARLY_BODY) and mode(processor, "response_body_mode") == "NONE":
+        yield finding.warning(
+            "allow_mode_override",
+            place,
+            f"{_EARLY_BODY} is on: Envoy ignores the modes that extproc asks for, and {unread}",
+            wanted="off",
+            fix=f"remove {_EARLY_BODY}, which has no other effect with request_body_mode BUFFERED",
         )
         return
     allowed = processor.get("allowed_override_modes") or []

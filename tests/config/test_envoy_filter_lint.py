@@ -16,6 +16,19 @@ def test_allowed_overrides_are_compared_as_envoy_compares_them():
     assert [result.check for result in findings(tree)] == ["allow_mode_override"]
 
 
+def test_bodies_that_do_not_wait_for_headers_end_mode_overrides():
+    """Envoy ignores the mode that extproc asks for then; without feedback it asks for none."""
+    tree = load()
+    processor(tree)["send_body_without_waiting_for_header_response"] = True
+    assert [result.check for result in findings(tree)] == ["allow_mode_override"]
+    (result,) = findings(tree)
+    assert "send_body_without_waiting_for_header_response is on" in result.text
+    silent = settings.Settings(responses=ResponsesSection(feedback=False))
+    assert findings(tree, silent) == []
+    processor(tree)["processing_mode"]["response_body_mode"] = "BUFFERED"
+    assert findings(tree) == []
+
+
 def test_a_route_may_override_namespaces_to_forward_only():
     """Namespaces to receive stay those of the filter."""
     tree = load()
