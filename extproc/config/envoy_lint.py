@@ -318,14 +318,19 @@ def _tries(route: YamlTree, *, spot: str, where: str) -> Iterator[Finding]:
 
 def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check what clients read when extproc or every engine is down, and what is logged of it."""
-    if (manager.get("local_reply_config") or {}).get("mappers"):
+    config = manager.get("local_reply_config") or {}
+    replies = [{"body_format_override": config.get("body_format")}, *(config.get("mappers") or [])]
+    if any(map(_may_be_error_object, replies)):
         yield finding.fine("local_replies", place, "local_reply_config answers for what is down")
     else:
+        missing = (
+            "nothing in local_reply_config has" if config else "there is no local_reply_config with"
+        )
         yield finding.note(
             "local_replies",
             place,
-            "there is no local_reply_config: when extproc or every engine is down, clients get "
-            "plain text, which OpenAI clients cannot read",
+            f"{missing} an error object: when extproc or every engine is down, clients get what "
+            "OpenAI clients cannot read",
             wanted="an error object as JSON",
             fix="copy local_reply_config of `extproc envoy-config original-dst`",
         )
@@ -339,6 +344,18 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         )
     if not (manager.get("tracing") or {}).get("provider"):
         yield finding.fine("tracing", place, "requests have no traces")
+
+
+def _may_be_error_object(mapper: YamlTree) -> bool:
+    """Return False if what a mapper makes of a local reply is no error of OpenAI's API for certain."""
+    body_format = mapper.get("body_format_override") or {}
+    if "json_format" in body_format:
+        error = body_format["json_format"].get("error")
+        return isinstance(error, Mapping) and "message" in error
+    source = body_format.get("text_format_source") or mapper.get("body") or {}
+    text = body_format.get("text_format") or source.get("inline_string")
+    # The text of a file is not known.
+    return bool(source) if text is None else '"error"' in text and '"message"' in text
 
 
 def _picker_down(

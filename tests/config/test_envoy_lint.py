@@ -252,6 +252,28 @@ def test_facts_to_know_are_notes(check):
     assert check in notes(tree)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_readable"),
+    [
+        ({"mappers": [{"status_code": 503}]}, False),
+        ({"mappers": [{"body": {"inline_string": "sorry"}}]}, False),
+        ({"mappers": [{"body": {"inline_string": '{"error": {"message": "x"}}'}}]}, True),
+        ({"mappers": [{"body": {"filename": "sorry.json"}}]}, True),
+        ({"mappers": [{"body_format_override": {"text_format": "%LOCAL_REPLY_BODY%"}}]}, False),
+        ({"mappers": [{"body_format_override": {"json_format": {"error": "down"}}}]}, False),
+        ({"body_format": {"json_format": {"message": "%LOCAL_REPLY_BODY%"}}}, False),
+        ({"body_format": {"json_format": {"error": {"message": "x"}}}}, True),
+        ({"body_format": {"text_format_source": {"inline_string": "x"}}}, False),
+        ({"body_format": {"text_format_source": {"filename": "x"}}}, True),
+    ],
+)
+def test_local_replies_without_any_error_object_are_a_note(config, is_readable):
+    """One that may be an error object is enough, since filters cannot be compared."""
+    tree = load()
+    manager(tree)["local_reply_config"] = config
+    assert ("local_replies" in notes(tree)) is not is_readable
+
+
 def test_failing_closed_where_envoy_could_choose_is_a_note():
     """The override-host profile goes on by least request without extproc."""
     tree = load("override-host.yaml")
