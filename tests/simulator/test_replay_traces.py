@@ -160,7 +160,11 @@ def test_other_files_are_refused(tmp_path, text, words):
     ("name", "text", "where"),
     [
         ("mooncake", MOONCAKE + '{"timestamp": "x"}\n', "line 3"),
+        ("mooncake", MOONCAKE + MOONCAKE.replace("1100", "-1"), "line 3"),
+        ("mooncake", MOONCAKE + MOONCAKE.replace(": 5", ": -5"), "line 3"),
         ("azure", AZURE + "yesterday,1,2\n", "line 4"),
+        ("azure", AZURE + "2023-11-16 18:15:48,-1,2\n", "line 4"),
+        ("azure", AZURE + "2023-11-16 18:15:48,1,-2\n", "line 4"),
         ("vllm-bench", VLLM + '{"prompt": 5}\n', "line 4"),
         ("vllm-bench", VLLM + '{"prompt": "a", "output_tokens": -5}\n', "line 4"),
         ("sharegpt", '[{"conversations": 5}]', "trace: conversation 1"),

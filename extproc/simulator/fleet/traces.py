@@ -25,8 +25,8 @@ _AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 class _Row(msgspec.Struct, frozen=True):
     timestamp: float
-    input_length: int
-    output_length: int
+    input_length: Annotated[int, msgspec.Meta(ge=0)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_ID)]]
 
 
@@ -99,12 +99,20 @@ def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec
             stamp, prompt, output = text.split(",")
             # Seven digits of a second; datetime takes six. Some have a zone, which is always UTC.
             at = dt.datetime.fromisoformat(stamp[:26]).replace(tzinfo=None)
-            tokens, answer = max(1, int(prompt)), max(1, int(output))
+            tokens, answer = max(1, _length(prompt)), max(1, _length(output))
         except ValueError as error:
             raise _unreadable(where, number, _AZURE_HEAD, str(error)) from None
         begin = at if begin is None else begin
         work = RequestSpec(tokens, answer, streams.keys(number, tokens), opening=f"row {number}")
         yield (at - begin).total_seconds(), work
+
+
+def _length(text: str) -> int:
+    """A number of tokens; raises `ValueError` for text that is none."""
+    length = int(text)
+    if length < 0:
+        raise ValueError(f"expected a number of tokens from 0, got {length}")
+    return length
 
 
 def _unreadable(where: str, number: int, wanted: str, got: str) -> ConfigError:
