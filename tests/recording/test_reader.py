@@ -186,7 +186,11 @@ def _with_table(**columns):
     [
         (b"no JSON\n", "line 1", "malformed"),
         (b'{"kind":"\xff"}\n', "line 1", "invalid start byte"),
-        (b'{"kind":"recording","version":4,"settings":' + b'{"a":' * 99_999, "line 1", "while deserializing an object"),
+        (
+            b'{"kind":"recording","version":4,"settings":' + b'{"a":' * 99_999,
+            "line 1",
+            "while deserializing an object",
+        ),
         (b'{"kind":"decision","n":1,"at":1,"endpoint":0}\n', "line 1", "before any header"),
         (b'{"kind":"recording","version":1}\n', "line 1", "version 1"),
         (
