@@ -61,13 +61,21 @@ _KEYS: Mapping[str, str] = {
     "saturationDetector": epp_sections.SATURATION,
 }
 
-#: Handlers that choose among profiles: type to the parameters that name the one that routes, its name
-#: where they do not, and what is missing here of handlers that use several profiles; else empty.
-_HANDLERS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
-    "disagg-profile-handler": (("profiles", "decode"), "decode", _NOT_SPLIT),
-    "pd-profile-handler": (("decodeProfile",), "decode", _NOT_SPLIT),
+#: Keys that lead to a parameter.
+_Path = tuple[str, ...]
+
+#: Handlers that choose among profiles: type to the parameters that name the one that routes (the first
+#: that is there counts), its name where none does, and what is missing here of handlers that use several
+#: profiles; else empty.
+_HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
+    "disagg-profile-handler": (
+        (("profiles", "decode"), ("decodeProfile",)),
+        "decode",
+        _NOT_SPLIT,
+    ),
+    "pd-profile-handler": ((("decodeProfile",),), "decode", _NOT_SPLIT),
     "header-profile-handler": (
-        ("defaultProfile",),
+        (("defaultProfile",),),
         "decode",
         "no header chooses a profile here",
     ),
@@ -391,11 +399,16 @@ def _routing(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
 
 def _decoding(handler: NamedPlugin) -> str:
     """Return the name of a handler's decode profile; other stages are not picked here."""
-    keys, name, _ = _HANDLERS[handler.type]
-    value: object = handler.parameters
-    for key in keys:
+    paths, name, _ = _HANDLERS[handler.type]
+    return next(filter(None, [_find_text(handler, path) for path in paths]), name)
+
+
+def _find_text(plugin: NamedPlugin, path: _Path) -> str:
+    """Return the text of a parameter without blanks around it; empty for none."""
+    value: object = plugin.parameters
+    for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, str) else name
+    return value.strip() if isinstance(value, str) else ""
 
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: Place) -> ConfigError:

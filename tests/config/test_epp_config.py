@@ -247,6 +247,31 @@ def test_errors_in_decision_trees_name_their_place(parameters, spot, hint):
     assert hint in raised.value.fix
 
 
+@pytest.mark.parametrize(
+    ("handler", "routing"),
+    [
+        ("disagg-profile-handler, parameters: {profiles: {decode: d}}", "d"),
+        ("disagg-profile-handler, parameters: {decodeProfile: d, prefillProfile: p}", "d"),
+        ('disagg-profile-handler, parameters: {profiles: {decode: ""}}', "decode"),
+        ("pd-profile-handler, parameters: {decodeProfile: d}", "d"),
+        ('pd-profile-handler, parameters: {decodeProfile: ""}', "decode"),
+        ('header-profile-handler, parameters: {defaultProfile: " d "}', "d"),
+        ('header-profile-handler, parameters: {defaultProfile: " "}', "decode"),
+    ],
+)
+def test_handlers_name_the_profile_that_routes(handler, routing):
+    """The older parameters count too, and an empty name is the usual one, as upstream."""
+    document = loader.parse(
+        THEIRS
+        + f"plugins: [{{type: max-score-picker}}, {{type: {handler}}}]\n"
+        + f"schedulingProfiles: [{{name: p}}, {{name: {routing}}}]\n",
+        where="file.yaml",
+    )
+    allowed = loader.FlagOverride(("scheduling", "allow_unsupported"), value=True, flag="--flag")
+    settings = loader.settings(document, [allowed])
+    assert profile_builder.build_profile(settings, where="file.yaml").name == routing
+
+
 def test_a_predicted_latency_file_routes_without_predictions():
     """Of its three profiles the one without predictions routes."""
     text = """plugins:
