@@ -84,6 +84,15 @@ _HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
     "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
 }
 
+#: Parameters of `disagg-profile-handler` that name a decider.
+_DECIDERS: tuple[_Path, ...] = (
+    ("deciders", "prefill"),
+    ("deciders", "encode"),
+    ("prefillDeciderPluginName",),
+    ("encodeDeciderPluginName",),
+    ("deciderPluginName",),
+)
+
 
 class EppDocument(msgspec.Struct, frozen=True):
     """An EndpointPickerConfig in terms of our own settings.
@@ -281,7 +290,7 @@ def check_supported(scheduling: EppPlugins, file: Place) -> None:
     profiles = [profile.name for profile in scheduling.scheduling_profiles]
     for index, plugin in enumerate(scheduling.plugins):
         _, _, missing = _HANDLERS.get(plugin.type, ((), "", ""))
-        if missing and len(profiles) > 1:
+        if missing and len(profiles) > 1 and _uses_others(plugin):
             others = ", ".join(name for name in profiles if name != _decoding(plugin))
             raise ConfigError(
                 file / "plugins" / index / "type",
@@ -401,6 +410,17 @@ def _decoding(handler: NamedPlugin) -> str:
     """Return the name of a handler's decode profile; other stages are not picked here."""
     paths, name, _ = _HANDLERS[handler.type]
     return next(filter(None, [_find_text(handler, path) for path in paths]), name)
+
+
+def _uses_others(handler: NamedPlugin) -> bool:
+    """True if a handler may run other profiles than the one that routes.
+
+    Upstream, a stage without a decider never runs; in the order `prefill-first`, prefill needs none.
+    """
+    if handler.type != "disagg-profile-handler":
+        return True
+    is_prefill_first = _find_text(handler, ("stageOrder",)) == "prefill-first"
+    return is_prefill_first or any(_find_text(handler, path) for path in _DECIDERS)
 
 
 def _find_text(plugin: NamedPlugin, path: _Path) -> str:

@@ -196,24 +196,45 @@ def test_deprecated_metric_flags_give_a_warning(name, value):
     assert warning.startswith(f"--{name} has no effect: engines are recognised")
 
 
-@pytest.mark.parametrize(
-    "handler", ["disagg-profile-handler", "pd-profile-handler", "header-profile-handler"]
-)
-def test_separate_prefill_is_refused_unless_allowed(handler):
-    """A split deployment would route to decode engines alone, and look as if it worked."""
-    text = (
+def with_handler(handler):
+    return (
         "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, plugins: "
         f"[{{type: {handler}}}, {{type: decode-filter}}, {{type: prefill-filter}}, "
         "{type: max-score-picker}], schedulingProfiles: "
         "[{name: prefill, plugins: [{pluginRef: prefill-filter}]}, "
         "{name: decode, plugins: [{pluginRef: decode-filter}]}]}"
     )
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "disagg-profile-handler, parameters: {deciders: {prefill: a}}",
+        "disagg-profile-handler, parameters: {encodeDeciderPluginName: a}",
+        "disagg-profile-handler, parameters: {stageOrder: prefill-first}",
+        "pd-profile-handler",
+        "header-profile-handler",
+    ],
+)
+def test_separate_prefill_is_refused_unless_allowed(handler):
+    """A split deployment would route to decode engines alone, and look as if it worked."""
+    text = with_handler(handler)
     with pytest.raises(ConfigError) as raised:
         resolve(ENDPOINTS, "--config-text", text)
     assert "engines of prefill would idle" in raised.value.got
     assert "--allow-unsupported" in raised.value.fix
     resolved = resolve(ENDPOINTS, "--config-text", text, "--allow-unsupported")
     assert resolved.settings.scheduling.allow_unsupported
+
+
+@pytest.mark.parametrize(
+    "parameters", ["{}", '{deciders: {prefill: ""}}', "{stageOrder: decode-first}"]
+)
+def test_a_handler_without_deciders_is_accepted(parameters):
+    """As upstream, the profile for decoding then routes every request, and no other one runs."""
+    handler = f"disagg-profile-handler, parameters: {parameters}"
+    resolved = resolve(ENDPOINTS, "--config-text", with_handler(handler))
+    assert not resolved.settings.scheduling.allow_unsupported
 
 
 #: A usual command line of the upstream picker.

@@ -16,7 +16,7 @@ from tests.support.reloading import PLUGIN, ReloadingScene, read
 
 #: Rules that split prefill from decode.
 SPLIT = (
-    "plugins: [{type: disagg-profile-handler}]\n"
+    "plugins: [{type: disagg-profile-handler, parameters: {deciders: {prefill: p}}}]\n"
     "schedulingProfiles: [{name: prefill}, {name: decode}]"
 )
 
