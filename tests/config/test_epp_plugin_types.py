@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from extproc.config import loader, profile_builder
 from extproc.config.epp_plugin_types import plugin_types
 from extproc.scheduling import registry
 
@@ -51,3 +52,20 @@ def test_every_upstream_kind_can_be_written(table):
     kinds = {cls.kind for cls in table.values() if "Upstream:" in " ".join(cls.__doc__.split())}
     assert kinds == {kind for kind in table if kind in TYPES}
     assert all(TYPES[kind].kind == kind for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        "type: sheddable-eviction-filter",
+        "type: priority-then-time-eviction-order-policy",
+        "type: eviction-sheddable-filter",
+        "type: eviction-priority-then-time-ordering",
+    ],
+)
+def test_plugins_of_upstream_files_are_accepted(plugin):
+    """Types and parameters have the names that upstream registers and reads."""
+    text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+    text += f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n"
+    settings = loader.settings(loader.parse(text, where="file.yaml"))
+    profile_builder.build_profile(settings, where="file.yaml")
