@@ -61,6 +61,7 @@ def test_every_upstream_kind_can_be_written(table):
         "type: priority-then-time-eviction-order-policy",
         "type: eviction-sheddable-filter",
         "type: eviction-priority-then-time-ordering",
+        "type: mm-embeddings-cache-scorer, parameters: {producerName: mm}",
     ],
 )
 def test_plugins_of_upstream_files_are_accepted(plugin):
