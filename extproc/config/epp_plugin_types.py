@@ -62,6 +62,8 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             effect is the same or that of the type: all other known parameters of a no-op or
             unsupported type, and those of a built type that are no fields of its class.
         ignored: Parameters that are accepted with a warning, unless they have upstream's default.
+        positive: Parameters that count as absent where they are 0 or less, as upstream where it uses
+            them.
         refuses_any: True if upstream reads the parameters of a type that has none, and refuses any;
             it leaves those of all other types without parameters unread.
         note: A sentence for readers of the configuration; empty if there is nothing to add.
@@ -76,6 +78,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     instead: str = ""
     parameters: tuple[str, ...] = ()
     ignored: IgnoredParameters = _NONE_IGNORED
+    positive: tuple[str, ...] = ()
     refuses_any: bool = False
     note: str = ""
     rename: Mapping[str, str] = {}
@@ -92,7 +95,9 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         params = {
             self.rename.get(name, name): value
             for name, value in written.items()
-            if name not in self.parameters and name not in self.ignored.defaults
+            if name not in self.parameters
+            and name not in self.ignored.defaults
+            and not (name in self.positive and _is_not_positive(value))
         }
         bound = self.condition
         if bound is None:
@@ -104,6 +109,10 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if value is not None:
             condition["maxValue"] = value
         return {"conditions": [condition], **params}
+
+
+def _is_not_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value <= 0
 
 
 @cache

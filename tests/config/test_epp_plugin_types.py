@@ -24,7 +24,9 @@ def test_built_types_are_in_the_catalogue(row):
     assert row.status == "deprecated" or row.kind == row.name
     fields = msgspec.structs.fields(TABLES[row.role][row.kind])
     unread = {*row.parameters, *row.ignored.defaults}
-    assert not {field.encode_name for field in fields} & unread
+    names = {field.encode_name for field in fields}
+    assert not names & unread
+    assert set(row.positive) <= names
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -62,11 +64,26 @@ def test_every_upstream_kind_can_be_written(table):
         "type: eviction-sheddable-filter",
         "type: eviction-priority-then-time-ordering",
         "type: mm-embeddings-cache-scorer, parameters: {producerName: mm}",
+        "type: active-request-scorer, parameters: {idleThreshold: -1}",
+        "type: load-aware-scorer, parameters: {threshold: 0}",
+        "type: no-hit-lru-scorer, parameters: {lruSize: 0}",
+        "type: token-load-scorer, parameters: {queueThresholdTokens: 0}",
+        "type: prefix-cache-affinity-filter, parameters: {peakPrefillThroughput: 0}",
+        "type: random-picker, parameters: {maxNumOfEndpoints: 0}",
+        "type: weighted-random-picker, parameters: {maxNumOfEndpoints: -1}",
     ],
 )
 def test_plugins_of_upstream_files_are_accepted(plugin):
     """Types and parameters have the names that upstream registers and reads."""
     text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-    text += f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n"
+    text += f"plugins: [{{{plugin}}}, {{type: queue-scorer}}]\n"
     settings = loader.settings(loader.parse(text, where="file.yaml"))
     profile_builder.build_profile(settings, where="file.yaml")
+
+
+def test_numbers_that_have_to_be_positive_are_defaults_otherwise():
+    """Upstream takes 0 and less for no value; text, and such numbers elsewhere, are errors."""
+    row = TYPES["max-score-picker"]
+    assert row.convert_parameters({"maxNumOfEndpoints": 0}) == {}
+    assert row.convert_parameters({"maxNumOfEndpoints": 2}) == {"maxNumOfEndpoints": 2}
+    assert row.convert_parameters({"maxNumOfEndpoints": False}) == {"maxNumOfEndpoints": False}
