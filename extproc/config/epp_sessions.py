@@ -36,6 +36,12 @@ _AGENT_HEADERS: Final = (
 #: Types of the plugins with sources.
 _READERS: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
 
+#: Settings of these plugins that upstream takes for absent where they are empty or 0, by section.
+_UNSET: Final = {
+    "encodedEndpointHeaderConfig": ("header",),
+    "sessionIdConfig": ("sources", "evictionTtlSeconds", "evictionSweepSeconds"),
+}
+
 _Sources = Sequence[Mapping[str, str]]
 
 
@@ -70,10 +76,8 @@ def convert_sessions(plugins: EppPlugins, file: Place) -> tuple[EppPlugins, tupl
             agent_headers = (*added, *_AGENT_HEADERS)
             # The request parsers read the others, in their own order and with the body.
             sources[_AGENT] = (*({"header": name} for name in added), {"attribute": _AGENT})
-    if not sources:
-        return plugins, ()
     converted = tuple(
-        _with_sources(plugin, sources) if plugin.type in _READERS else plugin
+        _with_sources(_without_unset(plugin), sources) if plugin.type in _READERS else plugin
         for plugin in plugins.plugins
     )
     return msgspec.structs.replace(plugins, plugins=converted), agent_headers
@@ -91,6 +95,31 @@ def _read_producer(plugin: NamedPlugin, place: Place) -> _Sources:
             fix="write headerName: x-session-id",
         )
     return ({"header": header} if header else {"cookie": cookie},)
+
+
+def _without_unset(plugin: NamedPlugin) -> NamedPlugin:
+    """The plugin without settings that stand for upstream's defaults, and blanks around names."""
+    parameters = dict(plugin.parameters)
+    for name, keys in _UNSET.items():
+        section = _strip(parameters.get(name))
+        if isinstance(section, Mapping):
+            parameters[name] = {
+                key: value
+                for key, value in section.items()
+                if key not in keys or value or isinstance(value, bool)
+            }
+    return msgspec.structs.replace(plugin, parameters=parameters)
+
+
+def _strip(value: object) -> object:
+    """A tree without blanks around its texts."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list | tuple):
+        return [_strip(member) for member in value]
+    if isinstance(value, Mapping):
+        return {key: _strip(member) for key, member in value.items()}
+    return value
 
 
 def _with_sources(plugin: NamedPlugin, sources: Mapping[str, _Sources]) -> NamedPlugin:

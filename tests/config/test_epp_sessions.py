@@ -6,7 +6,7 @@ import pytest
 
 from extproc.config import lint, loader, profile_builder
 from extproc.errors import ConfigError
-from extproc.scheduling.session_affinity import SessionSource
+from extproc.scheduling.session_affinity import EncodedEndpointHeader, SessionId, SessionSource
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 
@@ -69,6 +69,37 @@ def test_malformed_sources_are_refused(config):
     )
     with pytest.raises(ConfigError, match="sessionIdConfig"):
         sources(settings)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "header", "sessions"),
+    [
+        ("encodedEndpointHeaderConfig: {header: ''}", EncodedEndpointHeader(), SessionId()),
+        (
+            "encodedEndpointHeaderConfig: {header: ' X-Token '}",
+            EncodedEndpointHeader(header="X-Token"),
+            SessionId(),
+        ),
+        (
+            "sessionIdConfig: {sources: [], evictionTtlSeconds: 0, evictionSweepSeconds: 0}",
+            EncodedEndpointHeader(),
+            SessionId(),
+        ),
+        (
+            "sessionIdConfig: {sources: [{header: ' x-s '}], evictionTtlSeconds: 7}",
+            EncodedEndpointHeader(),
+            SessionId(sources=(SessionSource(header="x-s"),), eviction_ttl_seconds=7.0),
+        ),
+    ],
+)
+def test_empty_settings_of_sessions_are_the_usual_ones(parameters, header, sessions):
+    """As upstream, nothing and 0 count as absent, and blanks around a name not at all."""
+    settings = read(
+        f"plugins:\n- {{type: session-affinity-filter, parameters: {{{parameters}}}}}\n"
+    )
+    plugin = profile_builder.build_profile(settings, where="file.yaml").filters[0]
+    assert plugin.encoded_endpoint_header_config == header
+    assert plugin.session_id_config == sessions
 
 
 GATE = "featureGates: [flowControl]\n"
