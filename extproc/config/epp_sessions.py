@@ -36,9 +36,13 @@ _AGENT_HEADERS: Final = (
 #: Types of the plugins with sources.
 _READERS: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
 
+#: The parameter of releases before the section for its strategy.
+_OLD_HEADER: Final = "headerName"
+_HEADER_SECTION: Final = "encodedEndpointHeaderConfig"
+
 #: Settings of these plugins that upstream takes for absent where they are empty or 0, by section.
 _UNSET: Final = {
-    "encodedEndpointHeaderConfig": ("header",),
+    _HEADER_SECTION: ("header",),
     "sessionIdConfig": ("sources", "evictionTtlSeconds", "evictionSweepSeconds"),
 }
 
@@ -54,12 +58,14 @@ class _AgentIdentity(UpstreamParameters, frozen=True):
     additional_session_headers: tuple[validation.Name, ...] = ()
 
 
-def convert_sessions(plugins: EppPlugins, file: Place) -> tuple[EppPlugins, tuple[str, ...]]:
-    """Convert the sources of session-affinity plugins.
+def convert_sessions(
+    plugins: EppPlugins, file: Place
+) -> tuple[EppPlugins, tuple[str, ...], list[str]]:
+    """Convert the parameters of session-affinity plugins.
 
     Returns:
-        The plugins with headers and cookies in place of attributes as sources, and the headers that
-        name the session of an agent, none without the plugin.
+        The plugins with headers and cookies in place of attributes as sources; the headers that
+        name the session of an agent, none without the plugin; and warnings.
 
     Raises:
         ConfigError: A producer names no header and no cookie, or both; or a parameter is unknown.
@@ -76,11 +82,27 @@ def convert_sessions(plugins: EppPlugins, file: Place) -> tuple[EppPlugins, tupl
             agent_headers = (*added, *_AGENT_HEADERS)
             # The request parsers read the others, in their own order and with the body.
             sources[_AGENT] = (*({"header": name} for name in added), {"attribute": _AGENT})
+    warnings: list[str] = []
     converted = tuple(
-        _with_sources(_without_unset(plugin), sources) if plugin.type in _READERS else plugin
+        _convert_reader(plugin, sources, warnings) if plugin.type in _READERS else plugin
         for plugin in plugins.plugins
     )
-    return msgspec.structs.replace(plugins, plugins=converted), agent_headers
+    return msgspec.structs.replace(plugins, plugins=converted), agent_headers, warnings
+
+
+def _convert_reader(
+    plugin: NamedPlugin, sources: Mapping[str, _Sources], warnings: list[str]
+) -> NamedPlugin:
+    """A session-affinity plugin as it is built."""
+    if _OLD_HEADER in plugin.parameters and _HEADER_SECTION not in plugin.parameters:
+        parameters = dict(plugin.parameters)
+        parameters[_HEADER_SECTION] = {"header": parameters.pop(_OLD_HEADER)}
+        plugin = msgspec.structs.replace(plugin, parameters=parameters)
+        warnings.append(
+            f"plugin {plugin.name or plugin.type}: {_OLD_HEADER} is of earlier releases: write "
+            f"{_HEADER_SECTION}.header"
+        )
+    return _with_sources(_without_unset(plugin), sources)
 
 
 def _read_producer(plugin: NamedPlugin, place: Place) -> _Sources:

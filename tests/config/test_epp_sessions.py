@@ -102,6 +102,20 @@ def test_empty_settings_of_sessions_are_the_usual_ones(parameters, header, sessi
     assert plugin.session_id_config == sessions
 
 
+@pytest.mark.parametrize(("written", "header"), [("X-Token", "X-Token"), ("''", "x-session-token")])
+def test_the_header_of_earlier_releases_carries_the_token(written, header):
+    """`headerName` of llm-d-router 0.9 is read, with a warning that names the section."""
+    plugin = f"{{type: session-affinity-filter, parameters: {{headerName: {written}}}}}"
+    document = loader.parse(f"{HEAD}plugins: [{plugin}]\n", where="file.yaml")
+    profile = profile_builder.build_profile(loader.settings(document), where="file.yaml")
+    assert profile.filters[0].encoded_endpoint_header_config.header == header
+    (warning,) = document.warnings
+    assert warning == (
+        "plugin session-affinity-filter: headerName is of earlier releases: write "
+        "encodedEndpointHeaderConfig.header"
+    )
+
+
 GATE = "featureGates: [flowControl]\n"
 
 
