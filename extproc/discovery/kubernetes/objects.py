@@ -35,6 +35,7 @@ _PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+_NameOrEmpty = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
 #: The API server takes no longer name of any object.
 _ObjectName = Annotated[str, msgspec.Meta(max_length=253)]
 
@@ -275,12 +276,12 @@ class _Match(msgspec.Struct):
 
 
 class _Target(msgspec.Struct, rename="camel"):
-    model_rewrite: _Name
+    model_rewrite: _NameOrEmpty
     weight: _Weight | None = None
 
 
 class _Rule(msgspec.Struct):
-    targets: Annotated[list[_Target], msgspec.Meta(min_length=1)]
+    targets: list[_Target] | None = None
     matches: list[_Match] | None = None
 
 
@@ -416,17 +417,20 @@ def _decode_rewrite(raw: _CustomResource[_RewriteSpec]) -> RewriteObject:
 
 
 def _decode_rule(raw: _Rule) -> inference_policy.RewriteRule | None:
-    """Converts a rule; None if all its matches are unknown, lest it match every request."""
+    """Converts a rule; None if it has no target, which the API allows.
+
+    None too if all its matches are unknown, lest it match every request.
+    """
     matches = raw.matches or []
+    targets = [target for target in raw.targets or () if target.model_rewrite]
     generic = not matches or any(match.model is None for match in matches)
     models = [match.model.value for match in matches if match.model and match.model.type == "Exact"]
-    if not generic and not models:
+    if not targets or not (generic or models):
         return None
     return inference_policy.RewriteRule(
         models=() if generic else tuple(dict.fromkeys(models)),
         targets=tuple(
-            inference_policy.TargetModel(target.model_rewrite, target.weight)
-            for target in raw.targets
+            inference_policy.TargetModel(target.model_rewrite, target.weight) for target in targets
         ),
     )
 

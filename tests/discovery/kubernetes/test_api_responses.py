@@ -213,6 +213,21 @@ def test_a_rule_with_an_unknown_match_is_skipped():
     assert [(rule.models, rule.targets[0].model) for rule in rewrite.rules] == [((), "o")]
 
 
+def test_a_rule_without_targets_is_skipped():
+    """The API allows it; the other rules of its object count."""
+    value = builders.rewrite(
+        rules=[(["a"], {}), (["b"], {"": None}), (["c"], {}), (["m"], {"": 9, "n": 1})]
+    )
+    del value["spec"]["rules"][0]["targets"]
+    rewrite = (
+        api_responses.WatchReader(watch_plan.REWRITES)
+        .decode_event(builders.line("ADDED", value))
+        .value
+    )
+    assert [rule.models for rule in rewrite.rules] == [("m",)]
+    assert [target.model for target in rewrite.rules[0].targets] == ["n"]
+
+
 @hypothesis.given(st.binary(max_size=200))
 def test_no_bytes_raise(text):
     """Whatever stands in a line or a page, it is a value."""
