@@ -129,6 +129,7 @@ def test_ignored_plugins_are_warnings():
         ),
         ("type: program-aware-fairness", "as `flow_control.fairness` says"),
         ("type: probabilistic-admitter", "priorities of objectives"),
+        ("type: destination-endpoint-served-verifier", "with --conformance-testing only"),
         (
             "type: single-profile-handler, parameters: {foo: x}",
             "parameters foo have no effect, as upstream",
