@@ -23,10 +23,12 @@ plugins:
 - type: endpoint-attribute-scorer
   parameters:
     attributeKey: custom.queue_depth
+    producer: core-metrics-extractor
     algorithm: {type: linear_lower_is_better}
 - type: endpoint-attribute-filter
   parameters:
     attribute: example.com/heat
+    producer: core-metrics-extractor
     algorithm: {type: threshold, threshold: {operator: LessThan, value: 90}}
 - {type: queue-scorer}
 schedulingProfiles:
