@@ -63,6 +63,7 @@ def test_every_upstream_kind_can_be_written(table):
         "type: priority-then-time-eviction-order-policy",
         "type: eviction-sheddable-filter",
         "type: eviction-priority-then-time-ordering",
+        "type: model-server-protocol-models",
         "type: mm-embeddings-cache-scorer, parameters: {producerName: mm}",
         "type: active-request-scorer, parameters: {idleThreshold: -1}",
         "type: load-aware-scorer, parameters: {threshold: 0}",
