@@ -144,6 +144,17 @@ def _strip(value: object) -> object:
     return value
 
 
+def _with_one_name(source: object) -> object:
+    """A source whose attribute has the name of its producer in it, as up to llm-d-router 0.10."""
+    if not isinstance(source, Mapping) or "producer" not in source:
+        return source
+    attribute, producer = source.get("attribute"), source["producer"] or ""
+    if not isinstance(attribute, str) or not isinstance(producer, str):
+        return source
+    others = {key: value for key, value in source.items() if key != "producer"}
+    return {**others, "attribute": f"{attribute}/{producer}" if producer else attribute}
+
+
 def _with_sources(plugin: NamedPlugin, sources: Mapping[str, _Sources]) -> NamedPlugin:
     """The plugin with the sources that its attributes stand for; malformed ones stay as they are."""
     section = plugin.parameters.get("sessionIdConfig")
@@ -151,7 +162,7 @@ def _with_sources(plugin: NamedPlugin, sources: Mapping[str, _Sources]) -> Named
     if not isinstance(section, Mapping) or not isinstance(written, list | tuple):
         return plugin
     converted: list[object] = []
-    for source in written:
+    for source in map(_with_one_name, written):
         attribute = source.get("attribute") if isinstance(source, Mapping) else None
         converted += sources.get(attribute, [source]) if isinstance(attribute, str) else [source]
     parameters = {**plugin.parameters, "sessionIdConfig": {**section, "sources": converted}}

@@ -50,6 +50,22 @@ def test_a_session_attribute_is_the_header_or_cookie_of_its_producer(producer, a
 
 
 @pytest.mark.parametrize(
+    ("written", "source"),
+    [
+        ("attribute: SessionIDDataKey, producer: s", SessionSource(cookie="sid")),
+        ("attribute: agent-identity, producer: null", SessionSource(attribute="agent-identity")),
+    ],
+)
+def test_the_producer_of_an_attribute_may_have_a_key_of_its_own(written, source):
+    """Later releases of upstream name attribute and producer apart."""
+    settings = read(
+        "plugins:\n- {type: session-id-producer, name: s, parameters: {cookieName: sid}}\n"
+        + affinity(f"[{{{written}}}]")
+    )
+    assert sources(settings) == (source,)
+
+
+@pytest.mark.parametrize(
     "parameters", ["{}", "{headerName: null}", "{headerName: a, cookieName: b}", "{header: a}"]
 )
 def test_a_producer_has_exactly_one_location(parameters):
@@ -59,7 +75,14 @@ def test_a_producer_has_exactly_one_location(parameters):
 
 
 @pytest.mark.parametrize(
-    "config", ["3", "{sources: 3}", "{sources: [3]}", "{sources: [{attribute: 3}]}"]
+    "config",
+    [
+        "3",
+        "{sources: 3}",
+        "{sources: [3]}",
+        "{sources: [{attribute: 3}]}",
+        "{sources: [{attribute: a, producer: 3}]}",
+    ],
 )
 def test_malformed_sources_are_refused(config):
     """Sources that are no list of places are an error, with a producer too."""
