@@ -37,6 +37,7 @@ class _DataLayer(UpstreamParameters, frozen=True):
     inject_defaults: bool | None = None
     sources: tuple[_Source, ...] | None = None
     discovery: _Reference | None = None
+    peer_discovery: _Reference | None = None
     cross_replica_syncer_plugin_ref: str = ""
     cross_replica_sync_interval: str | None = None
 
@@ -157,6 +158,8 @@ def _data_layer_references(section: _DataLayer | None, place: Place) -> Iterator
             yield extractor.plugin_ref, place / "sources" / at / "extractors" / n / "pluginRef"
     if section.discovery is not None:
         yield section.discovery.plugin_ref, place / "discovery" / "pluginRef"
+    if section.peer_discovery is not None:
+        yield section.peer_discovery.plugin_ref, place / "peerDiscovery" / "pluginRef"
     if section.cross_replica_syncer_plugin_ref:
         yield section.cross_replica_syncer_plugin_ref, place / "crossReplicaSyncerPluginRef"
 
@@ -166,6 +169,11 @@ def _warn_without_effect(name: str, section: _DataLayer | None) -> Iterator[str]
         return
     if section.inject_defaults is False:
         yield f"{name}.injectDefaults: false is not acted on: engines are scraped all the same"
+    if section.peer_discovery is not None:
+        yield (
+            f"{name}.peerDiscovery is not acted on: replicas find each other as peer_sync.peers of an "
+            "ExtProcConfig says"
+        )
     if section.cross_replica_syncer_plugin_ref:
         yield (
             f"{name}.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as the "

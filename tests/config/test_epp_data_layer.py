@@ -83,6 +83,7 @@ def test_bodies_that_are_to_stay_unread_are_warned_of():
         ("dataLayer: {discovery: {pluginRef: null}}", "dataLayer.discovery"),
         ("saturationDetector: {bogus: null}", "saturationDetector.bogus"),
         ("dataLayer: {discovery: {pluginRef: files}}", "dataLayer.discovery.pluginRef"),
+        ("dataLayer: {peerDiscovery: {pluginRef: x}}", "dataLayer.peerDiscovery.pluginRef"),
         ("dataLayer: {crossReplicaSyncerPluginRef: x}", "dataLayer.crossReplicaSyncerPluginRef"),
         ("saturationDetector: {pluginRef: x}", "saturationDetector.pluginRef"),
         ("flowControl: {saturationDetector: {pluginRef: x}}", "flowControl.saturationDetector."),
@@ -101,6 +102,10 @@ def test_sections_that_upstream_refuses_are_refused(text, error):
     ("text", "warning"),
     [
         ("dataLayer: {injectDefaults: false}", "dataLayer.injectDefaults: false is not acted on"),
+        (
+            "dataLayer: {peerDiscovery: {pluginRef: queue-scorer}}",
+            "dataLayer.peerDiscovery is not acted on",
+        ),
         (
             "dataLayer: {crossReplicaSyncerPluginRef: queue-scorer, crossReplicaSyncInterval: 1s}",
             "dataLayer.crossReplicaSyncerPluginRef is not acted on",
