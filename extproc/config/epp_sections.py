@@ -227,13 +227,14 @@ def convert_flow_control(
     section: Mapping[str, Any] = msgspec.to_builtins(
         validation.to_struct(written or {}, UpstreamFlowControl, where=place)
     )
+    # Go reads a priority that is absent as 0, and that of the defaults not at all.
     bands: list[_PlacedBand] = [
-        (place / key, section[key] or {})
+        (place / key, {**(section[key] or {}), "priority": None})
         for key in ("defaultPriorityBand", "defaultNegativePriorityBand")
         if section[key] or key == "defaultPriorityBand"
     ]
     bands += [
-        (place / "priorityBands" / at, band)
+        (place / "priorityBands" / at, {**band, "priority": band["priority"] or 0})
         for at, band in enumerate(section["priorityBands"] or ())
     ]
     policy_type = _policy_types(tree)

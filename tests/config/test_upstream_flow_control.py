@@ -180,13 +180,23 @@ flowControl:
         assert warning.startswith(begin)
 
 
-def test_the_band_of_priority_zero_sets_the_policies():
-    """Most requests have no objective, and so that priority."""
+@pytest.mark.parametrize("priority", ["priority: 0, ", "priority: null, ", ""])
+def test_the_band_of_priority_zero_sets_the_policies(priority):
+    """Most requests have no objective, and so that priority, which a band has without one too."""
     holding, warnings = read(
-        GATE + "flowControl: {priorityBands: [{priority: 0, orderingPolicyRef: "
+        GATE + f"flowControl: {{priorityBands: [{{{priority}orderingPolicyRef: "
         "edf-ordering-policy, fairnessPolicyRef: round-robin-fairness-policy}]}\n"
     )
     assert (holding.fairness, holding.order, warnings) == ("round-robin", "edf", [])
+
+
+def test_the_priority_of_a_default_band_is_not_read():
+    """It is the band of the other priorities, whatever it says."""
+    holding, _ = read(
+        GATE + "flowControl: {defaultNegativePriorityBand: "
+        "{priority: 0, orderingPolicyRef: edf-ordering-policy}}\n"
+    )
+    assert holding.order == "fcfs"
 
 
 @pytest.mark.parametrize(
