@@ -95,7 +95,7 @@ class PluginRef(UpstreamParameters, frozen=True, kw_only=True):
     weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
-class EppProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EppProfile(UpstreamParameters, frozen=True, kw_only=True):
     """A profile of an EndpointPickerConfig, which refers to plugins.
 
     Attributes:

@@ -198,6 +198,15 @@ def test_parameters_that_are_null_have_their_default():
     assert written == resolved(THEIRS + plugins.format("{}", "{}", "").replace(": ,", ": ~,"))
 
 
+def test_a_profile_whose_plugins_are_null_has_none():
+    """It picks as one with an empty list does."""
+    profiles = (
+        "plugins: [{{type: queue-scorer}}]\nschedulingProfiles: [{{name: a, plugins: {0}}}]\n"
+    )
+    written = resolved(THEIRS + profiles.format("null"))
+    assert written == resolved(THEIRS + profiles.format("[]"))
+
+
 def test_a_decision_tree_is_a_tree():
     """The gateway's default becomes a tree with the filters it refers to."""
     (sample,) = (path for path in SAMPLES if path.stem == "gateway-decision-tree")
