@@ -1,4 +1,4 @@
-"""Work of engines from scraped counters: steps, adapter loads, and the share of other EPPs.
+"""Work of engines from scraped counters: steps, answers, adapter loads, and the share of other EPPs.
 
 Work counters are the ends of the windows from which step times are learned.
 
@@ -231,6 +231,31 @@ class SpanReader:
         return spans.rows(steps)
 
 
+class OutputReader:
+    """Reads the answers of one life of one engine, since it began or since the last that counted."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        self._since: tuple[float, float] | None = None
+
+    def read(self, totals: EngineCounters) -> tuple[float, float] | None:
+        """Tokens generated and requests finished; None until a request finished."""
+        if totals.finished is None or totals.generated_tokens is None:
+            return None
+        here, before = (totals.generated_tokens, totals.finished), self._since
+        if before is None:
+            self._since = here
+            return None
+        generated, finished = here[0] - before[0], here[1] - before[1]
+        if finished < 0.0 or generated < 0.0:
+            self._since = here
+        elif finished >= 1.0 and generated > 0.0:
+            self._since = here
+            return generated, finished
+        return None
+
+
 class WorkCounters(msgspec.Struct, frozen=True, gc=False):
     """Work counters of an engine at one end of a window.
 
@@ -333,6 +358,16 @@ class CounterReader:
             batch = 0.5 * ((last.running or 0.0) + (load.running or 0.0))
             self._passes += max(0.0, decoded - before) / max(1.0, batch)
         return self._passes, computed, decoded
+
+
+def adapter_load_s(before: Load, after: Load) -> float | None:
+    """Mean seconds of the adapter loads between two pages; None where the engine shows none."""
+    old, new = before.counters, after.counters
+    if None in (old.adapter_loads, old.adapter_load_s, new.adapter_loads, new.adapter_load_s):
+        return None
+    loads = (new.adapter_loads or 0.0) - (old.adapter_loads or 0.0)
+    seconds = (new.adapter_load_s or 0.0) - (old.adapter_load_s or 0.0)
+    return None if loads < 1 or seconds < 0 else seconds / loads
 
 
 #: Weight of a scrape in the share of others. At 0.02 a fleet of eight shows a picker that came or

@@ -35,6 +35,7 @@ from extproc.pool.engine_counters import (
     BatchLimitEstimator,
     CounterReader,
     IdleTime,
+    OutputReader,
     SpanReader,
     WorkCounters,
 )
@@ -113,7 +114,7 @@ class StepTimeEstimator:
         "_loads",
         "_look_alikes",
         "_off",
-        "_outputs",
+        "_output_reader",
         "_pace",
         "_prior",
         "_reload_time",
@@ -140,6 +141,7 @@ class StepTimeEstimator:
         self._look_alikes = 0.0
         self._counter_reader = CounterReader()
         self._span_reader = SpanReader()
+        self._output_reader = OutputReader()
         self._is_counting = self._is_idle = self._is_tried = False
         self._has_spans = False
         self._off = 0.0  # of the last row, if it was unusual
@@ -153,7 +155,6 @@ class StepTimeEstimator:
         self._row_at: float | None = None  # end of the last row
         self._start: WorkCounters | None = None
         self._last: Load | None = None
-        self._outputs: EngineCounters | None = None
         self._steps: float | None = None  # at the last scrape
         self._shown = False  # by the engine, how long adapters take
         self._pace = 1.0  # seconds of this engine for one of the prior, by its answers
@@ -226,9 +227,9 @@ class StepTimeEstimator:
         last, self._last = self._last, load
         if last is not None and engine_counters.engine_restarted(last, load):
             self._start = None
-            self._outputs = None
             self._counter_reader = CounterReader()
             self._span_reader = SpanReader()
+            self._output_reader = OutputReader()
             self._batch_limit = BatchLimitEstimator()
             self._reload_time = ReloadTimeEstimator()
             self.rates = msgspec.structs.replace(self.rates, reload_s=None, copied_ratio=0.0)
@@ -478,35 +479,18 @@ class StepTimeEstimator:
 
     def _learn_output(self, totals: EngineCounters) -> None:
         """Add generated tokens and finished requests to the answers of the pool."""
-        if totals.finished is None or totals.generated_tokens is None:
-            return
-        before = self._outputs
-        if before is None or before.finished is None or before.generated_tokens is None:
-            self._outputs = totals
-            return
-        finished = totals.finished - before.finished
-        generated = totals.generated_tokens - before.generated_tokens
-        if finished < 0.0 or generated < 0.0:
-            self._outputs = totals
-        elif finished >= 1.0 and generated > 0.0:
-            self._outputs = totals
-            self._answers.add(generated, finished)
+        output = self._output_reader.read(totals)
+        if output is not None:
+            self._answers.add(*output)
             self.rates = msgspec.structs.replace(self.rates, output_tokens=self._answers.mean)
 
     def _learn_adapters(self, last: Load | None, load: Load) -> None:
         """Running mean of seconds per adapter load, where the engine tells them."""
-        if last is None:
-            return
-        old, new = last.counters, load.counters
-        if None in (old.adapter_loads, old.adapter_load_s, new.adapter_loads, new.adapter_load_s):
-            return
-        loads = (new.adapter_loads or 0.0) - (old.adapter_loads or 0.0)
-        seconds = (new.adapter_load_s or 0.0) - (old.adapter_load_s or 0.0)
-        if loads < 1 or seconds < 0:
-            return
-        mean = self.rates.adapter_load_s + _ALPHA * (seconds / loads - self.rates.adapter_load_s)
-        self.rates = msgspec.structs.replace(self.rates, adapter_load_s=mean)
-        self._shown = True
+        seconds = None if last is None else engine_counters.adapter_load_s(last, load)
+        if seconds is not None:
+            mean = self.rates.adapter_load_s + _ALPHA * (seconds - self.rates.adapter_load_s)
+            self.rates = msgspec.structs.replace(self.rates, adapter_load_s=mean)
+            self._shown = True
 
 
 def _busy_s(start: WorkCounters, end: WorkCounters) -> float:
