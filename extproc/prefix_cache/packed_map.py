@@ -206,11 +206,56 @@ class MaskMap(PackedMap):
             self._put(segment, position, key, left)
         return left
 
+    def find_end(
+        self,
+        keys: Sequence[int],
+        alive: int,
+        bounds: tuple[int, int, int],
+        guesses: Sequence[tuple[int, int]],
+    ) -> tuple[int, int, int]:
+        """Depth up to which all engines hold a chain, the next one that is known, and its holders.
+
+        A binary search: engines evict the end of a chain before its beginning.
+
+        Args:
+            alive: Bits of the engines.
+            bounds: A depth that all hold, one that fewer do, and those that hold it.
+            guesses: Depths at which engines may end, each with their bits.
+        """
+        held, above, left = bounds
+        mask_of = self.find
+        for guess, _ in guesses:
+            if held <= guess < above:
+                mask = mask_of(keys[guess]) & alive
+                if mask == alive:
+                    held = guess + 1
+                    continue
+                above, left = guess + 1, mask
+                if guess > held and mask_of(keys[guess - 1]) & alive == alive:
+                    held = guess
+                break
+        while above - held > 1:
+            middle = (held + above) // 2
+            mask = mask_of(keys[middle - 1]) & alive
+            if mask == alive:
+                held = middle
+            else:
+                above, left = middle, mask
+        return held, above, left
+
     def _put(self, segment: int, position: int, key: int, mask: int) -> None:
         self._looked_up.pop(key, None)
         if len(self._shared) > _MAX_SHARED:
             self._shared.clear()
         self._values[segment][position] = self._shared.setdefault(mask, mask)
+
+
+def split_mask(bits: int) -> Iterator[int]:
+    """The bits of a mask, each as a mask."""
+    while bits:
+        bit = bits & -bits
+        yield bit
+        bits ^= bit
 
 
 class Continuations:

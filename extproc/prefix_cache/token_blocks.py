@@ -11,11 +11,11 @@ Forgetting an engine takes no time: it gets another bit, and its old one is swep
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from extproc.prefix_cache import kv_events
-from extproc.prefix_cache.packed_map import Continuations, MaskMap, PackedMap
+from extproc.prefix_cache.packed_map import Continuations, MaskMap, PackedMap, split_mask
 
 #: Cost of a wipe in blocks: bits are free again only once they are swept, after the turn.
 _WIPE_COST: Final = 32
@@ -235,7 +235,7 @@ class TokenBlockIndex:
             bits, keys = self._retired[0]
             if not len(keys):
                 self._retired.popleft()
-                self._free.extend(_split(bits))
+                self._free.extend(split_mask(bits))
                 self._lower_mask &= ~bits
                 continue
             values = keys.pop_segment()
@@ -426,8 +426,7 @@ class TokenBlockIndex:
     ) -> Sequence[tuple[int, int]]:
         """Engines by the leading blocks of a chain that they hold on the device.
 
-        Engines evict the end of a chain before its beginning, so this is a binary search for each
-        depth at which engines end.
+        One search for each depth at which engines end; see `MaskMap.find_end`.
 
         Args:
             count: Blocks of it that count.
@@ -448,47 +447,14 @@ class TokenBlockIndex:
         ends: list[tuple[int, int]] = []
         held = start + 1
         while alive & ~last:
-            end, held, left = self._find_end(keys, alive, (held, count, last & alive), guesses)
+            end, held, left = self._holders.find_end(
+                keys, alive, (held, count, last & alive), guesses
+            )
             ends.append((end, alive ^ left))
             alive = left
         if alive:
             ends.append((count, alive))
         return ends
-
-    def _find_end(
-        self,
-        keys: Sequence[int],
-        alive: int,
-        bounds: tuple[int, int, int],
-        guesses: Sequence[tuple[int, int]],
-    ) -> tuple[int, int, int]:
-        """Depth up to which all engines hold a chain, the next one that is known, and its holders.
-
-        Args:
-            alive: Bits of the engines.
-            bounds: A depth that all hold, one that fewer do, and those that hold it.
-            guesses: As of `holders`.
-        """
-        held, above, left = bounds
-        mask_of = self._holders.find
-        for guess, _ in guesses:
-            if held <= guess < above:
-                mask = mask_of(keys[guess]) & alive
-                if mask == alive:
-                    held = guess + 1
-                    continue
-                above, left = guess + 1, mask
-                if guess > held and mask_of(keys[guess - 1]) & alive == alive:
-                    held = guess
-                break
-        while above - held > 1:
-            middle = (held + above) // 2
-            mask = mask_of(keys[middle - 1]) & alive
-            if mask == alive:
-                held = middle
-            else:
-                above, left = middle, mask
-        return held, above, left
 
     def lower_tokens(
         self, keys: Sequence[int], count: int, ends: Sequence[tuple[int, int]]
@@ -512,12 +478,12 @@ class TokenBlockIndex:
             for depth, bits in at:
                 engines = {
                     engine.lower_bits[tier]: engine
-                    for engine in map(tiered.__getitem__, _split(bits))
+                    for engine in map(tiered.__getitem__, split_mask(bits))
                 }
                 engines.pop(0, None)
                 if engines:
                     for end, held in self.holders(keys, count, start=depth, lower=sum(engines)):
-                        ended = [engines[bit] for bit in _split(held)]
+                        ended = [engines[bit] for bit in split_mask(held)]
                         for engine in ended:
                             more = (end - depth) * engine.lower_weights[tier]
                             saved[engine.slot] = saved.get(engine.slot, 0.0) + more
@@ -538,11 +504,3 @@ class TokenBlockIndex:
 def _tier(medium: str) -> int:
     """Position of a medium in `LOWER_TIERS`; names such as CPU_PINNED are the memory of the host."""
     return 0 if medium.startswith("CPU") else 1
-
-
-def _split(bits: int) -> Iterator[int]:
-    """The bits of a mask, each as a mask."""
-    while bits:
-        bit = bits & -bits
-        yield bit
-        bits ^= bit
