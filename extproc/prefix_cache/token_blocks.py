@@ -10,7 +10,7 @@ Forgetting an engine takes no time: it gets another bit, and its old one is swep
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -308,14 +308,12 @@ class TokenBlockIndex:
         """
         if not engine.block_tokens == event.block_tokens == self.block_tokens:
             self._follow_size(engine, event.block_tokens)
-        parent = kv_events.root_key(event.adapter)
-        if event.parent is not None:
-            known = engine.find_key(event.parent)
-            if known is None:
-                engine.dropped += len(event.hashes)
-                return ()
-            parent = known
-        if event.block_tokens != self.block_tokens or room < len(event.hashes):
+        parent = (
+            kv_events.root_key(event.adapter)
+            if event.parent is None
+            else engine.find_key(event.parent)
+        )
+        if parent is None or event.block_tokens != self.block_tokens or room < len(event.hashes):
             engine.dropped += len(event.hashes)
             return ()
         keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
@@ -328,10 +326,9 @@ class TokenBlockIndex:
         if not engine.keys:
             self._set_size(engine, size)
         self.block_tokens = self.block_tokens or size
-        num_sized = self._num_sized
         if size == self.block_tokens or engine.block_tokens != size:
             return
-        if self._holders and num_sized[size] < 2 * num_sized[self.block_tokens]:
+        if self._holders and self._num_sized[size] < 2 * self._num_sized[self.block_tokens]:
             return
         self.block_tokens = size
         self.version += 1
@@ -356,17 +353,15 @@ class TokenBlockIndex:
             known = [engine.find_key(hashed) for hashed in event.hashes[: max(0, room)]]
             engine.dropped += len(event.hashes) - len(known) + known.count(None)
         tier = _tier(event.medium)
-        bit = engine.lower_bits[tier] or self._open_tier(engine, tier)
+        if not engine.lower_bits[tier]:
+            engine.lower_bits[tier] = self._take_bit()
+            self._lower_mask |= engine.lower_bits[tier]
+            self._tiered[engine.bit] = engine
+        bit = engine.lower_bits[tier]
         for hashed, key in zip(event.hashes, known, strict=False):
             if key is not None:
                 engine.lower_keys.set(hashed, key)
                 self._holders.add(key, bit)
-
-    def _open_tier(self, engine: EngineBlocks, tier: int) -> int:
-        bit = engine.lower_bits[tier] = self._take_bit()
-        self._lower_mask |= bit
-        self._tiered[engine.bit] = engine
-        return bit
 
     def _add(
         self, engine: EngineBlocks, hashes: Sequence[int], keys: Sequence[int], *, is_counted: bool
@@ -472,7 +467,7 @@ class TokenBlockIndex:
         left = sum(tiered)
         at = [(depth, bits & left) for depth, bits in ends]
         at.append((0, left & ~sum([bits for _, bits in at])))
-        saved: dict[int, float] = {}
+        saved: defaultdict[int, float] = defaultdict(float)
         for tier in range(len(LOWER_TIERS)):
             further: list[tuple[int, int]] = []
             for depth, bits in at:
@@ -485,8 +480,7 @@ class TokenBlockIndex:
                     for end, held in self.holders(keys, count, start=depth, lower=sum(engines)):
                         ended = [engines[bit] for bit in split_mask(held)]
                         for engine in ended:
-                            more = (end - depth) * engine.lower_weights[tier]
-                            saved[engine.slot] = saved.get(engine.slot, 0.0) + more
+                            saved[engine.slot] += (end - depth) * engine.lower_weights[tier]
                         moved = sum([engine.bit for engine in ended])
                         further.append((end, moved))
                         bits ^= moved  # noqa: PLW2901 - the rest stays where it ended
