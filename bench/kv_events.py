@@ -266,7 +266,7 @@ def measure_routing(args: argparse.Namespace) -> dict[str, float]:
         return tokens
 
     for request in requests:
-        prepared = exact.director.prepare(request)
+        prepared = exact.director.preparer.prepare(request)
         text = prepared.request.prompt
         for member in rng.sample(exact.store.pool.members, 2):
             for parts in (believed, exact):
@@ -278,7 +278,7 @@ def measure_routing(args: argparse.Namespace) -> dict[str, float]:
             outcome = parts.director.route(request, NOW - 60.0)
             reservation = parts.director.reserve(outcome, NOW - 60.0)
             parts.director.release(reservation, NOW - 59.0)
-        hold(outcome.endpoints[0], exact.director.prepare(request).request.prompt)
+        hold(outcome.endpoints[0], exact.director.preparer.prepare(request).request.prompt)
     gc.collect()
     gc.freeze()
     # The least of all rounds, for each request: what else the machine does only adds.

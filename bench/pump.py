@@ -79,7 +79,9 @@ class QueuedPool:
             headers = {":method": "POST", ":path": "/v1/completions", **tenant}
             body = json.dumps({"model": model, "prompt": f"{n} hello " * 20}).encode()
             subset = next(subsets) if kind == "subsets" else None
-            prepared = self.parts.director.prepare(HttpRequest(headers, body, subset=subset))
+            prepared = self.parts.director.preparer.prepare(
+                HttpRequest(headers, body, subset=subset)
+            )
             why = self.parts.director.decide(prepared, NOW)
             assert isinstance(self.flow_controller.enqueue(prepared, why, NOW), QueuedRequest), why
 
@@ -112,7 +114,7 @@ def displace(count: int) -> str:
     place.flow_controller.reconfigure(holding)
     body = json.dumps({"model": "m", "prompt": "x" * share}).encode()
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
-    large = place.parts.director.prepare(raw)
+    large = place.parts.director.preparer.prepare(raw)
     large = msgspec.structs.replace(
         large, request=msgspec.structs.replace(large.request, priority=1)
     )

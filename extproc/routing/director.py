@@ -63,6 +63,7 @@ class Director:
         exact: What engines publish of their blocks; None where they are not subscribed to.
 
     Attributes:
+        preparer: Parses, ranks, renames and hashes requests.
         pending_load: Load of queued requests on their preferred endpoints.
         prompt_listener: Receives requests with their bodies; None where nothing reads them.
     """
@@ -99,7 +100,7 @@ class Director:
             rng=rng,
             exact=exact,
         )
-        self._preparer = RequestPreparer(store, routing=routing, schedule=schedule, rng=rng)
+        self.preparer = RequestPreparer(store, routing=routing, schedule=schedule, rng=rng)
         self._serving_bits: ModelBitsets | None = None
         self.routing = routing
 
@@ -125,21 +126,6 @@ class Director:
         return known
 
     @property
-    def rewritten_models(self) -> frozenset[str]:
-        """Models that requests may name because rewrites put others in their place."""
-        return self._preparer.names
-
-    @property
-    def configured_models(self) -> frozenset[str]:
-        """Models that rewrites name: those they are for, and targets."""
-        return self._preparer.known_models
-
-    @property
-    def supplies_model(self) -> bool:
-        """True if a rewrite names a model for requests that name none."""
-        return self._preparer.supplies_model
-
-    @property
     def has_listener(self) -> bool:
         """True if requests are reported to a listener."""
         return self._event_listener is not None
@@ -156,21 +142,13 @@ class Director:
         """Route by another configuration from the next request on."""
         self.routing = routing
         self._serving_bits = None
-        self._preparer.reconfigure(routing)
+        self.preparer.reconfigure(routing)
         self.scheduler.reconfigure(routing)
         self.pending_load.reconfigure(counted=routing.tracks_conversations)
 
-    def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
-        """Parse, rank, rename and hash a request, or return the rejection."""
-        return self._preparer.prepare(raw)
-
-    def prepare_parsed(self, request: InferenceRequest, raw: HttpRequest) -> PreparedRequest:
-        """Prepare a request that is parsed already."""
-        return self._preparer.parsed(request, raw)
-
     def route(self, raw: HttpRequest, now: float) -> Outcome:
         """Choose an endpoint without charging it."""
-        prepared = self._preparer.prepare(raw)
+        prepared = self.preparer.prepare(raw)
         return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
     def decide(self, prepared: PreparedRequest, now: float, *, may_defer: bool = True) -> Outcome:

@@ -106,7 +106,7 @@ class PoolSelector:
         only = self._only
         if only is not None:
             director = only.director
-            prepared = director.prepare(raw)
+            prepared = director.preparer.prepare(raw)
             if isinstance(prepared, Rejection):
                 return RoutingResult(prepared, only.name, director)
             return RoutingResult(director.decide(prepared, now), only.name, director, prepared)
@@ -178,8 +178,8 @@ class PoolSelector:
             return None
         fitting = self._matching_routes(raw, routes & self._index.without_models)
         for pool in itertools.chain(fitting, self._open):
-            director = pool.director
-            if director.supplies_model and not isinstance(director.prepare(raw), Rejection):
+            preparer = pool.director.preparer
+            if preparer.supplies_model and not isinstance(preparer.prepare(raw), Rejection):
                 return pool
         return None
 
@@ -191,8 +191,9 @@ class PoolSelector:
         request: InferenceRequest | None = None,
     ) -> RoutingResult:
         director = route.director
+        preparer = director.preparer
         prepared = (
-            director.prepare(raw) if request is None else director.prepare_parsed(request, raw)
+            preparer.prepare(raw) if request is None else preparer.prepare_parsed(request, raw)
         )
         if isinstance(prepared, Rejection):
             return RoutingResult(prepared, route.name, director)
@@ -219,7 +220,7 @@ def fit(route: PoolRoute, model: str) -> ModelFit:
     if not model:
         return ModelFit.UNKNOWN
     serving = pool.serving
-    if model in serving.names or model in route.director.rewritten_models:
+    if model in serving.names or model in route.director.preparer.rewritten_models:
         return ModelFit.LISTED
     if serving.parse_kubeai_name(model) is not None or serving.parse_sglang_name(model) is not None:
         return ModelFit.LISTED
@@ -299,7 +300,7 @@ def build_models_response(directors: Sequence[Director], name: str) -> DirectRes
 
 def model_names(director: Director) -> frozenset[str]:
     """Model names that requests to a pool may use: served models and rewritten models."""
-    return director.pool.serving.names | director.rewritten_models
+    return director.pool.serving.names | director.preparer.rewritten_models
 
 
 def _model_cards(directors: Iterable[Director]) -> dict[str, ModelCard]:

@@ -331,12 +331,12 @@ class RequestPreparer:
         self._routing = routing
 
     @property
-    def names(self) -> frozenset[str]:
+    def rewritten_models(self) -> frozenset[str]:
         """Models that requests may name because rewrites put others in their place."""
         return self._current_policy.names
 
     @property
-    def known_models(self) -> frozenset[str]:
+    def configured_models(self) -> frozenset[str]:
         """Models that rewrites name: those they are for, and targets."""
         return self._current_policy.known_models
 
@@ -349,14 +349,14 @@ class RequestPreparer:
         """Prepare a request, or return the rejection."""
         request = surfaces.parse(raw)
         if not isinstance(request, Rejection):
-            return self.parsed(request, raw, reparsable=True)
+            return self.prepare_parsed(request, raw, reparsable=True)
         policy = self._current_policy
         supplied = policy.with_default_model(raw, request, self._rng)
         if supplied is None:
             return request
         return self._named(policy.with_priority(supplied, raw.headers), raw, supplied.model)
 
-    def parsed(
+    def prepare_parsed(
         self, request: InferenceRequest, raw: HttpRequest, *, reparsable: bool = False
     ) -> PreparedRequest:
         """Prepare a request that is parsed already; `reparsable` as of `PreparedRequest`."""

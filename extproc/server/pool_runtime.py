@@ -207,7 +207,7 @@ class PoolRuntime:
         director = self.parts.director
         self._counts.series.read_known_models(
             listed=lambda: store.pool.serving.names,
-            configured=lambda: director.configured_models,
+            configured=lambda: director.preparer.configured_models,
         )
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name

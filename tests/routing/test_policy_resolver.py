@@ -208,9 +208,9 @@ def test_discovered_policies_override_the_configuration():
     assert [sent(queued, ask(name)) for name in "mno"] == ["object", "file", "object for all"]
     for name, priority in (("gold", 5), ("lead", -3)):
         assert decided(queued, ask(headers={OBJECTIVE: name})).request.priority == priority
-    assert queued.director.rewritten_models == {"m", "n"}
+    assert queued.director.preparer.rewritten_models == {"m", "n"}
     targets = {"object", "object for all", "file"}
-    assert queued.director.configured_models == {"m", "n"} | targets
+    assert queued.director.preparer.configured_models == {"m", "n"} | targets
     queued.store.set_policy(inference_policy.EMPTY_POLICY)
     assert sent(queued, ask()) == "file"
 

@@ -40,7 +40,7 @@ class PublishingPool:
             self.exact.index.set_complete(engine)
         self.text = b"".join(b"%08d" % number for number in range(256))
         self.raw = request(self.text)
-        self.chain = self.fixture.director.prepare(self.raw).chain
+        self.chain = self.fixture.director.preparer.prepare(self.raw).chain
 
     def store(self, address, count):
         """Store the first blocks of the prompt on an engine."""

@@ -30,7 +30,7 @@ def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
     pool_fixture = PoolFixture(ALIKE, profile=strategy)
     went = set()
     for n in range(40):
-        prepared = pool_fixture.director.prepare(chat(f"{n} is a number " * 20))
+        prepared = pool_fixture.director.preparer.prepare(chat(f"{n} is a number " * 20))
         resting = prepared.without_prompt()
         assert resting.request.prompt == resting.parsed.prompt == b""
         assert resting.with_prompt() == prepared.request
@@ -47,7 +47,7 @@ def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
 def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
     """The prompt alone comes out of the body."""
     pool_fixture = PoolFixture(ALIKE)
-    prepared = pool_fixture.director.prepare(chat("a"))
+    prepared = pool_fixture.director.preparer.prepare(chat("a"))
     renamed = msgspec.structs.replace(prepared.request, model="other")
     resting = msgspec.structs.replace(prepared, request=renamed).without_prompt()
     assert resting.with_prompt() == renamed
@@ -58,7 +58,9 @@ def test_a_prompt_that_is_not_in_the_body_is_kept():
     """A request that was parsed elsewhere may have been prepared with another prompt."""
     pool_fixture = PoolFixture(ALIKE)
     raw = chat("a")
-    prepared = pool_fixture.director.prepare_parsed(pool_fixture.director.prepare(raw).request, raw)
+    prepared = pool_fixture.director.preparer.prepare_parsed(
+        pool_fixture.director.preparer.prepare(raw).request, raw
+    )
     assert prepared.without_prompt() is prepared
     assert prepared.with_prompt() is prepared.request
 
@@ -66,5 +68,5 @@ def test_a_prompt_that_is_not_in_the_body_is_kept():
 def test_no_prompt_is_hashed_where_no_plugin_reads_hashes():
     """A chain costs time in proportion to the prompt."""
     raw = chat("a number " * 1000)
-    assert PoolFixture(ALIKE, profile="least-request").director.prepare(raw).chain == ()
-    assert len(PoolFixture(ALIKE, profile="balanced").director.prepare(raw).chain) > 0
+    assert PoolFixture(ALIKE, profile="least-request").director.preparer.prepare(raw).chain == ()
+    assert len(PoolFixture(ALIKE, profile="balanced").director.preparer.prepare(raw).chain) > 0

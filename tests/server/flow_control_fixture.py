@@ -50,7 +50,7 @@ class FlowControlFixture:
             {"model": model, "prompt": f"{self.requests} " + "word " * tokens}
         ).encode()
         raw = HttpRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
-        prepared = self.pool_fixture.director.prepare(raw)
+        prepared = self.pool_fixture.director.preparer.prepare(raw)
         request = prepared.request.__class__(
             **{
                 name: getattr(prepared.request, name)

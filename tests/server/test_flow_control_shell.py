@@ -46,7 +46,7 @@ async def test_a_subset_hint_without_endpoints_is_not_queued():
     fixture = FlowControlFixture()
     body = b'{"model": "m", "prompt": "x"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
-    prepared = fixture.pool_fixture.director.prepare(raw)
+    prepared = fixture.pool_fixture.director.preparer.prepare(raw)
     assert fixture.pool_fixture.director.decide(prepared, fixture.now) == NO_ENDPOINTS
 
 
@@ -189,7 +189,7 @@ async def test_a_rewritten_request_waits_under_both_names():
     fixture = FlowControlFixture()
     body = b'{"model": "chat", "prompt": "x"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
-    prepared = fixture.pool_fixture.director.prepare(raw)
+    prepared = fixture.pool_fixture.director.preparer.prepare(raw)
     request = msgspec.structs.replace(prepared.request, model="llama")
     rewritten = msgspec.structs.replace(prepared, request=request, upstream_model="llama")
     outcome = fixture.pool_fixture.director.decide(rewritten, fixture.now)
@@ -268,7 +268,7 @@ async def test_tenants_are_limited():
     fixture = FlowControlFixture(A, limit=RateLimit(tokens_per_s=10.0, burst_s=10.0))
     body = b'{"model": "m", "prompt": "abcd", "max_tokens": 90}'
     headers = {":method": "POST", ":path": "/v1/completions", "x-llm-d-inference-fairness-id": "t"}
-    prepared = fixture.pool_fixture.director.prepare(HttpRequest(headers, body))
+    prepared = fixture.pool_fixture.director.preparer.prepare(HttpRequest(headers, body))
     assert fixture.flow_controller.tenant(prepared) == "t"
     reserved = fixture.flow_controller.reserve(prepared, fixture.now)
     assert fixture.flow_controller.reserve(prepared, fixture.now).status == 429
@@ -329,7 +329,7 @@ async def test_new_settings_apply_to_queued_requests():
     fixture = FlowControlFixture(A, **limited)
     headers = {":method": "POST", ":path": "/v1/completions", "x-team": "t"}
     raw = HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
-    prepared = fixture.pool_fixture.director.prepare(raw)
+    prepared = fixture.pool_fixture.director.preparer.prepare(raw)
     assert isinstance(fixture.flow_controller.reserve(prepared, fixture.now), RateReservation)
     fixture.flow_controller.reconfigure(
         FlowControlSection(enabled=True, half_life_s=1.0, **limited)
@@ -353,7 +353,7 @@ async def test_usage_replaces_the_estimate():
     body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
     reserved = fixture.flow_controller.reserve(
-        fixture.pool_fixture.director.prepare(raw), fixture.now
+        fixture.pool_fixture.director.preparer.prepare(raw), fixture.now
     )
     assert reserved.prompt_tokens == 1000
     fixture.flow_controller.record_usage(reserved, {"prompt": 1010, "completion": 5}, fixture.now)
@@ -365,7 +365,7 @@ async def test_an_answer_without_usage_counts_with_its_maximum():
     fixture = FlowControlFixture(A, limit=RateLimit(tokens_per_s=10.0, burst_s=10.0))
     body = b'{"model": "m", "prompt": "abcd", "max_tokens": 90}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
-    prepared = fixture.pool_fixture.director.prepare(raw)
+    prepared = fixture.pool_fixture.director.preparer.prepare(raw)
     reserved = fixture.flow_controller.reserve(prepared, fixture.now)
     fixture.flow_controller.record_usage(reserved, {}, fixture.now)
     assert reserved.charge.tokens == 91
@@ -380,7 +380,7 @@ async def test_the_prompt_of_a_request_that_did_not_wait_counts():
     fixture = FlowControlFixture(A)
     body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
-    prepared = fixture.pool_fixture.director.prepare(raw)
+    prepared = fixture.pool_fixture.director.preparer.prepare(raw)
     outcome = fixture.pool_fixture.director.decide(prepared, fixture.now)
     assert fixture.flow_controller.admit(prepared, outcome, fixture.now, tenant="t") is None
     attained = fixture.flow_controller.queue.fair_share.attained("t", fixture.now)

@@ -137,7 +137,7 @@ async def test_requests_that_wait_for_a_removed_pool_are_refused():
     subject.on_pools_changed({"n/p": discovered(A)}, ())
     runtime = subject.by_name["n/p"]
     headers = {":method": "POST", ":path": "/v1/completions"}
-    prepared = runtime.parts.director.prepare(
+    prepared = runtime.parts.director.preparer.prepare(
         HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
     )
     busy = Deferral(1.0, Rejection(429, "busy", reason="x"))

@@ -83,7 +83,7 @@ class ReloadingScene:
         return self.route(**request).outcome
 
     def prepared(self, **request):
-        return self.runtime.parts.director.prepare(self.raw(**request))
+        return self.runtime.parts.director.preparer.prepare(self.raw(**request))
 
     def list_models(self, *models, adapters=()):
         for member in self.store.pool.members:

@@ -74,7 +74,7 @@ class AutoscalerFixture:
         """A request of a pool joins its queue."""
         runtime = self.registry.by_name[key]
         headers = {":method": "POST", ":path": "/v1/completions"}
-        prepared = runtime.parts.director.prepare(
+        prepared = runtime.parts.director.preparer.prepare(
             HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
         )
         assert not isinstance(

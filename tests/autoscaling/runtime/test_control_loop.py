@@ -118,7 +118,7 @@ class ControlLoopFixture:
     def ask(self):
         """A request comes; it waits where there is nothing."""
         headers = {":method": "POST", ":path": "/v1/completions"}
-        prepared = self.runtime.parts.director.prepare(
+        prepared = self.runtime.parts.director.preparer.prepare(
             HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
         )
         why = self.runtime.parts.director.decide(prepared, self.now)
