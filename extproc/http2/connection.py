@@ -76,18 +76,7 @@ class Http2Connection(FrameReader):
         self._stream_window_due_bytes = limits.stream_window_bytes // 2
         self._now = now
         self._events: list[Http2Event] = []
-        more_bytes = limits.connection_window_bytes - frames.DEFAULT_WINDOW_BYTES
-        self._sender.output += (
-            frames.build_settings(
-                (
-                    (frames.HEADER_TABLE_SIZE, limits.header_table_bytes),
-                    (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
-                    (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
-                    (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
-                )
-            ),
-            frames.build_window_update(0, more_bytes),
-        )
+        self._sender.output += limits.build_announcement()
 
     @property
     def num_streams(self) -> int:
@@ -182,7 +171,7 @@ class Http2Connection(FrameReader):
             open_stream.is_paused = False
             open_stream.assembler.release_waiting()
             # Half of its window is left otherwise, as while the stream is not paused.
-            if open_stream.received_bytes >= self._limits.stream_window_bytes // 2:
+            if open_stream.received_bytes >= self._stream_window_due_bytes:
                 self._open_window(open_stream)
 
     def reset_stalled(self) -> list[CallTerminated]:
@@ -242,7 +231,8 @@ class Http2Connection(FrameReader):
             self._open_connection_window()
         open_stream = self._streams.open.get(stream_id)
         if open_stream is None or open_stream.is_remote_closed:
-            self._check_late_data(stream_id)
+            frames.check_head(frames.DATA, stream_id, 0)
+            self._check_closed(frames.DATA, stream_id)
             return 0
         is_end = flags & frames.END_STREAM != 0
         open_stream.received_bytes += size
@@ -281,10 +271,9 @@ class Http2Connection(FrameReader):
             self._open_window(open_stream)
         return len(messages)
 
-    def _check_late_data(self, stream_id: int) -> None:
-        """Check DATA on a stream from which none is expected."""
-        frames.check_head(frames.DATA, stream_id, 0)
-        self._streams.check(frames.DATA, stream_id)
+    def _check_closed(self, kind: int, stream_id: int) -> None:
+        """Check a frame of a stream from which none is expected."""
+        self._streams.check(kind, stream_id)
         self._guard.spend("closed_stream_flood", self._now)
 
     def _on_half_close(self, open_stream: Http2Stream) -> None:
@@ -307,8 +296,7 @@ class Http2Connection(FrameReader):
         malformed = self._decoder.read_trailers(block)
         open_stream = self._streams.open.get(stream_id)
         if open_stream is None or open_stream.is_remote_closed:
-            self._streams.check(frames.HEADERS, stream_id)
-            self._guard.spend("closed_stream_flood", self._now)
+            self._check_closed(frames.HEADERS, stream_id)
             return
         if malformed or not is_end_of_stream:
             raise Http2Error(
@@ -363,8 +351,7 @@ class Http2Connection(FrameReader):
     def _on_rst_stream(self, _: int, stream_id: int, __: bytes) -> None:
         open_stream = self._streams.open.get(stream_id)
         if open_stream is None:
-            self._streams.check(frames.RST_STREAM, stream_id)
-            self._guard.spend("closed_stream_flood", self._now)
+            self._check_closed(frames.RST_STREAM, stream_id)
             return
         if not open_stream.has_responded:
             self._guard.spend("rapid_reset", self._now)

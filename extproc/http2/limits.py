@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from extproc.http2 import frames
 from extproc.http2.frames import ErrorCode, Http2Error
 
 _KIB: Final = 1024
@@ -47,6 +48,21 @@ class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_continuations: int = 16
     max_unsent_bytes: int = 64 * _MIB
     max_total_unsent_bytes: int = 256 * _MIB
+
+    def build_announcement(self) -> tuple[bytes, bytes]:
+        """Build the first frames of a connection, by which the peer learns its limits."""
+        more_bytes = self.connection_window_bytes - frames.DEFAULT_WINDOW_BYTES
+        return (
+            frames.build_settings(
+                (
+                    (frames.HEADER_TABLE_SIZE, self.header_table_bytes),
+                    (frames.MAX_CONCURRENT_STREAMS, self.max_streams),
+                    (frames.INITIAL_WINDOW_SIZE, self.stream_window_bytes),
+                    (frames.MAX_HEADER_LIST_SIZE, self.max_header_list_bytes),
+                )
+            ),
+            frames.build_window_update(0, more_bytes),
+        )
 
 
 class ReceiveBudget(msgspec.Struct, gc=False):
