@@ -17,13 +17,7 @@ from extproc.protocol.messages import MessageKind, ProcessingRequest, Processing
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
 from extproc.protocol.trace_context import TRACEPARENT, sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
-from extproc.request import (
-    MAX_ID_BYTES,
-    UNNAMED,
-    HttpRequest,
-    InferenceRequest,
-    RequestLabels,
-)
+from extproc.request import MAX_ID_BYTES, UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
@@ -127,11 +121,10 @@ class StreamHandler(msgspec.Struct, eq=False):
             self._report_rejection(exchange.rejection)
             self.is_over = True
         elif (
-            self._context.settings.request_cost
+            (weights := self._context.settings.request_cost)
             and exchange.tail
             and is_last_response_message(event)
         ):
-            weights = self._context.settings.request_cost
             cost = usage.cost(self._read_usage(exchange.tail.joined()), weights)
             return replies if cost is None else attach_request_cost(replies, cost)
         return replies
@@ -186,14 +179,13 @@ class StreamHandler(msgspec.Struct, eq=False):
         self, request: InferenceRequest, headers: Mapping[str, str], *, client_model: str = ""
     ) -> RequestLabels:
         """Labels of a parsed request."""
-        target, reservation, unnamed = request.target, self._rate_reservation, UNNAMED
-        tenant = (
-            self._context.settings.flow_headers.tenant(headers, target)
-            if reservation is None
-            else reservation.tenant
-        )
-        model = target or unnamed
-        return RequestLabels(client_model or model, model, tenant or unnamed, request.priority)
+        target, reservation = request.target, self._rate_reservation
+        if reservation is None:
+            tenant = self._context.settings.flow_headers.tenant(headers, target)
+        else:
+            tenant = reservation.tenant
+        model = target or UNNAMED
+        return RequestLabels(client_model or model, model, tenant or UNNAMED, request.priority)
 
     def _label_refused(self, prepared: PreparedRequest) -> RequestLabels:
         """Labels of a request that was prepared and not routed."""
@@ -298,7 +290,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                 return ()
             outcome = rejection or outcome
         if isinstance(outcome, Decision):
-            return self._send_route(outcome, raw, now, reservation=None)
+            return self._send_route(outcome, raw, now)
         prepared = result.prepared
         labels = None if prepared is None else self._label_refused(prepared)
         rejection = outcome.rejection if isinstance(outcome, Deferral) else outcome
@@ -329,68 +321,55 @@ class StreamHandler(msgspec.Struct, eq=False):
         if queued is None:
             raise RuntimeError("the request is not queued; resume once after it was")
         prepared = queued.prepared
-        request, raw = prepared.request, prepared.raw
         if isinstance(answer, Rejection):
             return (self._reject(answer, labels=self._label_refused(prepared)),)
         self._reservation = answer.reservation
         now = self._context.clock()
-        self._observer.on_dequeued(now - queued.item.arrived, priority=request.priority)
-        return self._send_route(answer.decision, raw, now, reservation=answer.reservation)
+        self._observer.on_dequeued(now - queued.item.arrived, priority=prepared.request.priority)
+        return self._send_route(answer.decision, prepared.raw, now)
 
     def _send_route(
-        self, decision: Decision, raw: HttpRequest, now: float, *, reservation: Reservation | None
+        self, decision: Decision, raw: HttpRequest, now: float
     ) -> Iterable[ProcessingResponse]:
-        """Send the endpoint to Envoy; a queued request has its reservation already."""
-        exchange = self.exchange
+        """Charge the endpoint and send it to Envoy; a queued request has its reservation already."""
+        context, director, exchange = self._context, self._director, self.exchange
+        if director is None:
+            raise RuntimeError("a decision without the director that took it")
         request_id = raw.headers.get("x-request-id", "")
         new_id = "" if request_id else str(uuid.uuid4())
-        format_decision = self._context.settings.format_decision
+        format_decision = context.settings.format_decision
         if format_decision is not None:
             header = ("x-extproc-decision", format_decision(decision))
             decision = msgspec.structs.replace(
                 decision, answer_headers=(*decision.answer_headers, header)
             )
-        self._commit(decision, raw.headers, now, request_id or new_id, reservation=reservation)
-        listener = None if self._director is None else self._director.prompt_listener
-        if listener is not None:
-            self._attempt(partial(listener.note, decision, raw))
-        replies = exchange.apply_outcome(
-            decision, request_id=new_id, traceparent=self._traceparent or ""
-        )
-        if decision.model_rewrite:
-            self._observer.on_model_rewritten(edited=exchange.edited)
-        return replies
-
-    def _commit(
-        self,
-        decision: Decision,
-        headers: Mapping[str, str],
-        now: float,
-        request_id: str,
-        *,
-        reservation: Reservation | None,
-    ) -> None:
-        context, director = self._context, self._director
-        if director is None:
-            raise RuntimeError("a decision without the director that took it")
-        self._reservation = reservation or director.reserve(decision, now)
+        if self._reservation is None:
+            self._reservation = director.reserve(decision, now)
         self.address = decision.endpoints[0].address
         self._routed_s = context.clock()
         trace_id = ""
         if self._traceparent:
             trace_id = self._traceparent[3:35]
-        elif TRACEPARENT in headers:
-            trace_id = sampled_trace_id(headers)
+        elif TRACEPARENT in raw.headers:
+            trace_id = sampled_trace_id(raw.headers)
         self._observer.on_routed(
             decision,
-            request_id=request_id,
-            labels=self._label(decision.request, headers, client_model=decision.client_model),
+            request_id=request_id or new_id,
+            labels=self._label(decision.request, raw.headers, client_model=decision.client_model),
             trace_id=trace_id,
             now=now,
             duration_s=self._routed_s - now,
         )
         # Nothing of the response is needed: the stream ends and Envoy goes on without us.
         self.is_over = context.is_draining or decision.request.api in surfaces.UNOBSERVED
+        if director.prompt_listener is not None:
+            self._attempt(partial(director.prompt_listener.note, decision, raw))
+        replies = exchange.apply_outcome(
+            decision, request_id=new_id, traceparent=self._traceparent or ""
+        )
+        if decision.model_rewrite:
+            self._observer.on_model_rewritten(edited=exchange.edited)
+        return replies
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director, and an id of the engine's to the observer."""
@@ -440,7 +419,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             context.observer.on_exception(error)
         if exchange.tail is not None:
             tail = exchange.tail.joined()
-            self._attempt(lambda: self._record_usage(tail, director, reservation))
+            self._attempt(partial(self._record_usage, tail, director, reservation))
         try:
             self._observer.on_finished(
                 endpoint=self.address if director.has_endpoint(self.address) else None,
