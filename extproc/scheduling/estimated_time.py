@@ -5,7 +5,6 @@ A cost model takes the place of the scorers: it has no weights, because its term
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, TypeAlias
@@ -15,6 +14,14 @@ import msgspec
 from extproc.decision import CostResult, Decision, LazySequence
 from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
 from extproc.scheduling.encoder_caches import KEPT_TOKENS, EncoderCaches
+from extproc.scheduling.engine_waits import (
+    FRESH_RATIO,
+    SHORTEST_ANSWER_S,
+    MeanUncachedTokens,
+    batch_wait_s,
+    memory_waits_s,
+    unseen_share,
+)
 from extproc.scheduling.framework import NonNegative, PluginParameters, SchedulingContext, Signal
 
 #: What costs are made of, in the order they are added up.
@@ -36,18 +43,6 @@ _OWN_TERMS = 6
 
 #: Iterations until a first token: half of the one under way, and the one that computes the prompt.
 _ITERATIONS = 1.5
-
-#: Weight of a request in the mean of uncached tokens. At 0.01 it follows a change of traffic within a
-#: few hundred requests.
-_ALPHA = 0.01
-
-#: Share of the time of an answer up to which a scrape counts as of now. Busy endpoints are scraped
-#: every 0.2 s, and most answers take longer than ten times that, so most costs have no such part.
-_FRESH = 0.1
-
-#: Shortest time of an answer (s). With one of 0, a scrape of age 0 would count as of now, and one a
-#: nanosecond older as never taken.
-_SHORTEST_S = 1e-3
 
 #: Factors of the weights of seconds after the first token, by goal. What they come to:
 #: docs/concepts/adaptive.md#goals.
@@ -74,30 +69,6 @@ _RequestTerms: TypeAlias = tuple[
     float,
     Mapping[str, float] | None,
 ]
-
-
-class _MeanUncachedTokens:
-    """Uncached tokens of requests.
-
-    Attributes:
-        per_request: One over their mean; 0 until there was one.
-        began: Monotonic seconds of the first one; infinity before.
-    """
-
-    __slots__ = ("_mean", "began", "per_request")
-
-    def __init__(self) -> None:
-        self.began = math.inf
-        self._mean = 0.0
-        self.per_request = 0.0
-
-    def update(self, tokens: int, now: float) -> None:
-        """Record a request."""
-        if self.began > now:  # noqa: PLR1730 - a call
-            self.began = now
-        before = self._mean
-        self._mean = before + _ALPHA * (tokens - before) if before else float(tokens)
-        self.per_request = 1.0 / self._mean
 
 
 class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
@@ -234,7 +205,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         ) = terms
         after = GOALS[self.goal]
         own, others, waiting = after * self.own_share, after * self.others_share, self.waiting_share
-        first, half_usual, fresh = _ITERATIONS, 0.5 * usual, _FRESH * usual
+        first, half_usual, fresh = _ITERATIONS, 0.5 * usual, FRESH_RATIO * usual
         # Iterations that a sequence more makes longer: those until the first token, and those after.
         longer = _ITERATIONS + (own + others) * answer
         # Comparisons with a boolean take half as long as those with a number or a string.
@@ -275,11 +246,11 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                 if age > sending_s:  # noqa: PLR1730
                     age = sending_s
                 if age > fresh * step_s and (own_open := c.in_flight):
-                    # `_share_unseen`, written out.
+                    # `unseen_share`, written out.
                     alone = usual * step_s + work
-                    if alone < _SHORTEST_S:  # noqa: PLR1730
-                        alone = _SHORTEST_S
-                    late = age - _FRESH * alone
+                    if alone < SHORTEST_ANSWER_S:  # noqa: PLR1730
+                        alone = SHORTEST_ANSWER_S
+                    late = age - FRESH_RATIO * alone
                     if late > 0.0:
                         share = late / (alone + age)
                         unseen = own_open * (share * share)
@@ -289,7 +260,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     cost += waiting * work * there
                 places = rates.max_num_seqs
                 if places is not None and batch >= places:
-                    cost += _wait_for_place_s(c, usual)
+                    cost += batch_wait_s(c, usual)
             else:
                 there = 0.0
                 if queued:
@@ -315,7 +286,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     wanted = uncached + half_answer + half_usual * batch
                     if c.conversation_local:
                         wanted += matched
-                    stall, others_stall = self._stall(c, wanted, usual)
+                    stall, others_stall = memory_waits_s(c, wanted, usual, waiting)
                     cost += stall + others_stall
                 if crowds:
                     held = conversations_per_open * active
@@ -373,8 +344,8 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         return EncoderCaches(max_tokens=KEPT_TOKENS, share=self.encoder_share)
 
     @cached_property
-    def _works(self) -> _MeanUncachedTokens:
-        return _MeanUncachedTokens()
+    def _works(self) -> MeanUncachedTokens:
+        return MeanUncachedTokens()
 
     def _loading(self, c: Candidate, answer_s: float, others_wait: float) -> float:
         """Seconds an adapter costs that is not there, to this request and to those beside it."""
@@ -424,14 +395,14 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         if c.residency is _FULL:
             adapter += 0.5 * usual * iteration
         delayed = c.estimated_requests + (c.load.waiting or 0.0)
-        unseen = _share_unseen(c.age_s, sending_s, usual * rates.step_s + prefill)
+        unseen = unseen_share(c.age_s, sending_s, usual * rates.step_s + prefill)
         first_tokens = max(
             min(c.estimated_requests, c.queued_tokens * per_request), c.in_flight * unseen
         )
         wanted = uncached + 0.5 * (answer + usual * c.estimated_requests)
         if c.conversation_local:
             wanted += c.matched_tokens
-        stall, others_stall = self._stall(c, wanted, usual)
+        stall, others_stall = memory_waits_s(c, wanted, usual, self.waiting_share)
         waste = wasted * max(0, best - c.matched_tokens) * rates.prefill_s + reloaded * load
         return (
             c.queued_tokens * rates.prefill_s,
@@ -439,7 +410,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
             _ITERATIONS * iteration,
             adapter,
             stall,
-            _wait_for_place_s(c, usual),
+            batch_wait_s(c, usual),
             slowdown,
             self.waiting_share * first_tokens * (prefill + load) + others_stall,
             delayed * waste,
@@ -473,33 +444,6 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         moving = uncached / tokens if tokens > 1.0 else 1.0
         return self.crowding * continued * moving * capacity * c.rates.evicted_s * value
 
-    def _stall(self, c: Candidate, wanted: float, usual: float) -> tuple[float, float]:
-        """Seconds until `wanted` more KV tokens are free, and what others wait; see the class."""
-        usage, capacity = c.load.kv_usage, c.load.kv_tokens
-        if usage is None or not capacity:
-            return 0.0, 0.0
-        held = max(usage * capacity + c.unscraped_tokens, c.active_context_tokens)
-        if held + wanted <= capacity:
-            return 0.0, 0.0
-        rates = c.rates
-        answer_s = usual * rates.iteration_s(c.estimated_requests)
-        running = c.load.running
-        if running is not None or c.in_flight:
-            known = c.prompt_tokens + 0.5 * usual * c.estimated_requests
-            if running:
-                shown = c.estimated_requests * usage * capacity / running
-                still = answer_s / max(answer_s + c.age_s, _SHORTEST_S)
-                known += still * max(0.0, shown - known)
-            held = min(held, known)
-        excess = (held + wanted) / capacity - 1.0
-        if excess <= 0.0:
-            return 0.0, 0.0
-        own = wanted - 0.5 * usual * c.estimated_requests
-        copied = rates.copied_ratio
-        others = copied * (1.0 + (c.load.waiting or 0.0)) * own
-        others += (1.0 - copied) * (own - c.matched_tokens if c.conversation_local else own)
-        return answer_s * excess, answer_s * self.waiting_share * others / capacity
-
 
 class _Explanation(LazySequence[tuple[str, Sequence[float]]]):
     """Terms of the costs, computed when a decision is explained; called, it predicts first tokens.
@@ -527,32 +471,6 @@ class _Explanation(LazySequence[tuple[str, Sequence[float]]]):
     def __call__(self, candidate: Candidate) -> float:
         """Predict the seconds to the first token of a candidate."""
         return self._cost_model.predict_ttft(self._request_terms, candidate)
-
-
-def _share_unseen(age_s: float, sending_s: float, alone_s: float) -> float:
-    """Share of the requests on an endpoint that may wait without a scrape that shows it.
-
-    Those that came since the scrape, and of them as many again: an answer shows, too, that what was
-    sent before it was computed. 0 for a scrape that is fresh, 1 where there is none.
-
-    Args:
-        age_s: Age of the scrape.
-        sending_s: Seconds since anything was sent.
-        alone_s: What a request takes that is alone on the endpoint.
-    """
-    age_s = min(age_s, sending_s)
-    alone_s = max(alone_s, _SHORTEST_S)
-    share = max(0.0, age_s - _FRESH * alone_s) / (alone_s + age_s)
-    return share * share
-
-
-def _wait_for_place_s(c: Candidate, usual: float) -> float:
-    """Seconds until an answer of the batch ends that this request waits for; see the class."""
-    places = c.rates.max_num_seqs
-    if not places or c.estimated_requests < places:
-        return 0.0
-    between_s = usual * c.rates.iteration_s(places) / places
-    return (c.estimated_requests + 1.0 - places) * between_s
 
 
 def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -> int:
