@@ -318,19 +318,20 @@ def test_a_large_answer_leaves_in_outputs_of_a_bounded_size():
     assert client.core.num_streams == 0
 
 
+def endless_messages(closed):
+    """Large messages without end; adds to the list when it is closed."""
+    try:
+        while True:
+            yield (bytes(20_000),)
+    finally:
+        closed.append(True)
+
+
 def test_a_source_of_messages_is_closed_with_its_call():
     client = RawClient()
     client.call()
     closed = []
-
-    def build():
-        try:
-            while True:
-                yield (bytes(20_000),)
-        finally:
-            closed.append(True)
-
-    assert not client.core.send_lazily(1, build())
+    assert not client.core.send_lazily(1, endless_messages(closed))
     client.send(frame(RST_STREAM, 0, 1, number(8)))
     assert closed == [True]
     assert client.send_budget.held_bytes == 0
@@ -343,15 +344,7 @@ def test_a_call_that_fails_ends_without_the_messages_that_were_not_built():
     client.send(frame(SETTINGS, 0, 0, setting(4, 100)))
     client.call()
     closed = []
-
-    def build():
-        try:
-            while True:
-                yield (bytes(20_000),)
-        finally:
-            closed.append(True)
-
-    assert not client.core.send_lazily(1, build())
+    assert not client.core.send_lazily(1, endless_messages(closed))
     client.core.end_call(1, GrpcStatus.DEADLINE_EXCEEDED, "Deadline Exceeded")
     client.read()
     assert closed == [True]

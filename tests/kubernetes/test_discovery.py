@@ -162,16 +162,7 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
 async def test_064_the_older_pool(api, place):
     """A pool of the older group is followed where that group is asked for."""
     namespace, kubeconfig = place
-    item = {
-        "apiVersion": kube.POOL_OLD,
-        "kind": "InferencePool",
-        "metadata": {"name": "vllm", "namespace": namespace},
-        "spec": {
-            "selector": LABELS,
-            "targetPortNumber": 8000,
-            "extensionRef": {"name": "extproc"},
-        },
-    }
+    item = kube.older_pool(namespace, LABELS)
     await api.create(item)
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
     ref = settings.InferencePoolRef(namespace, "vllm", settings.OLD_POOL_GROUP)

@@ -50,16 +50,7 @@ async def test_066_standalone(api, place):
 async def test_064_the_older_group(api, place):
     """--pool-group names the group of the pool, with its one port."""
     namespace, kubeconfig = place
-    item = {
-        "apiVersion": kube.POOL_OLD,
-        "kind": "InferencePool",
-        "metadata": {"name": "vllm", "namespace": namespace},
-        "spec": {
-            "selector": LABELS,
-            "targetPortNumber": 8000,
-            "extensionRef": {"name": "extproc"},
-        },
-    }
+    item = kube.older_pool(namespace, LABELS)
     await api.create(item)
     words = ("--pool-name", "vllm", "--pool-namespace", namespace)
     group = ("--pool-group", "inference.networking.x-k8s.io")

@@ -124,19 +124,23 @@ def check_books(index):
         assert cache.held - cache.unnamed == sum(held for _, held in cache.parts())
 
 
+def take_step(index, naive, name, key, argument):
+    """Do one operation of a script on both."""
+    match name:
+        case "forget":
+            index.forget(key)
+        case "retract":
+            index.retract(key, *argument)
+        case _:
+            getattr(index, name)(key, argument)
+    getattr(naive, name)(key, argument)
+
+
 def check_script(capacity, script, questions):
     """Hold an index against the naive model, step by step."""
     index, naive = PrefixIndex(capacity), Naive(capacity)
     for operation in script:
-        name, key, argument = operation
-        match name:
-            case "forget":
-                index.forget(key)
-            case "retract":
-                index.retract(key, *argument)
-            case _:
-                getattr(index, name)(key, argument)
-        getattr(naive, name)(key, argument)
+        take_step(index, naive, *operation)
         for item in KEYS:
             assert index.held(item) <= naive.capacity[item]
             assert parts(index, item) == set(naive.held[item])
@@ -171,15 +175,8 @@ def test_colliding_hashes_change_nothing(capacity, script, queries):
 def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, queries):
     """After any script memory is within the bound, and no more is believed than was recorded."""
     index, naive = PrefixIndex(8, max_bytes=max_bytes), Naive(8)
-    for name, key, argument in script:
-        match name:
-            case "forget":
-                index.forget(key)
-            case "retract":
-                index.retract(key, *argument)
-            case _:
-                getattr(index, name)(key, argument)
-        getattr(naive, name)(key, argument)
+    for operation in script:
+        take_step(index, naive, *operation)
         assert index.bytes_estimate() <= max_bytes
         check_books(index)
     for question in queries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -23,16 +24,25 @@ TOKEN = f"{CANARY}-token"
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
+@contextlib.asynccontextmanager
+async def admin_pages():
+    """The port of a picker that serves its pages only."""
+    port = stack.free_port()
+    server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
+    settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
+    picker = app.EndpointPickerProcess(settings)
+    await picker.start_admin()
+    try:
+        yield port
+    finally:
+        await picker.admin_server.close()
+
+
 def test_pages_do_not_name_the_server_software():
     """No answer, be it a page, a 404 or one to what is no HTTP, has a Server header."""
 
     async def test() -> None:
-        port = stack.free_port()
-        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
-        picker = app.EndpointPickerProcess(settings)
-        await picker.start_admin()
-        try:
+        async with admin_pages() as port:
             for path, status in (("/healthz", 200), ("/metrics", 200), ("/nothing", 404)):
                 answer = await http1.ask(port, path)
                 assert answer.status == status
@@ -43,8 +53,6 @@ def test_pages_do_not_name_the_server_software():
             writer.close()
             assert answer.startswith(b"HTTP/1.0 400 ")
             assert b"server:" not in answer.lower()
-        finally:
-            await picker.admin_server.close()
 
     asyncio.run(test())
 
@@ -62,15 +70,8 @@ def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
     """Prometheus prefers OpenMetrics; a scraper that does not ask for it gets the older format."""
 
     async def test() -> None:
-        port = stack.free_port()
-        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
-        picker = app.EndpointPickerProcess(settings)
-        await picker.start_admin()
-        try:
+        async with admin_pages() as port:
             answer = await http1.ask(port, "/metrics", headers=[("accept", accept)])
-        finally:
-            await picker.admin_server.close()
         assert kind in answer.head.all("content-type")[0]
         assert answer.body.endswith(ending)
 
@@ -270,18 +271,11 @@ def test_a_page_of_another_site_is_refused_by_the_server():
     """The header that browsers send arrives at the check."""
 
     async def test() -> None:
-        port = stack.free_port()
-        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
-        picker = app.EndpointPickerProcess(settings)
-        await picker.start_admin()
-        try:
+        async with admin_pages() as port:
             foreign = [("sec-fetch-site", "cross-site")]
             answer = await http1.ask(port, "/debug/record?seconds=86400", headers=foreign)
             assert (answer.status, b"another site" in answer.body) == (403, True)
             assert (await http1.ask(port, "/debug/pools")).status == 200
-        finally:
-            await picker.admin_server.close()
 
     asyncio.run(test())
 
@@ -298,12 +292,7 @@ def test_a_body_in_a_broken_encoding_is_refused(caplog):
     """It is a mistake of the client, with nothing for the log."""
 
     async def test() -> None:
-        port = stack.free_port()
-        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
-        picker = app.EndpointPickerProcess(settings)
-        await picker.start_admin()
-        try:
+        async with admin_pages() as port:
             answer = await http1.ask(
                 port,
                 "/debug/explain",
@@ -311,8 +300,6 @@ def test_a_body_in_a_broken_encoding_is_refused(caplog):
                 headers=[("content-encoding", "gzip")],
                 body=b"no gzip",
             )
-        finally:
-            await picker.admin_server.close()
         assert answer.status == 400
         assert b"expected a body in the encoding of its headers" in answer.body
 

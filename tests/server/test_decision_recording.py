@@ -273,8 +273,9 @@ def test_record_reports_a_server_that_does_not_answer(tmp_path, capsys):
     assert "--metrics-port" in capsys.readouterr().err
 
 
-async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkeypatch):
-    """A recording that is cancelled while a thread writes loses nothing, and leaves no file open."""
+@pytest.fixture
+def slow_writes(monkeypatch):
+    """Events: writes may end, and one began."""
     may_write, is_writing = threading.Event(), threading.Event()
     write = recorder.RotatingFile.write
 
@@ -284,6 +285,12 @@ async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkey
         return write(file, lines)
 
     monkeypatch.setattr(recorder.RotatingFile, "write", write_slowly)
+    return may_write, is_writing
+
+
+async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, slow_writes):
+    """A recording that is cancelled while a thread writes loses nothing, and leaves no file open."""
+    may_write, is_writing = slow_writes
     path, counts = tmp_path / "f", Counter()
     subject = decision_recording.DecisionRecorder(
         settings(path), counts, clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
@@ -335,17 +342,9 @@ async def test_a_file_that_stalls_does_not_keep_the_process(
     ]
 
 
-async def test_a_stop_while_the_file_gets_full_leaves_files_with_headers(tmp_path, monkeypatch):
+async def test_a_stop_while_the_file_gets_full_leaves_files_with_headers(tmp_path, slow_writes):
     """Rows that come during the write that fills a file are in the next one, which is a recording."""
-    may_write, is_writing = threading.Event(), threading.Event()
-    write = recorder.RotatingFile.write
-
-    def write_slowly(file, lines):
-        is_writing.set()
-        may_write.wait(300)
-        return write(file, lines)
-
-    monkeypatch.setattr(recorder.RotatingFile, "write", write_slowly)
+    may_write, is_writing = slow_writes
     path = tmp_path / "f"
     subject = decision_recording.DecisionRecorder(
         settings(path, max_file_bytes=10),

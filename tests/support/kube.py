@@ -296,6 +296,20 @@ def pool(
     return {"apiVersion": POOL_V1, "kind": "InferencePool", "metadata": metadata, "spec": chosen}
 
 
+def older_pool(namespace: str, labels: Mapping[str, str]) -> Object:
+    """The InferencePool `vllm` of the older group, with port 8000."""
+    return {
+        "apiVersion": POOL_OLD,
+        "kind": "InferencePool",
+        "metadata": {"name": "vllm", "namespace": namespace},
+        "spec": {
+            "selector": dict(labels),
+            "targetPortNumber": 8000,
+            "extensionRef": {"name": "extproc"},
+        },
+    }
+
+
 def pod(
     name: str,
     namespace: str,

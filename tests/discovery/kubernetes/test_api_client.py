@@ -106,23 +106,30 @@ async def connected(**wanted):
         await server.close()
 
 
+@contextlib.asynccontextmanager
+async def in_pod(account, monkeypatch, tokens=frozenset({"first"})):
+    """A client in a pod whose API server takes the tokens."""
+    async with secure(certificate(account, "server"), tokens) as port:
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+        async with connected() as server:
+            yield server
+
+
 def test_api_client_uses_the_service_account_of_the_pod(account, monkeypatch):
     """Address, authority and token come from the pod; a rotated token is read again on 401."""
 
     async def scene():
         tokens = {"first"}
-        async with secure(certificate(account, "server"), tokens) as port:
-            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-            async with connected() as server:
-                assert server.name == f"https://127.0.0.1:{port}"
-                assert await server.page(PODS, "", limit=500) == builders.page()
-                tokens.clear()
-                tokens.add("second")
-                (account / "token").write_text("second")
-                refused = await server.page(PODS, "", limit=500)
-                assert (refused.status, refused.credentials_expired) == (401, True)
-                await server.renew(server.generation)
-                assert await server.page(PODS, "", limit=500) == builders.page()
+        async with in_pod(account, monkeypatch, tokens) as server:
+            assert server.name.startswith("https://127.0.0.1:")
+            assert await server.page(PODS, "", limit=500) == builders.page()
+            tokens.clear()
+            tokens.add("second")
+            (account / "token").write_text("second")
+            refused = await server.page(PODS, "", limit=500)
+            assert (refused.status, refused.credentials_expired) == (401, True)
+            await server.renew(server.generation)
+            assert await server.page(PODS, "", limit=500) == builders.page()
 
     asyncio.run(scene())
 
@@ -178,11 +185,9 @@ def test_a_token_file_may_end_in_a_newline(account, monkeypatch):
 
     async def scene():
         (account / "token").write_text("first\n")
-        async with secure(certificate(account, "server"), {"first"}) as port:
-            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-            async with connected() as server:
-                assert await server.page(PODS, "", limit=500) == builders.page()
-                assert await server.send("GET", PODS.path, seconds=60.0) == builders.page()
+        async with in_pod(account, monkeypatch) as server:
+            assert await server.page(PODS, "", limit=500) == builders.page()
+            assert await server.send("GET", PODS.path, seconds=60.0) == builders.page()
 
     asyncio.run(scene())
 
@@ -192,14 +197,12 @@ def test_a_token_that_no_header_may_contain_is_a_failed_request(account, monkeyp
 
     async def scene():
         (account / "token").write_text("fir\0st")
-        async with secure(certificate(account, "server"), {"first"}) as port:
-            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-            async with connected() as server:
-                refused = await server.page(PODS, "", limit=500)
-                assert (refused.status, refused.credentials_expired) == (0, True)
-                (account / "token").write_text("first")
-                await server.renew(server.generation)
-                assert await server.page(PODS, "", limit=500) == builders.page()
+        async with in_pod(account, monkeypatch) as server:
+            refused = await server.page(PODS, "", limit=500)
+            assert (refused.status, refused.credentials_expired) == (0, True)
+            (account / "token").write_text("first")
+            await server.renew(server.generation)
+            assert await server.page(PODS, "", limit=500) == builders.page()
 
     asyncio.run(scene())
 
@@ -208,17 +211,15 @@ def test_a_missing_token_is_a_failed_request(account, monkeypatch):
     """The client reads it again after a minute; what it raises then ends nothing."""
 
     async def scene():
-        async with secure(certificate(account, "server"), {"first"}) as port:
-            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-            async with connected() as server:
-                configuration = server._session.client.configuration
-                loader = configuration.refresh_api_key_hook.__closure__[0].cell_contents
-                loader.token_expires_at = dt.datetime.min  # noqa: DTZ901 - the client's own
-                (account / "token").write_text("")
-                refused = await server.page(PODS, "", limit=500)
-                assert (refused.status, refused.credentials_expired) == (0, True)
-                (account / "token").unlink()
-                assert (await server.page(PODS, "", limit=500)).status == 0
+        async with in_pod(account, monkeypatch) as server:
+            configuration = server._session.client.configuration
+            loader = configuration.refresh_api_key_hook.__closure__[0].cell_contents
+            loader.token_expires_at = dt.datetime.min  # noqa: DTZ901 - the client's own
+            (account / "token").write_text("")
+            refused = await server.page(PODS, "", limit=500)
+            assert (refused.status, refused.credentials_expired) == (0, True)
+            (account / "token").unlink()
+            assert (await server.page(PODS, "", limit=500)).status == 0
 
     asyncio.run(scene())
 
