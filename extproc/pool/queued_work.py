@@ -1,0 +1,134 @@
+"""Queued tokens: work that was sent to an endpoint and is estimated as not computed yet.
+
+It is dead-reckoned: uncached prompt tokens are added when a request is sent and drain at the speed of
+the engine. Engines serve first come first served, so a request that ended says that everything sent
+before it was computed, and a scrape that shows w waiting requests says that the last w of ours were
+not.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
+
+if TYPE_CHECKING:
+    from extproc.pool.inflight import Reservation
+
+#: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
+#: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
+#: beside it.
+_BUDGET_TOKENS: Final = 2048
+
+#: How much longer than the prompts before it take a request waits that waits for something else (a
+#: factor): their number and the speed of the engine are estimates.
+_HELD_UP: Final = 2.0
+
+#: Longest prompts that fit into free memory where no request waits for memory (count).
+_ROOMY: Final = 2.0
+
+
+class QueuedWork:
+    """Uncached prompt tokens in the queue of one endpoint. The base of its account.
+
+    Attributes:
+        sent: Uncached prompt tokens ever sent.
+        done: Of these, computed as of `at`.
+        at: Monotonic seconds at which `done` was true.
+        tokens_per_s: Growth of `done` in tokens per second.
+        kv_tokens_sent: KV tokens that requests ever sent take.
+        kv_tokens_scraped: Of these, in the last scrape.
+        iteration_s: Seconds of an iteration, as of the last scrape.
+    """
+
+    __slots__ = (
+        "_open",
+        "at",
+        "done",
+        "iteration_s",
+        "kv_tokens_scraped",
+        "kv_tokens_sent",
+        "sent",
+        "tokens_per_s",
+    )
+
+    def __init__(self) -> None:
+        #: Open requests, in the order they were sent.
+        self._open: dict[Reservation, None] = {}
+        # A float, because every candidate subtracts one from it: an integer takes several times as long.
+        self.sent = 0.0
+        self.done = 0.0
+        self.at = 0.0
+        self.tokens_per_s = 1.0 / DEFAULT_STEP_TIMES.prefill_s
+        self.iteration_s = DEFAULT_STEP_TIMES.iteration_s(1.0)
+        self.kv_tokens_sent = 0
+        self.kv_tokens_scraped = 0
+
+    def queued(self, now: float) -> float:
+        """Uncached prompt tokens sent and estimated as not yet computed."""
+        left = self.sent - self.done - (now - self.at) * self.tokens_per_s
+        return max(0.0, left)
+
+    def set_drain_rate(self, rates: StepTimeModel, requests: float) -> None:
+        """Set how fast queued work drains."""
+        self.iteration_s = rates.iteration_s(requests)
+        self.tokens_per_s = 1.0 / (rates.prefill_s + self.iteration_s / _BUDGET_TOKENS)
+
+    def record_scrape(
+        self,
+        *,
+        sent: float,
+        written: int,
+        waiting: float | None,
+        at: float,
+        now: float,
+        running: float | None = None,
+        free_tokens: float | None = None,
+    ) -> bool:
+        """Correct the queue by what a scrape shows.
+
+        Args:
+            sent: `sent` when the scrape was requested.
+            written: `kv_tokens_sent` then.
+            at: Monotonic seconds at which the page was true; the engine has computed since.
+            waiting: Requests queued in the engine that must be ours; None when the page did not say.
+            running: Requests in its batch; None when the page did not say. Of ours that are open, more
+                than these wait: an engine reads and tokenizes a request before its page shows it.
+            free_tokens: KV tokens that its memory has room for; None when the page did not say.
+
+        Returns:
+            True if a request in the engine's queue waits longer than the prompts before it take, and
+            not for memory.
+        """
+        self.kv_tokens_scraped = written
+        self._drain(now)
+        if waiting is None:
+            return False
+        before = [reservation for reservation in self._open if reservation.sent <= sent]
+        largest = max((reservation.uncached_tokens for reservation in before), default=0)
+        queueing = min(int(waiting), len(before))
+        if running is not None:
+            queueing = max(queueing, len(before) - int(running))
+        # The first of those that wait, counted from the end, has everything before it admitted.
+        admitted, waited_s = sent, 0.0
+        for reservation in islice(reversed(before), queueing - 1, queueing) if queueing else ():
+            admitted = reservation.sent - reservation.uncached_tokens
+            waited_s = at - reservation.at
+        usual_s = (sent - admitted + largest) / self.tokens_per_s + self.iteration_s
+        longest = max([reservation.prompt_tokens for reservation in before], default=0)
+        lacks_memory = free_tokens is None or free_tokens < _ROOMY * longest
+        # An engine whose requests wait for memory computes none of them.
+        passed_s = 0.0 if waiting and lacks_memory else max(0.0, now - at)
+        computed = passed_s * self.tokens_per_s
+        # One admitted prompt may still be in the middle of its prefill.
+        most = min(admitted + computed, self.sent)
+        self.done = min(max(self.done, admitted - largest + computed), most)
+        return bool(waiting) and not lacks_memory and waited_s > _HELD_UP * usual_s
+
+    def _drain(self, now: float) -> None:
+        passed = now - self.at
+        if passed > 0.0:
+            done = self.done + passed * self.tokens_per_s
+            self.done = done if done < self.sent else self.sent  # noqa: FURB136
+            self.at = now
