@@ -25,6 +25,9 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
+#: What starts a loop that runs until it is cancelled.
+Loop = Callable[[], Awaitable[None]]
+
 #: Loops by their names on the metrics page. `callback` is what the event loop calls by itself.
 LoopName = Literal[
     "autoscaling",
@@ -117,9 +120,7 @@ class Supervisor:
         """Names of the loops that failed and have not worked since, in alphabetical order."""
         return sorted({loop for loop, _ in self._failing})
 
-    async def keep(
-        self, loop: LoopName, run: Callable[[], Awaitable[None]], *, instance: str = ""
-    ) -> None:
+    async def keep(self, loop: LoopName, run: Loop, *, instance: str = "") -> None:
         """Run a loop until it returns or is cancelled, and again whenever it raises.
 
         Args:
@@ -210,9 +211,7 @@ class Supervisor:
         else:
             _log.warning("event loop: %s", context.get("message", "an unnamed problem"))
 
-    async def _run_once(
-        self, loop: LoopName, run: Callable[[], Awaitable[None]], instance: str
-    ) -> None:
+    async def _run_once(self, loop: LoopName, run: Loop, instance: str) -> None:
         """Run once; a run that is calm for long enough counts as working again."""
         timer = None
         if (loop, instance) in self._failing:

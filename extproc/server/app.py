@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,7 +43,7 @@ from extproc.server.peer_addresses import PeerDirectory
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import RedisPeerChannel
-from extproc.supervision import LoopName
+from extproc.supervision import Loop, LoopName
 from extproc.telemetry import explanation, pool_log
 from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from extproc.server.control_plane_servers import ControlPlaneServers
 
 _log = logging.getLogger("extproc.server")
-
-#: What starts a loop that runs until it is cancelled.
-Loop = Callable[[], Awaitable[None]]
 
 #: Seconds between two looks for refused requests to log.
 _REJECTION_LOG_S = 1.0
@@ -109,7 +106,9 @@ class EndpointPickerProcess:
             settings,
             self._build_runtime_context(),
             configured=plan.pools if plan else {},
-            is_discovery_synced=lambda: self._is_discovery_synced,
+            is_discovery_synced=lambda: (
+                self._kubernetes_discovery is None or self._kubernetes_discovery.synced
+            ),
             on_change=lambda: self.autoscaler.sync_pools(),  # noqa: PLW0108 - it is built later
         )
         self._kubernetes_discovery = self._build_kubernetes_discovery(plan)
@@ -270,11 +269,6 @@ class EndpointPickerProcess:
             await self._elector.start()
         if self._kubernetes_discovery is not None:
             await self._kubernetes_discovery.start()
-
-    @property
-    def _is_discovery_synced(self) -> bool:
-        """True once Kubernetes discovery is complete, or is not used."""
-        return self._kubernetes_discovery is None or self._kubernetes_discovery.synced
 
     @property
     def _watch_statuses(self) -> Sequence[watch_plan.WatchStatus]:
@@ -479,19 +473,13 @@ class EndpointPickerProcess:
         return routed.outcome
 
     def _gauges(self) -> dict[str, Callable[[], float]]:
-        runtimes = self.pool_registry.by_name
         leader = {"extproc_leader": lambda: float(self._is_leader)}
         return {
             **(leader if self._elector is not None else {}),
             **(self._peer_channel.gauges() if self._peer_channel is not None else {}),
             **self._transport.gauges(),
             "extproc_body_buffer_bytes": lambda: self.budget.held_bytes,
-            "extproc_prefix_index_blocks": lambda: sum(
-                runtime.parts.index.blocks_total for runtime in runtimes.values()
-            ),
-            "extproc_prefix_index_bytes": lambda: sum(
-                runtime.parts.index.bytes_estimate() for runtime in runtimes.values()
-            ),
+            **self.pool_registry.gauges(),
         }
 
 

@@ -17,8 +17,8 @@ import uvloop
 
 from extproc.config.settings import Settings
 from extproc.server import grpc_workarounds, health, reload
-from extproc.server.app import EndpointPickerProcess, Loop
-from extproc.supervision import LoopName
+from extproc.server.app import EndpointPickerProcess
+from extproc.supervision import Loop, LoopName
 from extproc.telemetry import log_format
 
 #: Seconds between two looks whether a picker is ready for the first time.

@@ -134,6 +134,17 @@ class PoolRegistry:
         """Views of all pools for the metrics page."""
         return {name: runtime.view for name, runtime in self.by_name.items()}
 
+    def gauges(self) -> Mapping[str, Callable[[], float]]:
+        """Gauges of all pools together, by name."""
+        return {
+            "extproc_prefix_index_blocks": lambda: sum(
+                runtime.parts.index.blocks_total for runtime in self.by_name.values()
+            ),
+            "extproc_prefix_index_bytes": lambda: sum(
+                runtime.parts.index.bytes_estimate() for runtime in self.by_name.values()
+            ),
+        }
+
     def shadows(self) -> Mapping[str, ShadowScheduler]:
         """Shadows by name of their pool; pools without one are left out."""
         return {
