@@ -92,7 +92,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
         rates: Step times of the engines, as last learned.
         engines: Engines of a replica, as last known.
         answers: Answers that count, fading; the prior is the first.
-        answer_tokens: Their tokens; None until the rates say how many the prior has.
+        answer_tokens: Tokens of these answers; None until the rates say how many the prior has.
         prompt_tokens: Mean uncached prompt tokens of a request.
         done: Work that busy replicas did, fading (token seconds).
         busy_s: Seconds they did it in.

@@ -313,7 +313,7 @@ class StaticDiscoverySettings(msgspec.Struct, frozen=True, kw_only=True):
             works on every file system, ConfigMap mounts included.
         limit_bytes: Longest file taken: upstream's 1 MiB is some 8,000 endpoints with labels.
         refresh_s: How often names are resolved again: the usual DNS time to live inside a cluster.
-        retry_s: The same while some name does not resolve.
+        retry_s: How often names are resolved again while some name does not resolve.
         jitter: Each refresh is spread by this share to either side, lest replicas resolve at once.
         pool: Name of the pool, for the supervisor.
     """

@@ -107,7 +107,7 @@ class Schedule(
         """Cumulative estimated tokens by depth of a prompt with media.
 
         Args:
-            bytes_per_token: Of the text between them, above 0.
+            bytes_per_token: Bytes of a token of the text between media, above 0.
         """
         tokens: list[int] = []
         items = list(zip(media, media_tokens, strict=True))

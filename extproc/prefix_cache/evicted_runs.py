@@ -96,7 +96,7 @@ class EvictedRuns:
 
         Args:
             blocks: The chain.
-            chain: The same, packed.
+            chain: The hashes of `blocks`, packed.
             depth: Blocks that an index holds of the chain, less than all.
             capacities: Blocks that each endpoint holds at most, by slot.
 

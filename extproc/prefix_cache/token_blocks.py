@@ -44,7 +44,7 @@ class EngineBlocks:
         copies: Further blocks of the same content by the engine's hashes (count). vLLM computes the
             last block of a prompt that fills it again, and stores it beside the first one; each is
             removed by an event of its own.
-        num_copies: Of all hashes (count).
+        num_copies: Copies of all blocks together (count).
         has_gap: Whether blocks were dropped since it was empty, so that it holds more than is known.
         group: Group of layers whose copies count, that of the first stored block; -1 before. A prefix
             needs its blocks in every group, so a removal from another group removes them.

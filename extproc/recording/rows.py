@@ -38,7 +38,7 @@ class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag
         process: Identifier of the process, in which decisions have their numbers and rows their clock;
             empty where it is unknown.
         settings: Sections of the configuration that decisions depend on, as in a file.
-        pools: Those of them that a pool has for itself, by its name.
+        pools: Sections that a pool has for itself, by the name of the pool.
     """
 
     version: int

@@ -45,8 +45,8 @@ class EncoderCaches:
     """Items that were sent to endpoints, by address; bounded. Mutable: a plugin owns it.
 
     Args:
-        max_items: Of an endpoint (count).
-        max_tokens: Of an endpoint, but for its last item; 0 for any.
+        max_items: Most items remembered for an endpoint (count).
+        max_tokens: Most tokens of these, though the last item stays in any case; 0 for no limit.
         share: Time that encoding an item takes, for each second of its prefill.
     """
 

@@ -116,7 +116,7 @@ class _ChoicesWriter:
     """Chat and completions.
 
     Args:
-        prefix: Of ids.
+        prefix: Prefix of ids.
         whole_kind: The `object` of a whole answer.
         chunk_kind: The `object` of a chunk.
         chat: Whether text comes in messages and deltas rather than bare.

@@ -86,13 +86,13 @@ class TtftComparison(msgspec.Struct, frozen=True):
     """Difference of two strategies in mean time to first token, over the same requests.
 
     Attributes:
-        baseline: With which one.
-        ratio: Its mean over that of the baseline.
+        baseline: Strategy that it is compared with.
+        ratio: Mean of the strategy over that of the baseline.
         low: Lower end of the 95 % interval of the ratio.
         high: Upper end.
         num_compared: Requests that both answered with every seed (count).
         unanswered: Share of all requests without an answer, mean over seeds, 0..1.
-        baseline_unanswered: The same of the baseline.
+        baseline_unanswered: `unanswered` of the baseline.
     """
 
     strategy: str

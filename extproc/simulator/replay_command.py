@@ -43,7 +43,7 @@ class ReplayReport(report.Report, frozen=True, kw_only=True):
     Attributes:
         agreements: As in `replay.Replay`.
         fidelity: None for a trace.
-        comparisons: Of each strategy with the baseline.
+        comparisons: Comparison of each strategy with the baseline.
         verdicts: The comparisons in words.
     """
 

@@ -70,8 +70,8 @@ class Traffic(msgspec.Struct, frozen=True):
     """Requests to simulate, and what was measured of them.
 
     Attributes:
-        requests: By time of arrival.
-        sessions: The same as sessions, by time of their beginning.
+        requests: Requests by time of arrival.
+        sessions: Sessions of the requests, by time of their beginning.
         places: Place of each request among those of all sessions, one session after the other.
         adapter_names: LoRA adapters they name.
         num_estimated: Requests whose tokens of the answer are estimated (count).

@@ -131,7 +131,7 @@ def draw_sizes(path: Path, objectives: Sequence[Objective], sizes: Sequence[Flee
     """Figures of fleets by their number of engines, as the name of the file says.
 
     Args:
-        path: Its suffix is the format, see `require`.
+        path: File to draw for, whose suffix is the format; see `require`.
         objectives: Limits, each with a panel.
         sizes: The fleets, the smallest first.
     """

@@ -48,7 +48,7 @@ class PoolCounters:
         name: Name of the pool; empty for the default pool where there are several.
         requests_routed: Routed requests by endpoint address.
         rejections: Rejected requests by (status, reason).
-        rejection_causes: The same by (status, cause), for the log.
+        rejection_causes: Rejected requests by (status, cause), for the log.
         degraded: Decisions by fallback, by reason.
         responses: Responses by (endpoint address, HTTP status text).
         without_response: Routed requests whose stream ended before response headers, by address.
@@ -59,7 +59,7 @@ class PoolCounters:
         model_list_polls: Requests for model lists, by (endpoint address, result).
         series: Requests by model, tenant and priority.
         response_headers_s: Time from the choice of the endpoint to response headers.
-        endpoint_headers_s: The same of responses below 400, without bounds, by address.
+        endpoint_headers_s: The same time of responses below 400, without buckets, by address.
         queue_duration_s: Time in the queue of requests that were admitted, by priority.
         queue: Requests in the queue and their departures, by the labels of `series`.
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or

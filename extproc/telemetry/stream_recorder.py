@@ -40,8 +40,8 @@ class StreamRecorder:
     Attributes:
         tracer: Sends the traces of requests; None sends none.
         routed: Requests that were routed and wait to be counted and recorded, a few at most.
-        answered: The same whose response headers came.
-        ended: The same that ended.
+        answered: Requests whose response headers came, which wait to be counted and recorded.
+        ended: Requests that ended, which wait to be counted and recorded.
         values: Values of series that wait to be counted.
         recordings: Recordings under way; None without any.
     """

@@ -43,9 +43,9 @@ class FleetCallbacks(msgspec.Struct, frozen=True):
     """Callbacks from the replicas to the simulation.
 
     Attributes:
-        listed: These nodes are up.
-        go: A request may go to a node.
-        over: A request went nowhere; its `failure` says why.
+        listed: Called with the nodes that are up.
+        go: Called with a request that may go to a node.
+        over: Called with a request that went nowhere; its `failure` says why.
         rates: How fast engines are, as far as pickers know.
     """
 

@@ -14,8 +14,8 @@ class ScalingSummary(msgspec.Struct, frozen=True):
 
     Attributes:
         replica_s: Seconds of replicas, from the request for a replica until it is gone.
-        mean_replicas: The same until the last request ended, over that time.
-        mean_available: Ready replicas until then, over that time: what the published page charts.
+        mean_replicas: Replicas until the last request ended, mean over that time.
+        mean_available: Ready replicas, mean over the same time: what the published page charts.
         cold_starts: Requested replicas (count).
         most: Most replicas at a time.
         to_least_s: From the end of the last request until there are as few as there may be.

@@ -45,7 +45,7 @@ class Run(msgspec.Struct, frozen=True):
     """One strategy with one seed.
 
     Attributes:
-        seed: Of all chance.
+        seed: Seed of all random numbers.
     """
 
     strategy: str
@@ -58,7 +58,7 @@ class EndpointMeans(msgspec.Struct, frozen=True):
 
     Attributes:
         requests: Requests it was sent (count).
-        prompt_tokens: Their prompts.
+        prompt_tokens: Prompt tokens of these requests.
         hit_ratio: Share of their prompt tokens that its cache had.
         preemptions: Recomputed sequences.
     """

@@ -24,7 +24,7 @@ class DistributionSummary(msgspec.Struct, frozen=True):
     """A distribution in a few numbers; NaN where there is nothing.
 
     Attributes:
-        mean: Of all values; as all others in the unit of the values.
+        mean: Mean of all values. All attributes have the unit of the values.
         p50: Median.
         p90: 90th percentile.
         p95: 95th percentile.
@@ -43,7 +43,7 @@ class PerEndpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         requests: Requests it was sent (count).
-        prompt_tokens: Their prompts.
+        prompt_tokens: Prompt tokens of these requests.
         hit_ratio: Share of their prompt tokens that its cache had.
         preemptions: Recomputed sequences.
     """
@@ -58,7 +58,7 @@ class RejectionSummary(msgspec.Struct, frozen=True):
     """Rejected requests and their `Retry-After` values.
 
     Attributes:
-        rejected: Those with a Retry-After (count).
+        rejected: Requests that were rejected with a Retry-After (count).
         latest_s: Seconds until the last of them was refused; 0 where none was.
         retry_after_s: Values of `Retry-After`, in seconds.
         retry_after_most_s: The longest of it; 0 where there is none.
@@ -86,9 +86,9 @@ class RunSummary(msgspec.Struct, frozen=True):
         e2e_s: Time to the last token.
         token_s: Time to the last token per token: what llmperf calls inter-token latency.
         hit_ratio: Share of prompt tokens that engines had cached.
-        predicted_ratio: The same as pickers predicted when they picked.
+        predicted_ratio: `hit_ratio` as pickers predicted it.
         requests_max_over_mean: Most requests of one engine over the mean.
-        tokens_max_over_mean: The same for prompt tokens.
+        tokens_max_over_mean: Most prompt tokens of one engine over the mean.
         held_s: Mean time in the client, before any other time begins: where it is not 0 the limit of
             the client, not the fleet, sets the pace. NaN where nothing says.
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when

@@ -29,7 +29,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
         session: What ties turns of a conversation together; empty when nothing does.
         opening: Beginning of the first user message, as text.
         tenant: Tenant of the request; empty for none.
-        priority: Of its objective.
+        priority: Priority of its objective.
         node: Index of the only engine it may go to; -1 for any.
         media: Images, videos and audio in it; pickers know their tokens.
     """

@@ -277,9 +277,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Group of clients with equal requests.
 
     Attributes:
-        tenant: What they are called, where requests wait in turns.
-        priority: Of their requests, as an objective would give it.
-        rate_per_s: Their sessions begin at this rate, as a Poisson process.
+        tenant: Name of the group, where tenants take turns in a queue.
+        priority: Priority of the requests, as an objective would give it.
+        rate_per_s: Rate at which sessions begin, as a Poisson process.
         from_s: When they begin, virtual seconds.
         until_s: When no more of their sessions begin. None: when the workload is over.
         workload: What they ask. Adapters of the same number are the same in all groups.

@@ -39,7 +39,7 @@ class EngineServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         model: Name of the base model.
         loras: Names of the adapters that can be asked for at start.
         speed: How many times faster than the machine everything goes.
-        seed: Of request ids and fault rates.
+        seed: Seed of request ids, and of faults that hit a share of requests.
         output_tokens: Tokens of an answer whose request names no maximum.
         coalesce_s: Tokens that come within this time share a chunk; a busy vLLM does the same.
         show_cached: Whether usage carries `prompt_tokens_details.cached_tokens`
