@@ -439,7 +439,10 @@ class Exchange(msgspec.Struct):
         self.response_state = _ENDED if event.end_of_stream else _STARTED
         settings, restorer, mode = self._settings, None, None
         content_type = event.headers.get("content-type", "").lower()
-        self.is_stream = self._has_grpc_stream or "text/event-stream" in content_type
+        # A call of gRPC that failed at once has its status in the headers, and no message.
+        is_failed_call = event.end_of_stream or "grpc-status" in event.headers
+        has_messages = self._has_grpc_stream and not is_failed_call
+        self.is_stream = has_messages or "text/event-stream" in content_type
         if self._model_names[1] and not event.end_of_stream:
             restorer = model_name_restorer.for_response(event.headers, *self._model_names)
         if (settings.feedback or restorer is not None) and not event.end_of_stream:

@@ -241,7 +241,9 @@ class StreamRecorder:
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         for request in requests:
             if request.is_ttft_due:  # a stream that is shown, and of which no chunk came
-                self.add_ttft(request, request.response_s)
+                # A call of gRPC failed then, which its trailers say and its HTTP status does not.
+                if request.decision.request.api != "grpc_generate":
+                    self.add_ttft(request, request.response_s)
             elif request.last_chunk_s > request.first_chunk_s:
                 self._count_tpot(series, request)
             status = request.status or request.refusal_status

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bench import soak, soak_messages
+from extproc.server.stream_handler import StreamHandler
 from extproc.telemetry.exposition import Exposition
 from tests.parsing.builders import field, frame
 
@@ -71,23 +72,30 @@ async def test_a_stream_has_times_tokens_and_a_trace_on_the_page():
     assert 0.0 < float(predicted) < 0.1
 
 
+_GRPC = {"content-type": "application/grpc"}
+
+
+def _open_grpc(core: soak.Core, *, is_stream: bool) -> StreamHandler:
+    """A call of Generate that was routed."""
+    path = "/vllm.grpc.engine.VllmEngine/Generate"
+    request = field(2, field(2, bytes(range(1, 10)))) + (field(5, 1) if is_stream else b"")
+    return core.open(
+        soak_messages.headers({**HEADERS, **_GRPC, ":path": path}),
+        soak_messages.body(frame(request)),
+    )
+
+
 @pytest.mark.parametrize(
     ("is_stream", "streaming", "ttft_s", "num_gaps"),
-    [(1, "true", "0.75", 1), (0, "false", "0.25", 0)],
+    [(True, "true", "0.75", 1), (False, "false", "0.25", 0)],
 )
 async def test_a_stream_of_the_grpc_api_counts_as_a_stream(is_stream, streaming, ttft_s, num_gaps):
     """Its method is the same for one message and for many; the request says which."""
     core = soak.Core(soak.settings(engines=2, holding=False))
     await core.picker.sync()
-    path = "/vllm.grpc.engine.VllmEngine/Generate"
-    kind = {"content-type": "application/grpc"}
-    request = field(2, field(2, bytes(range(1, 10)))) + (field(5, 1) if is_stream else b"")
-    stream = core.open(
-        soak_messages.headers({**HEADERS, **kind, ":path": path}),
-        soak_messages.body(frame(request)),
-    )
+    stream = _open_grpc(core, is_stream=is_stream)
     core.now += 0.25
-    core.say(stream, soak_messages.headers({":status": "200", **kind}, response=True))
+    core.say(stream, soak_messages.headers({":status": "200", **_GRPC}, response=True))
     for token in (1, 2):
         core.now += 0.5
         chunk = frame(field(1, field(1, bytes([token]))))
@@ -100,6 +108,29 @@ async def test_a_stream_of_the_grpc_api_counts_as_a_stream(is_stream, streaming,
     ]
     gaps = [line for line in lines if line.startswith("extproc_request_itl_seconds_count")]
     assert sum(float(line.rpartition(" ")[2]) for line in gaps) == num_gaps
+
+
+@pytest.mark.parametrize(
+    ("headers", "ends", "num_complete"),
+    [({"grpc-status": "13"}, True, 1), ({"grpc-status": "13"}, False, 1), ({}, False, 0)],
+)
+async def test_a_failed_grpc_call_has_no_first_token_of_a_stream(headers, ends, num_complete):
+    """Its HTTP status is 200; without a message, nothing is compared with the prediction."""
+    core = soak.Core(soak.settings(engines=2, holding=False))
+    await core.picker.sync()
+    stream = _open_grpc(core, is_stream=True)
+    core.now += 0.25
+    answer = {":status": "200", **_GRPC, **headers}
+    core.say(stream, soak_messages.headers(answer, response=True, ends=ends))
+    stream.finish()
+    names = tuple(
+        f"extproc_request_{name}_count"
+        for name in ("ttft_seconds", "predicted_ttft_seconds", "ttft_ratio")
+    )
+    counts = [
+        line for line in page_of(core) if line.startswith(names) and not line.endswith(" 0.0")
+    ]
+    assert counts == [f'{names[0]}{{model="none",pool="",streaming="false"}} 1.0'] * num_complete
 
 
 async def _stream(
