@@ -60,6 +60,9 @@ _STEERING = frozenset(
 #: Headers that say whose a request is, how much it counts and how soon it wants its first token.
 _TURNS = frozenset({*FlowHeaders().tenant_headers, *OBJECTIVE_HEADERS, *FlowHeaders().slo_headers})
 
+#: What a format of local replies has for the body of the mapper, or for Envoy's own text without one.
+_LOCAL_REPLY_BODY = "%LOCAL_REPLY_BODY%"
+
 #: Body modes in which Envoy waits for each answer no longer than `message_timeout`.
 _TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
 
@@ -319,8 +322,10 @@ def _tries(route: YamlTree, *, spot: str, where: str) -> Iterator[Finding]:
 def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check what clients read when extproc or every engine is down, and what is logged of it."""
     config = manager.get("local_reply_config") or {}
-    replies = [{"body_format_override": config.get("body_format")}, *(config.get("mappers") or [])]
-    if any(map(_may_be_error_object, replies)):
+    usual = config.get("body_format") or {}
+    # Without a mapper, the reply is in the usual format too; null in a list is no mapper.
+    mappers = [{}, *filter(None, config.get("mappers") or ())]
+    if any(_may_be_error_object(mapper, usual) for mapper in mappers):
         yield finding.fine("local_replies", place, "local_reply_config answers for what is down")
     else:
         missing = (
@@ -346,16 +351,28 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         yield finding.fine("tracing", place, "requests have no traces")
 
 
-def _may_be_error_object(mapper: YamlTree) -> bool:
-    """Return False if what a mapper makes of a local reply is no error of OpenAI's API for certain."""
-    body_format = mapper.get("body_format_override") or {}
-    if "json_format" in body_format:
-        error = body_format["json_format"].get("error")
+def _may_be_error_object(mapper: YamlTree, usual: YamlTree) -> bool:
+    """Return False if what a mapper makes of a local reply is no error of OpenAI's API for certain.
+
+    Args:
+        usual: Format of mappers without one of their own.
+    """
+    body_format = mapper.get("body_format_override") or usual
+    written = body_format.get("json_format")
+    if written is not None:
+        error = written.get("error") if isinstance(written, Mapping) else None
         return isinstance(error, Mapping) and "message" in error
-    source = body_format.get("text_format_source") or mapper.get("body") or {}
-    text = body_format.get("text_format") or source.get("inline_string")
-    # The text of a file is not known.
-    return bool(source) if text is None else '"error"' in text and '"message"' in text
+    text = body_format.get("text_format") or _LOCAL_REPLY_BODY
+    text = _inline_text(body_format.get("text_format_source"), text)
+    if text is not None and _LOCAL_REPLY_BODY in text:
+        body = _inline_text(mapper.get("body"), "")
+        text = None if body is None else text.replace(_LOCAL_REPLY_BODY, body)
+    return text is None or ('"error"' in text and '"message"' in text)
+
+
+def _inline_text(source: YamlTree | None, default: str) -> str | None:
+    """Return the text of a data source: None if it is elsewhere, the default without a source."""
+    return source.get("inline_string") if source else default
 
 
 def _picker_down(

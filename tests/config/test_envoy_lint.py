@@ -252,6 +252,11 @@ def test_facts_to_know_are_notes(check):
     assert check in notes(tree)
 
 
+_ERROR = {"inline_string": '{"error": {"message": "x"}}'}
+_BODY_AS_TEXT = {"text_format": "%LOCAL_REPLY_BODY%", "content_type": "application/json"}
+_BODY_AS_SOURCE = {"text_format_source": {"inline_string": "%LOCAL_REPLY_BODY%"}}
+
+
 @pytest.mark.parametrize(
     ("config", "is_readable"),
     [
@@ -264,6 +269,15 @@ def test_facts_to_know_are_notes(check):
         ({"body_format": {"json_format": {"message": "%LOCAL_REPLY_BODY%"}}}, False),
         ({"body_format": {"json_format": {"error": {"message": "x"}}}}, True),
         ({"body_format": {"text_format_source": {"inline_string": "x"}}}, False),
+        ({"mappers": [{"body": _ERROR, "body_format_override": _BODY_AS_TEXT}]}, True),
+        ({"mappers": [{"body": _ERROR, "body_format_override": _BODY_AS_SOURCE}]}, True),
+        ({"mappers": [{"body": _ERROR}], "body_format": _BODY_AS_SOURCE}, True),
+        ({"mappers": [{"body": {"filename": "x"}}], "body_format": _BODY_AS_TEXT}, True),
+        ({"mappers": [{"body": _ERROR}], "body_format": {"text_format": "sorry"}}, False),
+        ({"mappers": [{"body": _ERROR}], "body_format": {"json_format": {"oops": "x"}}}, False),
+        ({"mappers": [None, {"body": None}], "body_format": None}, False),
+        ({"mappers": [{"body_format_override": {"json_format": None}}]}, False),
+        ({"mappers": [{"body_format_override": {"json_format": ["error"]}}]}, False),
         ({"body_format": {"text_format_source": {"filename": "x"}}}, True),
     ],
 )
