@@ -129,7 +129,7 @@ def _running(
     named = {*envoy_tree.picker_clusters(managers)}
     for manager in managers:
         named.update(envoy_tree.route_clusters(manager))
-    yield from _undiscovered(tree, clusters, named)
+    yield from _missing_clusters(tree, clusters, warming=frozenset(_warming_clusters(dump)))
     yield from _picker_hosts(tree, clusters)
     yield from _engine_hosts(tree, clusters, endpoints)
     yield from _counters(pages.stats, named)
@@ -231,21 +231,47 @@ def _address(host: YamlTree) -> str:
     return join_host_port(address, socket.get("port_value", "")) if address else ""
 
 
-def _undiscovered(tree: YamlTree, clusters: YamlTree, named: Collection[str]) -> Iterator[Finding]:
+def _missing_clusters(
+    tree: YamlTree, clusters: YamlTree, *, warming: Collection[str]
+) -> Iterator[Finding]:
     """Check that xDS brought the named clusters; those that no xDS could bring the lint reports."""
     hosts = _hosts(clusters)
     if not hosts or not envoy_tree.has_cluster_discovery(tree):
         return
-    for name in sorted(set(named) - hosts.keys()):
+    managers = envoy_tree.find_managers(tree)
+    called = set(envoy_tree.picker_clusters(managers))
+    routed = {name for manager in managers for name in envoy_tree.route_clusters(manager)}
+    for name in sorted((called | routed) - hosts.keys()):
+        place = f"cluster {name}"
+        if name in warming:
+            yield finding.note(
+                "missing_cluster",
+                place,
+                "xDS brought it, but Envoy has no endpoints of it yet: what goes there is answered "
+                "with 503",
+                wanted="an active cluster",
+                fix="wait; if it stays so, see whether Envoy reaches the xDS server that has its "
+                "endpoints",
+            )
+            continue
         yield finding.error(
             "missing_cluster",
-            f"cluster {name}",
+            place,
             f"Envoy has {', '.join(sorted(hosts)[:_MAX_NAMED])}, but no cluster of this name: what "
             "goes there is answered with 503",
             wanted="a cluster of this name",
-            fix="write into the route the name of the pool (pool.name), which is that of its cluster: "
-            "engines for a pool without a name",
+            fix="name the cluster of extproc in grpc_service of the ext_proc filter, or add it"
+            if name in called
+            else "see whether Envoy reaches its xDS server; if that is extproc, the cluster of the "
+            "route is pool.name, or engines for a pool without a name",
         )
+
+
+def _warming_clusters(dump: YamlTree) -> Iterator[str]:
+    """Names of the clusters of a config dump that wait for their endpoints."""
+    for part in envoy_tree.walk(dump):
+        for warming in part.get("dynamic_warming_clusters") or ():
+            yield envoy_tree.cluster_name(warming.get("cluster") or {})
 
 
 def _picker_hosts(tree: YamlTree, clusters: YamlTree) -> Iterator[Finding]:

@@ -52,12 +52,12 @@ def host(port, **health):
     return {"address": address, "health_status": {"eds_health_status": "HEALTHY", **health}}
 
 
-def clusters(pickers=(9002,), failing=(), engines=(8001, 8002), pool="engines"):
+def clusters(pickers=(9002,), failing=(), engines=(8001, 8002), pool="engines", picker="extproc"):
     return page(
         {
             "cluster_statuses": [
                 {
-                    "name": "extproc",
+                    "name": picker,
                     "host_statuses": [
                         *(host(port) for port in pickers),
                         *(host(port, failed_active_health_check=True) for port in failing),
@@ -166,12 +166,24 @@ def test_a_fault_of_a_running_envoy_is_a_finding(name):
 
 
 def test_a_cluster_that_xds_did_not_bring_is_a_finding():
-    """Its pool has another name than the route."""
-    pages = msgspec.structs.replace(
-        GOOD, config_dump=dump("override-host-eds.yaml"), clusters=clusters(pool="demo")
-    )
-    assert findings(pages) == [("error", "missing_cluster", "cluster engines")]
-    assert findings(msgspec.structs.replace(pages, clusters=clusters())) == []
+    """Advice is that for the filter, or for the route, unless the cluster is on its way."""
+    eds = dump("override-host-eds.yaml")
+    warming = json.loads(eds.body)
+    cluster = {"@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster", "name": "engines"}
+    warming["configs"].append({"dynamic_warming_clusters": [{"cluster": cluster}]})
+    renamed = clusters(pool="demo")
+    for listed, config_dump, severity, place, advice in (
+        (clusters(picker="picker"), eds, "error", "cluster extproc", "grpc_service"),
+        (renamed, eds, "error", "cluster engines", "pool.name"),
+        (renamed, eds, "error", "cluster engines", "reaches its xDS server"),
+        (renamed, page(warming), "note", "cluster engines", "wait;"),
+    ):
+        pages = msgspec.structs.replace(GOOD, config_dump=config_dump, clusters=listed)
+        assert findings(pages) == [(severity, "missing_cluster", place)]
+        results = envoy_diagnosis.diagnose(pages, Settings(), endpoints=ENDPOINTS)
+        (result,) = (result for result in results if result.check == "missing_cluster")
+        assert advice in result.fix
+    assert findings(msgspec.structs.replace(GOOD, config_dump=eds)) == []
 
 
 def test_other_clusters_are_left_alone():
