@@ -165,8 +165,11 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         return self._describe_decision(request, request.match_info["id"])
 
     async def decision_of_query(self, request: web.Request) -> web.Response:
-        """The same of the request `?id=`: browsers shorten a path that ends in the id `.` or `..`."""
-        return self._describe_decision(request, request.query.get("id", ""))
+        """Recorded request of `?id=`, as of `/debug/decisions/{id}`; browsers drop `.` and `..` there."""
+        request_id = request.query.get("id")
+        if request_id is None:
+            return _refused(Rejection(400, "expected ?id=; write the id of a request"))
+        return self._describe_decision(request, request_id)
 
     def _describe_decision(self, request: web.Request, request_id: str) -> web.Response:
         result = request.query.get("result", "")

@@ -315,6 +315,17 @@ def test_a_decision_is_found_by_any_id(request_id):
     serving.run(test())
 
 
+def test_a_decision_without_an_id_is_refused():
+    """400 with the parameter that is missing; an id may be empty."""
+
+    async def test() -> None:
+        async with picker() as (_, port):
+            for query, status in (("", 400), ("?result=ok", 400), ("?id=", 404)):
+                assert (await http1.ask(port, f"/debug/decision{query}")).status == status
+
+    serving.run(test())
+
+
 @pytest.mark.parametrize("query", ["result=lost", "limit=x", "limit=-1", "limit="])
 def test_a_wrong_selection_of_decisions_is_refused(query):
     """400 with the values that are expected."""
