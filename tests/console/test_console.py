@@ -237,6 +237,17 @@ async def test_a_pool_is_shown_by_itself(chromium, monkeypatch):
             assert page.complaints == []
 
 
+async def test_all_pools_are_shown_in_place_of_one_that_is_gone(scene, chromium):
+    """A line names it until another choice."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/overview/gone")
+        await page.until("document.querySelectorAll('#endpoints tbody tr').length == 3")
+        assert "no pool gone now" in await page.text("#pool-gone")
+        assert await page.page.locator("#failure").is_hidden()
+        await page.page.locator("nav a[href='#/overview']").click()
+        await page.page.wait_for_selector("#pool-gone", state="hidden")
+
+
 async def test_text_of_clients_is_text(scene, chromium):
     """Markup in a model name and a request id is shown as it is, and does nothing."""
     async with chromium.page(scene.port) as page:

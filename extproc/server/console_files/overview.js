@@ -1,6 +1,6 @@
 // Overview: problems, figures, charts, endpoints and the last decisions.
 
-import { fetchJson } from "./api.js";
+import { RequestError, fetchJson } from "./api.js";
 import { drawLines } from "./charts.js";
 import { decisionTable } from "./decisions.js";
 import { byId, descriptions, element, setClass, setText, svgElement, table, updateRows } from "./dom.js";
@@ -52,13 +52,26 @@ export function createOverview() {
     async refresh() {
       const { pool } = choice;
       const part = pool === "" ? "" : `pool=${encodeURIComponent(pool)}`;
-      const [state, { decisions }] = await Promise.all([
-        fetchJson(`../debug/overview?${part}`),
-        fetchJson(`../debug/decisions?limit=${NUM_LAST}&${part}`),
-      ]);
+      let pages;
+      try {
+        pages = await Promise.all([
+          fetchJson(`../debug/overview?${part}`),
+          fetchJson(`../debug/decisions?limit=${NUM_LAST}&${part}`),
+        ]);
+      } catch (error) {
+        if (!(error instanceof RequestError) || error.status !== 404 || pool === "") {
+          throw error;
+        }
+        if (pool === choice.pool) {
+          choice.leave();
+          await this.refresh();
+        }
+        return;
+      }
       if (pool !== choice.pool) {
         return; // the pool was changed meanwhile, and is read by now
       }
+      const [state, { decisions }] = pages;
       overview = state;
       drawProblems(overview.problems);
       choice.update(overview.pools);
@@ -75,8 +88,12 @@ export function createOverview() {
 function createPoolChoice() {
   const list = byId("pool");
   let pool = "";
+  function choose(name) {
+    pool = name;
+    byId("pool-gone").hidden = true;
+  }
   list.addEventListener("change", () => {
-    pool = list.value;
+    choose(list.value);
     history.replaceState(null, "", `#/overview/${encodeURIComponent(pool)}`);
   });
   return {
@@ -84,7 +101,13 @@ function createPoolChoice() {
       return pool;
     },
     set pool(name) {
-      pool = name;
+      choose(name);
+    },
+    /** Choose all pools in place of one that is gone; the address keeps it, since it may come back. */
+    leave() {
+      setText(byId("pool-gone"), `There is no pool ${pool} now: all together are shown.`);
+      choose("");
+      byId("pool-gone").hidden = false;
     },
     /** Pools of the overview that are shown. */
     select(pools) {
