@@ -29,6 +29,7 @@ from pathlib import Path
 
 from bench import rig
 from bench.arena import ablation, knowledge, report, saturation, scenarios, score, tournament
+from extproc.errors import ExtprocError
 from extproc.simulator.fleet import scenario
 
 NAME = "arena"
@@ -114,14 +115,19 @@ def parse() -> tuple[argparse.Namespace, list[scenario.Variant]]:
     if args.config and (args.write or args.test or args.ablate or args.knowledge or args.exchange):
         parser.error("--config goes with --set, --count, --repeats and --jobs only")
     try:
-        own = tournament.configured_variants(args.config)
-    except ValueError as error:
+        own = tournament.configured_variants(args.config, warn=warn)
+    except (ValueError, ExtprocError) as error:
         parser.error(str(error))
     if args.exchange and args.write:
         parser.error("results of --exchange are not written")
     if args.knowledge and args.repeats > 1:
         parser.error("--knowledge plays each scenario a single time")
     return args, own
+
+
+def warn(line: str) -> None:
+    """Print a warning."""
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def print_scores(rows: Sequence[score.ScenarioRow], variants: Sequence[scenario.Variant]) -> None:

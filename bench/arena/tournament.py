@@ -265,10 +265,16 @@ def default_variants() -> list[scenario.Variant]:
     return [scenario.Variant(name=name, strategy=name) for name in names]
 
 
-def configured_variants(paths: Sequence[Path]) -> list[scenario.Variant]:
+def configured_variants(
+    paths: Sequence[Path], *, warn: Callable[[str], None] = lambda _: None
+) -> list[scenario.Variant]:
     """Strategies of configuration files, named by their files.
 
+    Args:
+        warn: Called with each warning about a file, such as that its plugins have no effect.
+
     Raises:
+        ConfigError: A file is missing or wrong.
         ValueError: Another column has the name.
     """
     taken = {variant.name for variant in default_variants()} | {score.EXCHANGING}
@@ -279,5 +285,8 @@ def configured_variants(paths: Sequence[Path]) -> list[scenario.Variant]:
                 f"--config: expected a file with a name of its own, got {path.name}; rename it"
             )
         taken.add(path.stem)
-        variants.append(scenario.Variant(name=path.stem, config=str(path.resolve())))
+        variant = scenario.Variant(name=path.stem, config=str(path.resolve()))
+        for warning in simulation_runs.column(variant, folder=rig.ROOT, where="--config").warnings:
+            warn(f"{path}: {warning}")
+        variants.append(variant)
     return variants

@@ -244,6 +244,33 @@ def test_a_configured_strategy_needs_a_name_of_its_own(own_file):
             tournament.configured_variants(paths)
 
 
+def test_a_wrong_configuration_is_an_error_of_its_flag(own_file, monkeypatch, capsys):
+    """A missing file and an unknown strategy end the command before anything is played."""
+    wrong = own_file.with_name("wrong.yaml")
+    wrong.write_text(OWN.replace("kind: even}", "kind: nonsense}"))
+    for path in (own_file.with_name("missing.yaml"), wrong):
+        monkeypatch.setattr(sys, "argv", ["arena", "--config", str(path)])
+        with pytest.raises(SystemExit, match="2"):
+            __main__.parse()
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith("arena: error: ")
+        assert path.stem in message
+        assert "expected" in message
+
+
+def test_a_configured_strategy_without_its_inputs_is_a_warning(own_file, monkeypatch, capsys):
+    """Its plugins read headers, which simulated requests do not have."""
+    needs = "from extproc.scheduling.framework import Signal\n" + PLUGIN.replace(
+        "frozenset()", "frozenset({Signal.HEADERS})"
+    )
+    (own_file.parent / "even.py").write_text(needs)
+    monkeypatch.setattr(sys, "argv", ["arena", "--config", str(own_file)])
+    _, (variant,) = __main__.parse()
+    assert variant.name == "own"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {own_file}: plugins that read headers have no effect")
+
+
 def test_a_configured_strategy_is_scored_against_the_published_ones(own_file, capsys):
     """One line for each figure that has a score, and the share of bad scenarios."""
     rows = [row(seed=3, own=2.0, lmetric=1.0, adaptive=0.5)]
