@@ -113,7 +113,7 @@ def _worst(rows: Sequence[score.ScenarioRow]) -> list[dict[str, Any]]:
         values = {
             figure: score.ratio(row, figure, score.ADAPTIVE, score.PUBLISHED) for figure in wanted
         }
-        return {figure: round(value, 3) for figure, value in values.items() if value == value}  # noqa: PLR0124 - NaN
+        return {figure: round(value, 4) for figure, value in values.items() if value == value}  # noqa: PLR0124 - NaN
 
     known = [(row, values) for row in rows if len(values := ratios(row)) == len(wanted)]
     known.sort(key=lambda entry: -math.prod(entry[1].values()))

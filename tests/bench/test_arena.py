@@ -324,6 +324,16 @@ def test_a_record_becomes_a_table():
     assert "| 2 | title | 1.50 | 1.50 | 1.50 |" in text
 
 
+def test_a_ratio_has_the_same_digits_in_all_tables():
+    """The list of the worst scenarios is not rounded twice."""
+    others = {"clairvoyant": 1.0, score.EXCHANGING: 1.0, **dict.fromkeys(FLAT, 1.0)}
+    entry = {"command": "c", "commit": "abc", "date": "2026-01-01"}
+    entry |= report.record([row(1, adaptive=1.3551, **others)])
+    text = report.block({"sets": {"training": entry}, "ablations": {}})
+    assert "| 1.36 (seed 1) |" in text
+    assert "| 1 | title | 1.36 | 1.36 | 1.36 |" in text
+
+
 def test_groups_of_scenarios_have_their_own_scores():
     """A trait has a row with the scenarios that have it, and a kind that none has is left out."""
     others = {"clairvoyant": 1.0, score.EXCHANGING: 1.0, **dict.fromkeys(FLAT, 1.0)}
