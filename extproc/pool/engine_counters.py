@@ -232,7 +232,7 @@ class SpanReader:
 
 
 class OutputReader:
-    """Reads the answers of one life of one engine, since it began or since the last that counted."""
+    """Reads generated tokens and finished requests between two pages of one engine process."""
 
     __slots__ = ("_since",)
 
@@ -240,7 +240,11 @@ class OutputReader:
         self._since: tuple[float, float] | None = None
 
     def read(self, totals: EngineCounters) -> tuple[float, float] | None:
-        """Tokens generated and requests finished; None until a request finished."""
+        """Tokens generated and requests finished since the first page or the last result.
+
+        None at the first page, while none finished, after counters went back, and where the page
+        lacks one of them.
+        """
         if totals.finished is None or totals.generated_tokens is None:
             return None
         here, before = (totals.generated_tokens, totals.finished), self._since

@@ -9,12 +9,9 @@ not.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
-
-if TYPE_CHECKING:
-    from extproc.pool.inflight import Reservation
 
 #: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
 #: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
@@ -27,6 +24,24 @@ _HELD_UP: Final = 2.0
 
 #: Longest prompts that fit into free memory where no request waits for memory (count).
 _ROOMY: Final = 2.0
+
+
+class OpenRequest(Protocol):
+    """A request that was sent to the endpoint and is open: what the account knows of it.
+
+    Attributes:
+        at: Monotonic seconds at which it was sent.
+        sent: `QueuedWork.sent` with this request.
+        prompt_tokens: Tokens of its prompt.
+        uncached_tokens: Of these, not in the engine's prefix cache; at least 1.
+        from_peers: Whether another replica sent it.
+    """
+
+    at: float
+    sent: float
+    prompt_tokens: int
+    uncached_tokens: int
+    from_peers: bool
 
 
 class QueuedWork:
@@ -55,7 +70,7 @@ class QueuedWork:
 
     def __init__(self) -> None:
         #: Open requests, in the order they were sent.
-        self._open: dict[Reservation, None] = {}
+        self._open: dict[OpenRequest, None] = {}
         # A float, because every candidate subtracts one from it: an integer takes several times as long.
         self.sent = 0.0
         self.done = 0.0

@@ -1,6 +1,7 @@
 """Waits on an endpoint: for memory, for a place in the batch, and for requests not scraped yet.
 
-Parts of the terms of `EstimatedTime`, whose docstring has the formulas.
+And the mean of uncached tokens, by which queued tokens show how many requests wait. Parts of the
+terms of `EstimatedTime`, whose docstring has the formulas.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class MeanUncachedTokens:
 
 
 def memory_waits_s(
-    c: Candidate, wanted: float, usual: float, waiting_share: float
+    c: Candidate, *, wanted: float, usual: float, waiting_share: float
 ) -> tuple[float, float]:
     """Seconds until `wanted` more KV tokens are free, and seconds that others wait for them.
 
-    Terms `memory` and `waiting` of `EstimatedTime`.
+    Terms `memory` and `waiting` of `EstimatedTime`. Both are 0 where the usage or the size of the KV
+    cache is unknown.
 
     Args:
         usual: Tokens of the usual answer.
