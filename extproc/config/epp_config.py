@@ -14,6 +14,7 @@ import msgspec
 
 from extproc.config import (
     epp_data_layer,
+    epp_handlers,
     epp_kv_events,
     epp_sections,
     epp_sessions,
@@ -50,8 +51,6 @@ _CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
 #: Roles of types that sections may refer to without an entry among the plugins.
 _REFERRED_ROLES = frozenset({"parser", "detector", "policy"})
 
-_NOT_SPLIT = "prefill, decode and encode are not split here"
-
 #: Top-level keys, and what becomes of those that are taken without effect.
 _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("apiVersion", "kind", "metadata", "plugins", "schedulingProfiles"), ""),
@@ -60,38 +59,6 @@ _KEYS: Mapping[str, str] = {
     "parser": "parser is deprecated and not needed: every surface is parsed",
     "saturationDetector": epp_sections.SATURATION,
 }
-
-#: Keys that lead to a parameter.
-_Path = tuple[str, ...]
-
-#: Handlers that choose among profiles: type to the parameters that name the one that routes (the first
-#: that is there counts), its name where none does, and what is missing here of handlers that use several
-#: profiles; else empty.
-_HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
-    "disagg-profile-handler": (
-        (("profiles", "decode"), ("decodeProfile",)),
-        "decode",
-        _NOT_SPLIT,
-    ),
-    "pd-profile-handler": ((("decodeProfile",),), "decode", _NOT_SPLIT),
-    "header-profile-handler": (
-        (("defaultProfile",),),
-        "decode",
-        "no header chooses a profile here",
-    ),
-    "data-parallel-profile-handler": ((), "decode", ""),
-    "slo-aware-profile-handler": ((), "default", ""),
-    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
-}
-
-#: Parameters of `disagg-profile-handler` that name a decider.
-_DECIDERS: tuple[_Path, ...] = (
-    ("deciders", "prefill"),
-    ("deciders", "encode"),
-    ("prefillDeciderPluginName",),
-    ("encodeDeciderPluginName",),
-    ("deciderPluginName",),
-)
 
 
 class EppDocument(msgspec.Struct, frozen=True):
@@ -198,7 +165,7 @@ def by_reference(
             profile routes.
     """
     named = _named(scheduling.plugins, tables, file)
-    chosen, at = _routing(scheduling, file)
+    chosen, at = epp_handlers.find_profile(scheduling, file)
     profile = file / "schedulingProfiles" / at
     parts: list[PluginSpec] = []
     for number, reference in enumerate(_with_picker(chosen, named, tables.pickers)):
@@ -282,28 +249,6 @@ def _ambiguous_pickers(scheduling: EppPlugins) -> Iterator[str]:
             )
 
 
-def check_supported(scheduling: EppPlugins, file: Place) -> None:
-    """Reject handlers that split requests over several engines, which is not supported here.
-
-    Raises:
-        ConfigError: Requests are to be split over several engines.
-    """
-    profiles = [profile.name for profile in scheduling.scheduling_profiles]
-    for index, plugin in enumerate(scheduling.plugins):
-        _, _, missing = _HANDLERS.get(plugin.type, ((), "", ""))
-        if missing and len(profiles) > 1 and _uses_others(plugin):
-            others = ", ".join(name for name in profiles if name != _decoding(plugin))
-            raise ConfigError(
-                file / "plugins" / index / "type",
-                wanted="one endpoint for a request",
-                got=f"{plugin.type} with profiles {', '.join(profiles)}: "
-                f"{missing}, so engines of {others} would idle",
-                fix="route to engines that do all of it with one profile, or accept that engines "
-                f"of {_decoding(plugin)} do all of it with --allow-unsupported "
-                "(scheduling.allow_unsupported)",
-            )
-
-
 #: Names an error lists (count): those of one file, not every type there is.
 _MOST_SHOWN = 20
 
@@ -381,55 +326,6 @@ def _effective(plugin: NamedPlugin) -> Mapping[str, object]:
     if known is None:
         return plugin.parameters
     return known.convert_parameters(plugin.parameters)
-
-
-def _routing(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
-    """Return the profile that picks the serving endpoint, and its index."""
-    profiles = scheduling.scheduling_profiles
-    if not profiles:
-        refs = tuple(
-            PluginRef(plugin_ref=plugin.name or plugin.type) for plugin in scheduling.plugins
-        )
-        return EppProfile(name="default", plugins=refs), 0
-    if len(profiles) == 1:
-        return profiles[0], 0
-    wanted = next(
-        (_decoding(plugin) for plugin in scheduling.plugins if plugin.type in _HANDLERS), ""
-    )
-    for at, profile in enumerate(profiles):
-        if profile.name == wanted:
-            return profile, at
-    raise ConfigError(
-        file / "schedulingProfiles",
-        wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
-        got=", ".join(profile.name for profile in profiles),
-        fix="keep the profile that picks the serving endpoint",
-    )
-
-
-def _decoding(handler: NamedPlugin) -> str:
-    """Return the name of a handler's decode profile; other stages are not picked here."""
-    paths, name, _ = _HANDLERS[handler.type]
-    return next(filter(None, [_find_text(handler, path) for path in paths]), name)
-
-
-def _uses_others(handler: NamedPlugin) -> bool:
-    """True if a handler may run other profiles than the one that routes.
-
-    Upstream, a stage without a decider never runs; in the order `prefill-first`, prefill needs none.
-    """
-    if handler.type != "disagg-profile-handler":
-        return True
-    is_prefill_first = _find_text(handler, ("stageOrder",)) == "prefill-first"
-    return is_prefill_first or any(_find_text(handler, path) for path in _DECIDERS)
-
-
-def _find_text(plugin: NamedPlugin, path: _Path) -> str:
-    """Return the text of a parameter without blanks around it; empty for none."""
-    value: object = plugin.parameters
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value.strip() if isinstance(value, str) else ""
 
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: Place) -> ConfigError:

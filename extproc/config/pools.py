@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.config import autoscaling, epp_config, pool_annotations, pool_sections
+from extproc.config import autoscaling, epp_handlers, pool_annotations, pool_sections
 from extproc.config.settings import Settings
 from extproc.config.validation import Place
 from extproc.discovery import endpoint_list, static_discovery
@@ -337,7 +337,7 @@ def check_compatible(settings: Settings, place: Place) -> None:
         engines.series(selector, where=str(place / "scrape" / "extra_metrics" / name))
     scheduling = settings.scheduling
     if scheduling.epp is not None and not scheduling.allow_unsupported:
-        epp_config.check_supported(scheduling.epp, place)
+        epp_handlers.check_supported(scheduling.epp, place)
     if settings.pools and has_source(settings.pool):
         raise ConfigError(
             place / "pools",

@@ -4,7 +4,7 @@ from operator import attrgetter
 import pytest
 
 from extproc.cli import flag_table, flags
-from extproc.config import settings
+from extproc.config import profile_builder, settings
 from extproc.errors import ConfigError
 
 ENDPOINTS = "--endpoints=10.0.0.1:8000"
@@ -212,6 +212,7 @@ def with_handler(handler):
         "disagg-profile-handler, parameters: {deciders: {prefill: a}}",
         "disagg-profile-handler, parameters: {encodeDeciderPluginName: a}",
         "disagg-profile-handler, parameters: {stageOrder: prefill-first}",
+        "disagg-profile-handler, parameters: {stageOrder: PREFILL_FIRST}",
         "pd-profile-handler",
         "header-profile-handler",
     ],
@@ -234,7 +235,27 @@ def test_a_handler_without_deciders_is_accepted(parameters):
     """As upstream, the profile for decoding then routes every request, and no other one runs."""
     handler = f"disagg-profile-handler, parameters: {parameters}"
     resolved = resolve(ENDPOINTS, "--config-text", with_handler(handler))
-    assert not resolved.settings.scheduling.allow_unsupported
+    profile = profile_builder.build_profile(resolved.settings, where="--config-text")
+    assert profile.name == "decode"
+    assert [plugin.kind for plugin in profile.filters] == ["decode-filter"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ("{deciders: {prefil: a}}", "deciders.prefil"),
+        ("{deciders: {prefill: 3}}", "deciders.prefill"),
+        ("{deciders: x}", "deciders"),
+        ("{stageOrder: first}", "stageOrder"),
+        ("{profiles: {decode: 3}}", "profiles.decode"),
+        ("{profiles: {decode: decode}, prefillProfile: prefill}", "prefillProfile"),
+    ],
+)
+def test_misspelt_parameters_of_a_handler_are_refused(parameters, key):
+    """As upstream; otherwise engines would idle after a slip of the pen."""
+    handler = f"disagg-profile-handler, parameters: {parameters}"
+    with pytest.raises(ConfigError, match=rf"plugins\[0\]\.parameters\.{key}: expected"):
+        resolve(ENDPOINTS, "--config-text", with_handler(handler))
 
 
 #: A usual command line of the upstream picker.

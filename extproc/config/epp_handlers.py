@@ -1,0 +1,188 @@
+"""Finds the profile of an EndpointPickerConfig that routes, by the handlers of its profiles.
+
+Upstream, a handler runs several profiles for a request, one for each engine that takes part. Here one
+engine does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.config import validation
+from extproc.config.pool_sections import EppPlugins, EppProfile, NamedPlugin, PluginRef
+from extproc.config.validation import Place
+from extproc.errors import ConfigError
+from extproc.scheduling.framework import UpstreamParameters
+
+_NOT_SPLIT = "prefill, decode and encode are not split here"
+
+#: Keys that lead to a parameter.
+_Path = tuple[str, ...]
+
+#: Handlers that choose among profiles: type to the parameters that name the one that routes (the first
+#: that is there counts), its name where none does, and what is missing here of handlers that use several
+#: profiles; else empty.
+_HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
+    "disagg-profile-handler": (
+        (("profiles", "decode"), ("decodeProfile",)),
+        "decode",
+        _NOT_SPLIT,
+    ),
+    "pd-profile-handler": ((("decodeProfile",),), "decode", _NOT_SPLIT),
+    "header-profile-handler": (
+        (("defaultProfile",),),
+        "decode",
+        "no header chooses a profile here",
+    ),
+    "data-parallel-profile-handler": ((), "decode", ""),
+    "slo-aware-profile-handler": ((), "default", ""),
+    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
+}
+
+#: Words of `stageOrder`, in lower case without hyphens and underscores, and whether prefill comes first.
+_STAGE_ORDERS: Mapping[str, bool] = {
+    **dict.fromkeys(("", "decode", "decodefirst"), False),
+    **dict.fromkeys(("prefill", "prefillfirst"), True),
+}
+
+
+class _StageProfiles(UpstreamParameters, frozen=True):
+    decode: str = ""
+    prefill: str = ""
+    encode: str = ""
+
+
+class _StageDeciders(UpstreamParameters, frozen=True):
+    prefill: str = ""
+    encode: str = ""
+
+
+class _Stages(UpstreamParameters, frozen=True):
+    """Parameters of `disagg-profile-handler`."""
+
+    stage_order: str = ""
+    profiles: _StageProfiles = _StageProfiles()
+    deciders: _StageDeciders = _StageDeciders()
+
+    @property
+    def has_decider(self) -> bool:
+        return bool(self.deciders.prefill or self.deciders.encode)
+
+
+class _FlatStages(UpstreamParameters, frozen=True):
+    """The same parameters as earlier releases name them; upstream refuses both forms at once."""
+
+    stage_order: str = ""
+    decode_profile: str = ""
+    prefill_profile: str = ""
+    encode_profile: str = ""
+    prefill_decider_plugin_name: str = ""
+    encode_decider_plugin_name: str = ""
+    decider_plugin_name: str = ""
+
+    @property
+    def has_decider(self) -> bool:
+        return bool(
+            self.prefill_decider_plugin_name
+            or self.encode_decider_plugin_name
+            or self.decider_plugin_name
+        )
+
+
+def check_supported(scheduling: EppPlugins, file: Place) -> None:
+    """Reject handlers that split requests over several engines, which is not supported here.
+
+    Raises:
+        ConfigError: Requests are to be split over several engines.
+    """
+    profiles = [profile.name for profile in scheduling.scheduling_profiles]
+    for index, plugin in enumerate(scheduling.plugins):
+        _, _, missing = _HANDLERS.get(plugin.type, ((), "", ""))
+        if (
+            missing
+            and len(profiles) > 1
+            and _uses_others(plugin, file / "plugins" / index / "parameters")
+        ):
+            others = ", ".join(name for name in profiles if name != _decoding(plugin))
+            raise ConfigError(
+                file / "plugins" / index / "type",
+                wanted="one endpoint for a request",
+                got=f"{plugin.type} with profiles {', '.join(profiles)}: "
+                f"{missing}, so engines of {others} would idle",
+                fix="route to engines that do all of it with one profile, or accept that engines "
+                f"of {_decoding(plugin)} do all of it with --allow-unsupported "
+                "(scheduling.allow_unsupported)",
+            )
+
+
+def find_profile(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
+    """Return the profile that picks the serving endpoint, and its index.
+
+    Raises:
+        ConfigError: It is not clear which one does.
+    """
+    profiles = scheduling.scheduling_profiles
+    if not profiles:
+        refs = tuple(
+            PluginRef(plugin_ref=plugin.name or plugin.type) for plugin in scheduling.plugins
+        )
+        return EppProfile(name="default", plugins=refs), 0
+    if len(profiles) == 1:
+        return profiles[0], 0
+    wanted = next(
+        (_decoding(plugin) for plugin in scheduling.plugins if plugin.type in _HANDLERS), ""
+    )
+    for at, profile in enumerate(profiles):
+        if profile.name == wanted:
+            return profile, at
+    raise ConfigError(
+        file / "schedulingProfiles",
+        wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
+        got=", ".join(profile.name for profile in profiles),
+        fix="keep the profile that picks the serving endpoint",
+    )
+
+
+def _decoding(handler: NamedPlugin) -> str:
+    """Return the name of a handler's decode profile; other stages are not picked here."""
+    paths, name, _ = _HANDLERS[handler.type]
+    return next(filter(None, [_find_text(handler, path) for path in paths]), name)
+
+
+def _uses_others(handler: NamedPlugin, place: Place) -> bool:
+    """True if a handler may run other profiles than the one that routes.
+
+    Upstream, a stage without a decider never runs; in the order `prefill-first`, prefill needs none.
+
+    Raises:
+        ConfigError: Upstream refuses the parameters.
+    """
+    if handler.type != "disagg-profile-handler":
+        return True
+    keys = handler.parameters.keys()
+    flat = {field.encode_name for field in msgspec.structs.fields(_FlatStages)} - {"stageOrder"}
+    is_flat = bool(flat & keys) and not {"profiles", "deciders"} & keys
+    stages: _Stages | _FlatStages
+    if is_flat:
+        stages = validation.to_struct(handler.parameters, _FlatStages, where=place)
+    else:
+        stages = validation.to_struct(handler.parameters, _Stages, where=place)
+    order = stages.stage_order.lower().replace("-", "").replace("_", "")
+    if order not in _STAGE_ORDERS:
+        raise ConfigError(
+            place / "stageOrder",
+            wanted="decode-first or prefill-first",
+            got=validation.show(stages.stage_order),
+            fix="write decode-first, which is the default",
+        )
+    return stages.has_decider or _STAGE_ORDERS[order]
+
+
+def _find_text(plugin: NamedPlugin, path: _Path) -> str:
+    """Return the text of a parameter without blanks around it; empty for none."""
+    value: object = plugin.parameters
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value.strip() if isinstance(value, str) else ""
