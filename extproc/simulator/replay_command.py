@@ -238,6 +238,9 @@ def run(args: argparse.Namespace) -> int:
     comparisons = [replay.compare(results, column.name, baseline) for column in loaded.columns[1:]]
     lines = list(describe(loaded, result, comparisons, fidelity))
     print("\n".join(lines), file=text_output(args.json))
+    if args.plots:  # first, as it makes the folder, where the other files may be
+        for path in report_plots.draw(result, args.plots):
+            print(f"wrote {path}", file=sys.stderr)
     if args.json:
         complete = ReplayReport(
             *msgspec.structs.astuple(result),
@@ -247,9 +250,6 @@ def run(args: argparse.Namespace) -> int:
             verdicts=[*map(verdict_line, comparisons)],
         )
         write_json(args.json, report.encoded(complete))
-    if args.plots:
-        for path in report_plots.draw(result, args.plots):
-            print(f"wrote {path}", file=sys.stderr)
     if args.html:
         write(args.html, report_plots.page(result, "\n".join(lines)).encode())
     return 0

@@ -105,19 +105,14 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.close()
     result = report.report(todo.scenario, runs, baseline=args.baseline)
-    _report(args, result)
-    if args.plots:
-        for path in report_plots.draw(result, args.plots):
-            _say(f"wrote {path}", quiet=args.quiet)
-    return 0
-
-
-def _report(args: argparse.Namespace, result: report.Report) -> None:
-    """Print the table and write the JSON file."""
     if not args.quiet:
         print(tables.text(result), file=text_output(args.json))
+    if args.plots:  # first, as it makes the folder, where the JSON file may be
+        for path in report_plots.draw(result, args.plots):
+            _say(f"wrote {path}", quiet=args.quiet)
     if args.json:
         write_json(args.json, report.encoded(result))
+    return 0
 
 
 class Progress:
@@ -233,10 +228,17 @@ def require_outputs(*files: Path | None, folder: Path | None = None) -> None:
         ConfigError: One of them cannot be written.
     """
     for path in files:
-        if path is not None and path != _STDOUT:
+        if path is not None and path != _STDOUT and not _is_made_with(path.parent, folder):
             _require(path, _check_file, wanted="a file that can be written")
     if folder is not None:
         _require(folder, _check_folder, wanted="a folder that can be written")
+
+
+def _is_made_with(parent: Path, folder: Path | None) -> bool:
+    """True if a folder is not there, and is made with a folder of plots."""
+    if folder is None or parent.exists():
+        return False
+    return folder.absolute().is_relative_to(parent.absolute())
 
 
 def _require(path: Path, check: Callable[[Path], None], *, wanted: str) -> None:

@@ -42,6 +42,9 @@ def test_names_that_begin_with_an_underscore_are_in_legends(tmp_path):
     config, plots = tmp_path / "_mine.yaml", tmp_path / "plots"
     config.write_text("apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n", encoding="utf-8")
     argv = ["replay", str(recording_example.PATH), "--config", str(config), "--seeds", "1"]
+    # The other files may be in the folder of the plots, which is not there yet.
+    argv += ["--html", str(plots / "all.html"), "--json", str(plots / "all.json")]
     assert main.main([*argv, "--jobs", "1", "--plots", str(plots)]) == 0
+    assert {"all.html", "all.json"} < {path.name for path in plots.iterdir()}
     for name in ("ttft_cdf", "endpoint_load"):
         assert "_mine" in (plots / f"{name}.svg").read_text(encoding="utf-8")

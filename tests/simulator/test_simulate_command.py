@@ -412,6 +412,7 @@ def test_json_on_standard_output_is_alone_there(small, tmp_path, monkeypatch, ca
     [
         (["simulate", "{none}", "--quiet", "--json", "{none}/a.json"], "none/a.json"),
         (["simulate", "{none}", "--plots", "{file}/plots"], "file/plots"),
+        (["simulate", "{none}", "--plots", "{none}", "--json", "{none}/b/a.json"], "none/b/a.json"),
         (["replay", "{none}", "--html", "{folder}"], "folder"),
         (["replay", "{none}", "--json", "{file}/a"], "file/a"),
         (["plan", "{none}", "--slo", "ttft_p95=1s", "--plot", "{none}/a.svg"], "none/a.svg"),
@@ -431,7 +432,9 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(words, path,
 def test_devices_and_new_folders_are_fit_for_results(tmp_path):
     """They are opened, or made, when the results are written."""
     simulate_command.require_outputs(Path("-"), Path("/dev/stdout"), Path("/dev/null"), None)
-    simulate_command.require_outputs(tmp_path / "a.json", folder=tmp_path / "plots" / "all")
+    folder = tmp_path / "plots" / "all"
+    for path in (tmp_path, folder, folder.parent):
+        simulate_command.require_outputs(path / "a.json", folder=folder)
 
 
 @pytest.fixture
