@@ -62,8 +62,8 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             effect is the same or that of the type: all other known parameters of a no-op or
             unsupported type, and those of a built type that are no fields of its class.
         ignored: Parameters that are accepted with a warning, unless they have upstream's default.
-        positive: Parameters that count as absent where they are 0 or less, as upstream where it uses
-            them.
+        default_unless_positive: Parameters whose default is used, here and upstream, where the value
+            is 0 or less.
         refuses_any: True if upstream reads the parameters of a type that has none, and refuses any;
             it leaves those of all other types without parameters unread.
         note: A sentence for readers of the configuration; empty if there is nothing to add.
@@ -78,7 +78,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     instead: str = ""
     parameters: tuple[str, ...] = ()
     ignored: IgnoredParameters = _NONE_IGNORED
-    positive: tuple[str, ...] = ()
+    default_unless_positive: tuple[str, ...] = ()
     refuses_any: bool = False
     note: str = ""
     rename: Mapping[str, str] = {}
@@ -97,7 +97,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             for name, value in written.items()
             if name not in self.parameters
             and name not in self.ignored.defaults
-            and not (name in self.positive and _is_not_positive(value))
+            and not (name in self.default_unless_positive and _is_not_positive(value))
         }
         bound = self.condition
         if bound is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 
@@ -110,6 +110,10 @@ class NoHitLruScorer(UpstreamParameters, frozen=True, kw_only=True, dict=True):
             self._last.popitem(last=False)
 
 
+#: Upstream's default: prompt tokens that an idle engine computes in a second.
+_PEAK_PREFILL_THROUGHPUT: Final = 15_928.0
+
+
 class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps sticky candidates, those with `m / t >= affinityThreshold`; all if there are none.
 
@@ -124,7 +128,9 @@ class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
         exploration_probability: Chance of keeping all; 0 draws nothing.
         max_ttft_penalty_ms: Milliseconds a cached prompt may cost; 0 for any.
         peak_prefill_throughput: Prompt tokens an idle engine computes in a second. 15928, the
-            upstream default, is a Qwen3-32B on two H100; it has to be measured for others.
+            upstream default, is a Qwen3-32B on two H100; it has to be measured for others. 0 takes
+            that default, and only where upstream does not read it: with `latencyPredictor`, or
+            without a penalty.
         ttft_source: Without effect: there is no latency predictor, so either word estimates by
             throughput.
     """
@@ -135,8 +141,18 @@ class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     affinity_threshold: Share = 0.80
     exploration_probability: Share = 0.0
     max_ttft_penalty_ms: NonNegative = msgspec.field(default=18_000.0, name="maxTTFTPenaltyMs")
-    peak_prefill_throughput: Annotated[float, msgspec.Meta(gt=0)] = 15_928.0
+    peak_prefill_throughput: NonNegative = _PEAK_PREFILL_THROUGHPUT
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = "prefillThroughput"
+
+    def __post_init__(self) -> None:
+        """Refuse an estimate without a throughput.
+
+        Raises:
+            ValueError: `peak_prefill_throughput` is 0 where upstream estimates by it.
+        """
+        is_read = self.ttft_source == "prefillThroughput" and self.max_ttft_penalty_ms > 0
+        if is_read and not self.peak_prefill_throughput:
+            raise ValueError("expected peakPrefillThroughput above 0, got 0")
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
@@ -150,7 +166,8 @@ class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
         if not sticky or not others or not self.max_ttft_penalty_ms:
             return sticky or candidates
         longer = min(c.queued_tokens for c in sticky) - min(others)
-        penalty_ms = longer / self.peak_prefill_throughput * 1000.0
+        throughput = self.peak_prefill_throughput or _PEAK_PREFILL_THROUGHPUT
+        penalty_ms = longer / throughput * 1000.0
         return candidates if penalty_ms > self.max_ttft_penalty_ms else sticky
 
 

@@ -3,6 +3,7 @@ import pytest
 
 from extproc.config import loader, profile_builder
 from extproc.config.epp_plugin_types import plugin_types
+from extproc.errors import ConfigError
 from extproc.scheduling import registry
 
 TYPES = plugin_types()
@@ -26,7 +27,7 @@ def test_built_types_are_in_the_catalogue(row):
     unread = {*row.parameters, *row.ignored.defaults}
     names = {field.encode_name for field in fields}
     assert not names & unread
-    assert set(row.positive) <= names
+    assert set(row.default_unless_positive) <= names
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -65,26 +66,59 @@ def test_every_upstream_kind_can_be_written(table):
         "type: eviction-priority-then-time-ordering",
         "type: model-server-protocol-models",
         "type: mm-embeddings-cache-scorer, parameters: {producerName: mm}",
-        "type: active-request-scorer, parameters: {idleThreshold: -1}",
-        "type: load-aware-scorer, parameters: {threshold: 0}",
-        "type: no-hit-lru-scorer, parameters: {lruSize: 0}",
-        "type: token-load-scorer, parameters: {queueThresholdTokens: 0}",
-        "type: prefix-cache-affinity-filter, parameters: {peakPrefillThroughput: 0}",
-        "type: random-picker, parameters: {maxNumOfEndpoints: 0}",
-        "type: weighted-random-picker, parameters: {maxNumOfEndpoints: -1}",
     ],
 )
 def test_plugins_of_upstream_files_are_accepted(plugin):
     """Types and parameters have the names that upstream registers and reads."""
+    build(f"{{{plugin}}}", "{type: queue-scorer}")
+
+
+def build(*plugins):
+    """The profile of an upstream file with these plugins."""
     text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-    text += f"plugins: [{{{plugin}}}, {{type: queue-scorer}}]\n"
+    text += f"plugins: [{', '.join(plugins)}]\n"
     settings = loader.settings(loader.parse(text, where="file.yaml"))
-    profile_builder.build_profile(settings, where="file.yaml")
+    return profile_builder.build_profile(settings, where="file.yaml")
 
 
-def test_numbers_that_have_to_be_positive_are_defaults_otherwise():
-    """Upstream takes 0 and less for no value; text, and such numbers elsewhere, are errors."""
-    row = TYPES["max-score-picker"]
-    assert row.convert_parameters({"maxNumOfEndpoints": 0}) == {}
-    assert row.convert_parameters({"maxNumOfEndpoints": 2}) == {"maxNumOfEndpoints": 2}
-    assert row.convert_parameters({"maxNumOfEndpoints": False}) == {"maxNumOfEndpoints": False}
+POSITIVE = [(row.name, name) for row in TYPES.values() for name in row.default_unless_positive]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(("kind", "parameter"), POSITIVE)
+def test_parameters_that_have_to_be_positive_are_defaults_otherwise(kind, parameter, value):
+    """As upstream, 0 and less stand for no value."""
+    plugins = f"{{type: {kind}}}", f"{{type: {kind}, parameters: {{{parameter}: {value}}}}}"
+    plain, written = (build(plugin) for plugin in plugins)
+    assert plain == written
+
+
+def test_zero_is_no_default_of_text_and_of_other_parameters():
+    """Only numbers count as absent, and only where upstream takes them so."""
+    for plugin in (
+        "{type: max-score-picker, parameters: {maxNumOfEndpoints: false}}",
+        "{type: max-score-picker, parameters: {maxNumOfEndpoints: ''}}",
+        "{type: prefix-cache-affinity-filter, parameters: {affinityThreshold: -1}}",
+    ):
+        with pytest.raises(ConfigError, match="expected"):
+            build(plugin)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_read"),
+    [
+        ("peakPrefillThroughput: 0", True),
+        ("peakPrefillThroughput: -5", True),
+        ("peakPrefillThroughput: -5, maxTTFTPenaltyMs: 0", True),
+        ("peakPrefillThroughput: 0, ttftSource: latencyPredictor", False),
+        ("peakPrefillThroughput: 0, maxTTFTPenaltyMs: 0", False),
+    ],
+)
+def test_an_estimate_by_throughput_needs_one(parameters, is_read):
+    """As upstream, 0 is accepted where the throughput is not read."""
+    plugin = f"{{type: prefix-cache-affinity-filter, parameters: {{{parameters}}}}}"
+    if is_read:
+        with pytest.raises(ConfigError, match="peakPrefillThroughput"):
+            build(plugin)
+    else:
+        build(plugin)
