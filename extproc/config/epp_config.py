@@ -138,8 +138,8 @@ def _convert_plugins(
     sources, warnings = epp_sources.convert_sources(tree, plugins, file)
     sections |= sources
     plugins = epp_sources.convert_topology(plugins, file)
-    plugins, agent_headers, unread = epp_sessions.convert_sessions(plugins, file)
-    warnings += unread
+    plugins, agent_headers, session_warnings = epp_sessions.convert_sessions(plugins, file)
+    warnings += session_warnings
     if agent_headers and "flow_control" in sections:
         sections["flow_control"] |= {"fallback_tenant_headers": agent_headers}
     plugins, unread = epp_kv_events.replace_tracking_scorers(plugins, file)

@@ -33,17 +33,17 @@ _AGENT_HEADERS: Final = (
     "session_id",
 )
 
-#: Types of the plugins with sources.
-_READERS: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
+#: Types of session-affinity plugins, which have sources.
+_AFFINITY_TYPES: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
 
 #: The parameter of releases before the section for its strategy.
 _OLD_HEADER: Final = "headerName"
 _HEADER_SECTION: Final = "encodedEndpointHeaderConfig"
 
-#: Settings of these plugins that upstream takes for absent where they are empty or 0, by section.
-_UNSET: Final = {
-    _HEADER_SECTION: ("header",),
-    "sessionIdConfig": ("sources", "evictionTtlSeconds", "evictionSweepSeconds"),
+#: Settings of these plugins whose zero value stands for upstream's default, by section.
+_ZERO_IS_DEFAULT: Final[Mapping[str, Mapping[str, object]]] = {
+    _HEADER_SECTION: {"header": ""},
+    "sessionIdConfig": {"sources": [], "evictionTtlSeconds": 0, "evictionSweepSeconds": 0},
 }
 
 _Sources = Sequence[Mapping[str, str]]
@@ -68,7 +68,8 @@ def convert_sessions(
         name the session of an agent, none without the plugin; and warnings.
 
     Raises:
-        ConfigError: A producer names no header and no cookie, or both; or a parameter is unknown.
+        ConfigError: A producer names no header and no cookie, or both; a parameter is unknown; or the
+            producer of a source is no text, or no plugin of the file.
     """
     sources: dict[str, _Sources] = {}
     agent_headers: tuple[str, ...] = ()
@@ -83,17 +84,18 @@ def convert_sessions(
             # The request parsers read the others, in their own order and with the body.
             sources[_AGENT] = (*({"header": name} for name in added), {"attribute": _AGENT})
     warnings: list[str] = []
-    converted = tuple(
-        _convert_reader(plugin, sources, warnings) if plugin.type in _READERS else plugin
-        for plugin in plugins.plugins
-    )
-    return msgspec.structs.replace(plugins, plugins=converted), agent_headers, warnings
+    names = [plugin.name or plugin.type for plugin in plugins.plugins]
+    converted = list(plugins.plugins)
+    for index, plugin in enumerate(plugins.plugins):
+        if plugin.type in _AFFINITY_TYPES:
+            current = _drop_zero_values(_convert_old_header(plugin, warnings))
+            place = file / "plugins" / index / "parameters"
+            converted[index] = _replace_sources(current, sources, names, place)
+    return msgspec.structs.replace(plugins, plugins=tuple(converted)), agent_headers, warnings
 
 
-def _convert_reader(
-    plugin: NamedPlugin, sources: Mapping[str, _Sources], warnings: list[str]
-) -> NamedPlugin:
-    """A session-affinity plugin as it is built."""
+def _convert_old_header(plugin: NamedPlugin, warnings: list[str]) -> NamedPlugin:
+    """A session-affinity plugin with its header in the section of newer releases."""
     if _OLD_HEADER in plugin.parameters and _HEADER_SECTION not in plugin.parameters:
         parameters = dict(plugin.parameters)
         parameters[_HEADER_SECTION] = {"header": parameters.pop(_OLD_HEADER)}
@@ -102,7 +104,7 @@ def _convert_reader(
             f"plugin {plugin.name or plugin.type}: {_OLD_HEADER} is of earlier releases: write "
             f"{_HEADER_SECTION}.header"
         )
-    return _with_sources(_without_unset(plugin), sources)
+    return plugin
 
 
 def _read_producer(plugin: NamedPlugin, place: Place) -> _Sources:
@@ -119,16 +121,16 @@ def _read_producer(plugin: NamedPlugin, place: Place) -> _Sources:
     return ({"header": header} if header else {"cookie": cookie},)
 
 
-def _without_unset(plugin: NamedPlugin) -> NamedPlugin:
+def _drop_zero_values(plugin: NamedPlugin) -> NamedPlugin:
     """The plugin without settings that stand for upstream's defaults, and blanks around names."""
     parameters = dict(plugin.parameters)
-    for name, keys in _UNSET.items():
+    for name, zeros in _ZERO_IS_DEFAULT.items():
         section = _strip(parameters.get(name))
         if isinstance(section, Mapping):
             parameters[name] = {
                 key: value
                 for key, value in section.items()
-                if key not in keys or value or isinstance(value, bool)
+                if key not in zeros or value != zeros[key] or isinstance(value, bool)
             }
     return msgspec.structs.replace(plugin, parameters=parameters)
 
@@ -144,25 +146,46 @@ def _strip(value: object) -> object:
     return value
 
 
-def _with_one_name(source: object) -> object:
+def _join_producer(source: object, names: Sequence[str], place: Place) -> object:
     """A source whose attribute has the name of its producer in it, as up to llm-d-router 0.10."""
     if not isinstance(source, Mapping) or "producer" not in source:
         return source
-    attribute, producer = source.get("attribute"), source["producer"] or ""
-    if not isinstance(attribute, str) or not isinstance(producer, str):
-        return source
+    attribute, producer = source.get("attribute"), source["producer"]
+    if producer is not None and not isinstance(producer, str):
+        raise ConfigError(
+            place / "producer",
+            wanted="text",
+            got=validation.show(producer),
+            fix="write the name of the plugin that has the attribute",
+        )
     others = {key: value for key, value in source.items() if key != "producer"}
-    return {**others, "attribute": f"{attribute}/{producer}" if producer else attribute}
+    if not producer or not attribute or not isinstance(attribute, str):
+        return others
+    if producer not in names:
+        raise ConfigError(
+            place / "producer",
+            wanted="the name of a plugin of this file",
+            got=producer,
+            fix=validation.suggest(producer, names, f"add a {_PRODUCER} of that name"),
+        )
+    return {**others, "attribute": f"{attribute}/{producer}"}
 
 
-def _with_sources(plugin: NamedPlugin, sources: Mapping[str, _Sources]) -> NamedPlugin:
-    """The plugin with the sources that its attributes stand for; malformed ones stay as they are."""
+def _replace_sources(
+    plugin: NamedPlugin, sources: Mapping[str, _Sources], names: Sequence[str], place: Place
+) -> NamedPlugin:
+    """The plugin with the sources that its attributes stand for; malformed ones stay as they are.
+
+    Args:
+        names: Plugins of the file.
+    """
     section = plugin.parameters.get("sessionIdConfig")
     written = section.get("sources") if isinstance(section, Mapping) else None
     if not isinstance(section, Mapping) or not isinstance(written, list | tuple):
         return plugin
     converted: list[object] = []
-    for source in map(_with_one_name, written):
+    for at, member in enumerate(written):
+        source = _join_producer(member, names, place / "sessionIdConfig" / "sources" / at)
         attribute = source.get("attribute") if isinstance(source, Mapping) else None
         converted += sources.get(attribute, [source]) if isinstance(attribute, str) else [source]
     parameters = {**plugin.parameters, "sessionIdConfig": {**section, "sources": converted}}

@@ -54,6 +54,8 @@ def test_a_session_attribute_is_the_header_or_cookie_of_its_producer(producer, a
     [
         ("attribute: SessionIDDataKey, producer: s", SessionSource(cookie="sid")),
         ("attribute: agent-identity, producer: null", SessionSource(attribute="agent-identity")),
+        ("attribute: agent-identity, producer: ''", SessionSource(attribute="agent-identity")),
+        ("header: x-s, producer: ''", SessionSource(header="x-s")),
     ],
 )
 def test_the_producer_of_an_attribute_may_have_a_key_of_its_own(written, source):
@@ -63,6 +65,25 @@ def test_the_producer_of_an_attribute_may_have_a_key_of_its_own(written, source)
         + affinity(f"[{{{written}}}]")
     )
     assert sources(settings) == (source,)
+
+
+@pytest.mark.parametrize(
+    ("producer", "message"),
+    [
+        ("3", "expected text, got 3"),
+        ("0", "expected text, got 0"),
+        ("false", "expected text, got false"),
+        ("sess", "expected the name of a plugin of this file, got sess; did you mean sess1?"),
+    ],
+)
+def test_the_producer_of_an_attribute_is_a_plugin_of_the_file(producer, message):
+    """Otherwise the session would be another one than that of the file."""
+    with pytest.raises(ConfigError) as raised:
+        read(
+            "plugins:\n- {type: session-id-producer, name: sess1, parameters: {headerName: a}}\n"
+            + affinity(f"[{{attribute: SessionIDDataKey, producer: {producer}}}]")
+        )
+    assert f"sessionIdConfig.sources[0].producer: {message}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +102,16 @@ def test_a_producer_has_exactly_one_location(parameters):
         "{sources: 3}",
         "{sources: [3]}",
         "{sources: [{attribute: 3}]}",
-        "{sources: [{attribute: a, producer: 3}]}",
+        "{sources: {}}",
+        "{sources: ''}",
+        "{sources: false}",
+        "{evictionTtlSeconds: ''}",
+        "{evictionTtlSeconds: []}",
+        "{evictionSweepSeconds: false}",
     ],
 )
-def test_malformed_sources_are_refused(config):
-    """Sources that are no list of places are an error, with a producer too."""
+def test_malformed_sessions_are_refused(config):
+    """Empty values of another type are no defaults."""
     settings = read(
         "plugins:\n- {type: session-id-producer, parameters: {headerName: x-conv}}\n"
         f"- {{type: session-affinity-filter, parameters: {{sessionIdConfig: {config}}}}}\n"
@@ -123,6 +149,15 @@ def test_empty_settings_of_sessions_are_the_usual_ones(parameters, header, sessi
     plugin = profile_builder.build_profile(settings, where="file.yaml").filters[0]
     assert plugin.encoded_endpoint_header_config == header
     assert plugin.session_id_config == sessions
+
+
+@pytest.mark.parametrize("header", ["0", "[]", "false"])
+def test_a_header_that_is_no_text_is_refused(header):
+    """It is no empty name."""
+    config = f"encodedEndpointHeaderConfig: {{header: {header}}}"
+    settings = read(f"plugins:\n- {{type: session-affinity-filter, parameters: {{{config}}}}}\n")
+    with pytest.raises(ConfigError, match=r"encodedEndpointHeaderConfig\.header: expected text"):
+        sources(settings)
 
 
 @pytest.mark.parametrize(("written", "header"), [("X-Token", "X-Token"), ("''", "x-session-token")])
