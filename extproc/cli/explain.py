@@ -115,13 +115,20 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
+    if args.state == "":
+        raise ConfigError(
+            "--state",
+            wanted="a file with endpoints",
+            got="nothing",
+            fix="write --state FILE, or leave it out to ask a server",
+        )
     named = SERVER if args.server is None else args.server
     server = base_url(named) if args.state is None else ""
-    token = read_token(args) if server else ""  # once, as its file may be a pipe
-    explain: Callable[[], dict[str, Any]]
+    find_token = _token_reader(args) if server else str
+    explain: Callable[[str], dict[str, Any]]
     if args.id is not None or args.last or args.slowest or args.failed:
         _check_recorded(args)
-        explain = functools.partial(_explain_recorded, args, server, token)
+        explain = functools.partial(_explain_recorded, args, server)
     else:
         if server and (args.config_file or args.strategy):
             raise ConfigError(
@@ -131,11 +138,12 @@ def run(args: argparse.Namespace) -> int:
                 fix="remove them; a server decides with its own configuration",
             )
         body, headers = _read_request(args.request), _parse_headers(args.header, path=args.path)
-        explain = functools.partial(_explain_dry_run, args, server, token, headers, body)
+        explain = functools.partial(_explain_dry_run, args, server, headers, body)
 
     def show() -> int:
+        token = find_token()
         with _shape_checked(server):
-            explanation = explain()
+            explanation = explain(token)
             lines = list(_lines(args, explanation))
             is_decision = explanation["outcome"] == "decision"
         print("\n".join(lines))
@@ -207,7 +215,7 @@ def _remove_controls(value: Any) -> Any:
 
 
 def _explain_dry_run(
-    args: argparse.Namespace, server: str, token: str, headers: Mapping[str, str], body: bytes
+    args: argparse.Namespace, server: str, headers: Mapping[str, str], body: bytes, token: str
 ) -> dict[str, Any]:
     """Explanation of a dry run."""
     if server:
@@ -361,6 +369,17 @@ def read_token(args: argparse.Namespace) -> str:
     from extproc.server import admin_access
 
     return admin_access.read_token(args.token_file or "", where="--token-file", once=True)
+
+
+def _token_reader(args: argparse.Namespace) -> Callable[[], str]:
+    """The function that returns the token for the requests of one explanation.
+
+    A file is read again for each, as its token may change during --watch; a pipe is read once.
+    """
+    if not args.token_file or Path(args.token_file).is_file():
+        return functools.partial(read_token, args)
+    token = read_token(args)
+    return lambda: token
 
 
 def _request_dry_run(

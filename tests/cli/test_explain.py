@@ -211,7 +211,13 @@ def dry_runs():
 
 
 @pytest.fixture
-def server(decisions, dry_runs):
+def tokens():
+    """Tokens of the server; the last one is in force."""
+    return []
+
+
+@pytest.fixture
+def server(decisions, dry_runs, tokens):
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
     parts = factory.build(settings.Settings())
     parts.store.set_endpoints(
@@ -247,7 +253,7 @@ def server(decisions, dry_runs):
         decisions=log,
         decision_recorder=None,
         clock=lambda: 1.0,
-        access=admin_access.AdminAccess(str, deny),
+        access=admin_access.AdminAccess(lambda: tokens[-1] if tokens else "", deny),
         max_body_bytes=lambda: 1_000_000,
     )
     loop = asyncio.new_event_loop()
@@ -452,14 +458,37 @@ def test_another_token_is_named_as_the_cause(tmp_path, capsys):
     assert "the token of --token-file is another one" in capsys.readouterr().err
 
 
-def test_the_token_file_may_be_a_pipe(server, capsys):
-    """It is read once, though --last takes two requests."""
+def test_the_token_file_may_be_a_pipe(server, tokens, capsys):
+    """It is read once, though --last takes two requests, which both need the token."""
+    tokens.append("s3cret")
     reader, writer = os.pipe()
     os.write(writer, b"s3cret\n")
     os.close(writer)
     output = told_by(capsys, "--server", server, "--last", "--token-file", f"/dev/fd/{reader}")
     os.close(reader)
     assert output.startswith("request id/1: ")
+
+
+@pytest.mark.parametrize("words", [["--last"], ["{body}"]])
+def test_a_watch_sends_the_token_that_the_file_has_now(
+    words, server, tokens, files, tmp_path, capsys, monkeypatch
+):
+    """Its server reads the token again as well, when a Secret changes."""
+    path = tmp_path / "token"
+    codes = []
+
+    def watch(show, **_):
+        for token in ("old", "new"):
+            path.write_text(token)
+            tokens.append(token)
+            codes.append(show())
+        return 0
+
+    path.write_text("older")
+    monkeypatch.setattr(explain, "watch", watch)
+    words = [word.format(**files) for word in words]
+    told_by(capsys, *words, "--server", server, "--token-file", str(path), "--watch")
+    assert codes == [0, 0]
 
 
 def test_an_unknown_result_is_refused(server):
@@ -525,6 +554,12 @@ def test_an_empty_id_is_status_2(capsys):
     """A shell variable that is empty names no request."""
     assert main.main(["explain", "--id", ""]) == 2
     assert capsys.readouterr().err.startswith("extproc: --id: expected the id of a request")
+
+
+def test_an_empty_state_is_status_2(files, capsys):
+    """The error names the flag."""
+    assert main.main(["explain", files["body"], "--state", ""]) == 2
+    assert capsys.readouterr().err.startswith("extproc: --state: expected a file with endpoints")
 
 
 def test_a_misspelled_strategy_names_its_flag(files, capsys):
