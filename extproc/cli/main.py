@@ -164,8 +164,12 @@ def version_line() -> str:
 
 
 def print_error(error: ExtprocError) -> None:
-    """Show an error on standard error, in a line: others may have written a part of it."""
-    print(f"{paint('extproc:', 'red', sys.stderr)} {to_printable(str(error))}", file=sys.stderr)
+    """Show an error on standard error: a line, and one for each of its notes.
+
+    Others may have written a part of them.
+    """
+    first, *notes = (to_printable(line) for line in (str(error), *getattr(error, "__notes__", ())))
+    print("\n".join([f"{paint('extproc:', 'red', sys.stderr)} {first}", *notes]), file=sys.stderr)
 
 
 def to_printable(text: str) -> str:

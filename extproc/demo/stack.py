@@ -174,7 +174,7 @@ class Child:
         """Start a process and wait until it prints a line that holds `ready`.
 
         Raises:
-            ConfigError: It ended, or did not become ready in time; holds its last lines.
+            ConfigError: It ended, or did not become ready in time; its last lines are notes.
         """
         process = await asyncio.create_subprocess_exec(
             *_leashed(argv),
@@ -191,12 +191,15 @@ class Child:
             limit = "before its end"
             if isinstance(error, TimeoutError):
                 limit = f"within {START_TIMEOUT_S:.0f} s"
-            raise ConfigError(
+            failure = ConfigError(
                 name,
                 wanted=f"a line with {ready!r} {limit}",
-                got="\n".join(["its last lines:", *child.last_lines]),
-                fix="see the lines above",
-            ) from error
+                got="other lines" if child.last_lines else "no output",
+                fix="look at the last ones below" if child.last_lines else "start it by hand",
+            )
+            for line in child.last_lines:
+                failure.add_note(line)
+            raise failure from error
         return child
 
     ready_line: str = ""

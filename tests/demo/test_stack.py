@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import pathlib
+import sys
 from collections import deque
 
 import pytest
 
+from extproc.cli import main
 from extproc.demo import stack
 from extproc.errors import ConfigError
 
@@ -31,6 +34,18 @@ def test_a_variable_that_names_no_envoy_is_an_error(monkeypatch):
     monkeypatch.setenv("EXTPROC_ENVOY", "/nonexistent/envoy")
     with pytest.raises(ConfigError, match="EXTPROC_ENVOY: expected an Envoy binary, got /nonex"):
         stack.find_envoy()
+
+
+def test_the_last_lines_of_a_child_stay_lines(capsys):
+    """A traceback in a row could not be read; control characters steer no terminal."""
+    argv = [sys.executable, "-c", r"print('Traceback:\n  port in \x1b[31muse')"]
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(stack.Child.start("engine", argv, ready="listening"))
+    main.print_error(raised.value)
+    assert capsys.readouterr().err == (
+        "extproc: engine: expected a line with 'listening' before its end, got other lines; look at "
+        "the last ones below\nTraceback:\n  port in  [31muse\n"
+    )
 
 
 #: An Envoy configuration with one listener and any clusters.
