@@ -84,12 +84,14 @@ def run(args: argparse.Namespace) -> int:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     with _ask(request, timeout_s=args.seconds + _IDLE_S) as response:
         lines = write_recording(args.file, read_lines(response, url))
+    is_output = args.file == _STANDARD_OUTPUT
     if lines:
-        print(f"{lines} rows in {args.file}", file=sys.stderr)
+        place = "on standard output" if is_output else f"in {args.file}"
+        print(f"{lines} rows {place}", file=sys.stderr)
     else:
         print(
-            f"no request was routed, so nothing was written to {args.file}; record while there is "
-            "traffic",
+            "no request was routed, so nothing was written to "
+            f"{'standard output' if is_output else args.file}; record while there is traffic",
             file=sys.stderr,
         )
     return 0
@@ -150,6 +152,8 @@ def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
                     recording = parquet.for_lines(file, path)
                     stack.callback(recording.close)
                 recording.write(piece)
+                if is_output:
+                    file.flush()  # its reader waits for rows
                 lines += piece.count(b"\n")
         if is_new and not lines:
             path.unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli import main, record
 from extproc.recording import parquet
 from tests.support.raw_server import answering
 
@@ -91,8 +91,23 @@ def test_a_recording_goes_to_standard_output(tmp_path, capfd, monkeypatch):
     rows = EXAMPLE.read_bytes()
     with answering(head() + rows) as server:
         assert run("-", server) == 0
-    assert capfd.readouterr().out.encode() == rows
+    output = capfd.readouterr()
+    assert output.out.encode() == rows
+    assert output.err.endswith(" rows on standard output\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_reach_standard_output_as_they_come(capfd):
+    """A reader of the pipe sees the first ones before the end of the recording."""
+    outputs = []
+
+    def pieces():
+        yield b"a\n"
+        outputs.append(capfd.readouterr().out)
+        yield b"b\n"
+
+    assert record.write_recording(Path("-"), pieces()) == 2
+    assert outputs == ["a\n"]
 
 
 def test_no_rows_leave_the_older_file(file, capsys):
