@@ -413,12 +413,10 @@ COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
     CompatibleFlag("cache-info-metric", frozenset(), _OTHER_METRIC),
 )
 
-#: Log flags of Go programs that do not have `log` or `zap` in their name.
-_LOG_FLAGS = frozenset(
-    {"v", "vmodule", "stderrthreshold", "add-dir-header", "skip-headers", "one-output"}
-)
+#: Log flags of Go programs without a value that do not have `log` or `zap` in their name.
+_LOG_FLAGS = frozenset({"add-dir-header", "skip-headers", "one-output"})
 
-#: Those that take a value, which may be the next word; others of that kind may be followed by a file.
+#: Log flags that take a value, which may be the next word.
 VALUED_LOG_FLAGS = (
     *("log-backtrace-at", "log-dir", "log-file", "log-file-max-size", "log-flush-frequency"),
     *("stderrthreshold", "vmodule", "zap-stacktrace-level", "zap-time-encoding"),

@@ -104,10 +104,14 @@ class _RecordLogFlag(argparse.Action):
     """Records the name of a log flag, whose value is not used."""
 
     def __call__(
-        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, *words: object
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        _values: object,
+        option_string: str | None = None,
     ) -> None:
-        """Append the name, the last word."""
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), words[-1]))
+        """Append the name, as it is written."""
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), option_string))
 
 
 def _help(flag: flag_table.Flag) -> str:

@@ -329,12 +329,14 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         yield finding.fine("local_replies", place, "local_reply_config answers for what is down")
     else:
         missing = (
-            "nothing in local_reply_config has" if config else "there is no local_reply_config with"
+            "nothing in local_reply_config has an error object"
+            if config
+            else "there is no local_reply_config"
         )
         yield finding.note(
             "local_replies",
             place,
-            f"{missing} an error object: when extproc or every engine is down, clients get what "
+            f"{missing}: when extproc or every engine is down, clients get what "
             "OpenAI clients cannot read",
             wanted="an error object as JSON",
             fix="copy local_reply_config of `extproc envoy-config original-dst`",
