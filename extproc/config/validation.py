@@ -170,17 +170,21 @@ def _refuse_unknown(tree: object, info: inspect.Type, place: Place) -> None:
 
 
 def _drop_nulls(tree: object, info: inspect.Type) -> object:
-    """The tree without keys that are null in a file, and absent to their structs."""
+    """The tree without keys that are null in a file, and absent to their structs.
+
+    A null of a required key stays, for an error that names the key.
+    """
     if isinstance(info, inspect.UnionType):
         for member in info.types:
             tree = _drop_nulls(tree, member)
     elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
         fields = {field.encode_name: field.type for field in info.fields}
+        required = {field.encode_name for field in info.fields if field.required}
         is_absent = getattr(info.cls, "NULL_IS_ABSENT", False)
         return {
             key: _drop_nulls(value, fields[key]) if key in fields else value
             for key, value in tree.items()
-            if not is_absent or value is not None
+            if not is_absent or value is not None or key in required
         }
     elif isinstance(info, inspect.VarTupleType | inspect.ListType) and isinstance(tree, list):
         return [_drop_nulls(value, info.item_type) for value in tree]

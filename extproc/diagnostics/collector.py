@@ -98,7 +98,7 @@ def parse_url(text: str, *, where: str, port: int) -> AdminUrl:
         raise ConfigError(
             where,
             wanted="host:port, or a URL without user and path",
-            got="something else",
+            got="something else" if text else "nothing",  # no password in the error
             fix=f"write 127.0.0.1:{port}",
         )
     return AdminUrl(parts.hostname, number, is_tls=parts.scheme == "https")

@@ -198,6 +198,15 @@ def test_parameters_that_are_null_have_their_default():
     assert written == resolved(THEIRS + plugins.format("{}", "{}", "").replace(": ,", ": ~,"))
 
 
+def test_a_required_key_that_is_null_is_named():
+    """It is there, so advice to add it would not help."""
+    text = THEIRS + "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: null}]\n"
+    with pytest.raises(
+        ConfigError, match=r"schedulingProfiles\[0\]\.name: expected text, got null"
+    ):
+        resolved(text)
+
+
 def test_a_profile_whose_plugins_are_null_has_none():
     """It picks as one with an empty list does."""
     profiles = (

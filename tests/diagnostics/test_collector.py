@@ -178,6 +178,7 @@ def test_addresses_of_admin_ports_are_checked(text):
     with pytest.raises(ConfigError) as refused:
         collector.parse_url(text, where="--envoy", port=9901)
     assert "secret" not in str(refused.value)
+    assert refused.value.got == ("something else" if text else "nothing")
 
 
 def test_addresses_of_admin_ports_are_parsed():

@@ -111,7 +111,7 @@ def _length(text: str) -> int:
     """A number of tokens; raises `ValueError` for text that is none."""
     length = int(text)
     if length < 0:
-        raise ValueError(f"expected a number of tokens from 0, got {length}")
+        raise ValueError(f"{length} tokens")
     return length
 
 
