@@ -157,17 +157,24 @@ def test_tabs_that_ask_at_once_share_an_overview():
     assert len(looks) == 1
 
 
+@contextlib.asynccontextmanager
+async def running_two_pools():
+    """A picker with the pools `a` and `b`, of an endpoint each."""
+    pools = tuple(
+        PoolSection(name=name, endpoints=(endpoint,))
+        for name, endpoint in zip("ab", ENDPOINTS, strict=True)
+    )
+    settings = msgspec.structs.replace(serving.settings(), pools=pools)
+    async with serving.running(settings) as running:
+        await running.picker.sync()
+        yield running
+
+
 def test_overview_has_the_traffic_of_a_pool():
     """Of one pool, or of all together."""
 
     async def test() -> None:
-        pools = tuple(
-            PoolSection(name=name, endpoints=(endpoint,))
-            for name, endpoint in zip("ab", ENDPOINTS, strict=True)
-        )
-        settings = msgspec.structs.replace(serving.settings(), pools=pools)
-        async with serving.running(settings) as running:
-            await running.picker.sync()
+        async with running_two_pools() as running:
             process, port = running.picker, running.ports.pages
             for at in (0.0, 5.0):
                 process.history.sample(process.counters, process.pool_registry.views(), at)
@@ -184,13 +191,7 @@ def test_a_pool_that_does_not_exist_is_refused(page):
     """404 with the names of the pools that exist."""
 
     async def test() -> None:
-        pools = tuple(
-            PoolSection(name=name, endpoints=(endpoint,))
-            for name, endpoint in zip("ab", ENDPOINTS, strict=True)
-        )
-        settings = msgspec.structs.replace(serving.settings(), pools=pools)
-        async with serving.running(settings) as running:
-            await running.picker.sync()
+        async with running_two_pools() as running:
             answer = await http1.ask(running.ports.pages, f"/debug/{page}?pool=c")
             assert answer.status == 404
             message = answer.json()["error"]["message"]
