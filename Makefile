@@ -40,6 +40,9 @@ TOOLS := $(addprefix tests/,kubernetes console monitoring/test_alerts.py monitor
   manifests/test_chart.py manifests/test_overlays.py server/test_redis_peer_channel.py \
   http2/test_h2spec.py http2/test_interop.py)
 
+# The file that builds the image, which needs Docker.
+IMAGE := tests/containers/test_image.py
+
 # Tests that run on each transport. Behind Envoy: what streams, waits, ends or fails.
 TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
   lifecycle.py rollout.py stalled.py bodies.py modes.py requests.py feedback.py flow_control.py grpc.py)
@@ -47,7 +50,7 @@ TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-tools test-slow test-grpcio test-trixie proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
+.PHONY: help demo demo-scale test test-tools test-slow test-grpcio test-trixie test-image proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -73,7 +76,7 @@ demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and 
 	@$(BIN)/python -m extproc demo-scale
 
 test: $(VENV)/.dev ## All tests that need nothing else, but for those of the next targets
-	$(PYTEST) -m 'not versions and not proof and not slow' $(TOOLS:%=--ignore=%) $(ARGS)
+	$(PYTEST) -m 'not versions and not proof and not slow' $(addprefix --ignore=,$(TOOLS) $(IMAGE)) $(ARGS)
 
 test-tools: $(VENV)/.dev ## Tests that need kube-apiserver, kustomize, helm, Redis, Prometheus, Chromium or h2spec
 	$(PYTEST) -m 'not versions and not proof and not slow' $(TOOLS) $(ARGS)
@@ -87,6 +90,9 @@ test-grpcio: $(VENV)/.dev ## The tests of the stream and of servers once more, o
 
 test-trixie: ## make test on Python 3.13, in a chroot with Debian trixie (as root, on Debian)
 	@ARGS='$(ARGS)' .ci/debian trixie test
+
+test-image: $(VENV)/.dev ## Build the image with Docker, and run it
+	$(BIN)/python -m pytest -q $(IMAGE) $(ARGS)
 
 proof: $(VENV)/.dev ## The published tables, and long simulations of the default strategy
 	$(PYTEST) -m proof $(call marked,proof) $(ARGS)
