@@ -58,6 +58,9 @@ _MESSAGE_READERS: Final[Mapping[str, Callable[[bytes], Mapping[str, int]]]] = {
     "grpc_embed": vllm_grpc_usage.read_embed,
 }
 
+#: Tokens of the prompt that `input_tokens` of Anthropic's API does not count.
+_CACHE_KEYS: Final = ("cache_read_input_tokens", "cache_creation_input_tokens")
+
 #: What `read` tells apart.
 UsageKind = Literal["prompt", "completion", "cached"]
 
@@ -192,7 +195,7 @@ def _count(usage: Mapping[str, Any]) -> dict[str, int]:
     cached = details.get("cached_tokens") if type(details) is dict else None
     prompt, completion = get("prompt_tokens"), get("completion_tokens")
     kinds = {
-        "prompt": get("input_tokens") if prompt is None else prompt,
+        "prompt": _sum_input(usage) if prompt is None else prompt,
         "completion": get("output_tokens") if completion is None else completion,
         "cached": cached if details else get("cache_read_input_tokens"),
         "media": _sum_media(details),
@@ -202,6 +205,21 @@ def _count(usage: Mapping[str, Any]) -> dict[str, int]:
         for kind, tokens in kinds.items()
         if type(tokens) is int and 0 <= tokens <= MAX_TOKENS
     }
+
+
+def _sum_input(usage: Mapping[str, Any]) -> Any:
+    """Tokens of the prompt under the names of OpenAI's Responses API and of Anthropic's API.
+
+    The `input_tokens` of Anthropic's API leave out those that were read from a cache or written to it.
+    """
+    tokens = usage.get("input_tokens")
+    if type(tokens) is int:
+        tokens += sum(
+            part
+            for part in map(usage.get, _CACHE_KEYS)
+            if type(part) is int and 0 <= part <= MAX_TOKENS
+        )
+    return tokens
 
 
 def _sum_media(details: Any) -> int | None:

@@ -281,6 +281,7 @@ class _MessagesWriter:
     def _message(
         self, answer: GenerationAnswer, content: list[Any], stop: str | None
     ) -> dict[str, Any]:
+        cached = answer.cached_tokens or 0
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
@@ -290,8 +291,8 @@ class _MessagesWriter:
             "stop_reason": stop,
             "stop_sequence": None,
             "usage": {
-                "input_tokens": answer.prompt_tokens,
-                "cache_read_input_tokens": answer.cached_tokens or 0,
+                "input_tokens": answer.prompt_tokens - cached,
+                "cache_read_input_tokens": cached,
                 "output_tokens": answer.output_tokens if stop else 0,
             },
         }

@@ -42,7 +42,21 @@ OPENAI = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17'
                 b'data: {"message":{"usage":{"input_tokens":3,"cache_read_input_tokens":1}}}\n\n'
                 b'data: {"usage":{"output_tokens":4}}\n\n'
             ),
-            {"prompt": 3, "completion": 4, "cached": 1},
+            {"prompt": 4, "completion": 4, "cached": 1},
+        ),
+        (
+            (
+                b'{"usage":{"input_tokens":3,"output_tokens":4,"cache_read_input_tokens":90,'
+                b'"cache_creation_input_tokens":7}}'
+            ),
+            {"prompt": 100, "completion": 4, "cached": 90},
+        ),
+        (
+            (
+                b'{"usage":{"input_tokens":3,"cache_read_input_tokens":null,'
+                b'"cache_creation_input_tokens":-1}}'
+            ),
+            {"prompt": 3},
         ),
         (b'{"choices":[{"text":"\\"usage\\":{\\"prompt_tokens\\":1}"}]}', {}),
         (b'{"usage":{"prompt_tokens":7', {}),
@@ -107,11 +121,11 @@ _BEGUN = b'{"input_tokens":4,"output_tokens":1,"cache_read_input_tokens":3}'
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        (_START % _BEGUN + _DELTA, {"prompt": 4, "cached": 3}),
+        (_START % _BEGUN + _DELTA, {"prompt": 7, "cached": 3}),
         (_START % _ZEROS + _DELTA, {}),
         (
             _START % _BEGUN + _DELTA + _END % b'{"output_tokens":9}',
-            {"prompt": 4, "completion": 9, "cached": 3},
+            {"prompt": 7, "completion": 9, "cached": 3},
         ),
         (
             _START % _ZEROS + _END % b'{"input_tokens":4,"output_tokens":0}',
@@ -128,7 +142,7 @@ def test_the_start_of_an_anthropic_stream_reports_no_answer(before, events, expe
 def test_an_answer_that_names_the_start_of_a_stream_reports_all():
     """Of an answer that is no stream, a text in the input of a tool changes nothing."""
     body = b'{"content":[{"type":"tool_use","input":{"type":"message_start"}}],"usage":%b}' % _BEGUN
-    assert usage.read(body) == {"prompt": 4, "completion": 1, "cached": 3}
+    assert usage.read(body) == {"prompt": 7, "completion": 1, "cached": 3}
 
 
 _INPUT = (
@@ -149,7 +163,7 @@ _INPUT = (
             {"prompt": 7, "completion": 10},
         ),
         (
-            b'{"usage":{"input_tokens":9,"output_tokens":2,"cache_read_input_tokens":10}}',
+            b'{"usage":{"input_tokens":9,"output_tokens":2,"input_tokens_details":{"cached_tokens":10}}}',
             {"prompt": 9, "completion": 2, "cached": 9},
         ),
         (
@@ -183,7 +197,8 @@ _VALUES = st.recursive(
 
 _FIELDS = (
     *("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"),
-    *("cache_read_input_tokens", "prompt_tokens_details", "input_tokens_details"),
+    *("cache_read_input_tokens", "cache_creation_input_tokens"),
+    *("prompt_tokens_details", "input_tokens_details"),
 )
 
 

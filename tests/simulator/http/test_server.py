@@ -157,6 +157,20 @@ async def test_tokens_are_four_bytes_of_the_rendered_prompt():
         ] == 11
 
 
+@engine_server.run
+async def test_input_of_messages_is_without_cached_tokens():
+    """The second request has the same tokens, most of them read from the cache."""
+    async with engine_server.engine() as (_, client):
+        body = {"max_tokens": 1, "messages": chat("x" * 4000)["messages"]}
+        first, second = [
+            (await (await client.post("/v1/messages", json=body)).json())["usage"] for _ in range(2)
+        ]
+        assert first["cache_read_input_tokens"] == 0
+        assert second["cache_read_input_tokens"] > second["input_tokens"] > 0
+        total = second["cache_read_input_tokens"] + second["input_tokens"]
+        assert total == first["input_tokens"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "kind"),
     [
