@@ -237,12 +237,13 @@ _STREAM = re.compile(rb'"stream"\s*:\s*true')
 
 
 class LooseBody(envelope.Envelope, gc=False):
-    """The usual places of a prompt."""
+    """The usual places of a prompt, and the name of an adapter that an engine is to load."""
 
     prompt: narrow_types.TextOrIds = None
     messages: Any = None
     input: narrow_types.TextOrIds = None
     text_input: Any = None
+    lora_name: Any = None
 
 
 _DECODER = msgspec.json.Decoder(LooseBody)
@@ -254,6 +255,9 @@ def parse_opaque(raw: HttpRequest, api: str) -> InferenceRequest:
     body = _decode(_DECODER, raw)
     if body is None:
         return envelope.unparsed_request(raw, api)
+    if body.lora_name is not None:
+        # `/v1/load_lora_adapter`: the path is that of files, and no adapter serves the request.
+        body = msgspec.structs.replace(body, lora_path=None)
     prompt = (
         canonical_prompt.prompt_of(body.prompt)
         or openai_api.loose_prompt(body.messages)

@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.parsing import other_apis, surfaces
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
 
@@ -28,6 +28,14 @@ def test_prompt_of_triton(path):
     body = {"text_input": "hi", "max_tokens": 20}
     request = builders.parsed(f"/v2/models/ensemble/{path}", body)
     assert (request.model, request.prompt, request.max_tokens) == ("", b"hi", 20)
+
+
+def test_loading_an_adapter_is_no_request_for_one():
+    """The path there is that of files: it is no name, however long, and the engine gets it."""
+    path = "/adapters/" + "x" * 600
+    body = {"lora_name": "sql", "lora_path": path}
+    assert builders.parsed("/v1/load_lora_adapter", body) == InferenceRequest("opaque")
+    assert builders.parsed("/invocations", {"prompt": "hi", "lora_path": "sql"}).adapter == "sql"
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/tokenize", "/v1/messages/count_tokens"])
