@@ -72,22 +72,18 @@ def parse_messages(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     ]
     if body.system is not None:
         fields += (canonical_prompt.MESSAGE, b"system", _system_content(body.system))
-    history: list[bytes] = []
     message = None
     for message in body.messages:
-        if message.role == "system":
-            # vLLM puts these before all other messages.
-            fields += (canonical_prompt.MESSAGE, b"system", _system_content(message.content))
-        else:
-            history += (
-                canonical_prompt.MESSAGE,
-                canonical_prompt.as_bytes(message.role),
-                canonical_prompt.content(message.content),
-            )
+        # System messages stay in their place, as in engines: agents add one with every turn, and the
+        # prompt of the turn before remains a prefix (vLLM, entrypoints/anthropic/inline_system.py).
+        read = _system_content if message.role == "system" else canonical_prompt.content
+        fields += (
+            canonical_prompt.MESSAGE,
+            canonical_prompt.as_bytes(message.role),
+            read(message.content),
+        )
         del message
     body.messages = None
-    fields += history
-    del history
     return envelope.request(api, raw, body, prompt=canonical_prompt.joined_prompt(fields))
 
 

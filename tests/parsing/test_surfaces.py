@@ -86,12 +86,14 @@ def test_anthropic_billing_header_is_left_out(filler):
     assert b"billing" in builders.parsed("/v1/messages", text).prompt
 
 
-def test_anthropic_system_messages_precede_the_others():
-    """System messages within the history follow `system`, where vLLM puts them."""
-    history = [builders.user("a"), {"role": "system", "content": "note"}, builders.user("b")]
+def test_anthropic_system_messages_stay_in_their_place():
+    """Claude Code adds one with every turn; the prompt of the turn before remains its prefix."""
+    history = [builders.user("a"), {"role": "system", "content": "note"}]
     body = {"model": "m", "system": "brief", "messages": history}
-    request = builders.parsed("/v1/messages", body)
-    assert request.prompt == b"\xffsystem\xfebrief\xffsystem\xfenote\xffuser\xfea\xffuser\xfeb"
+    before = builders.parsed("/v1/messages", body).prompt
+    assert before == b"\xffsystem\xfebrief\xffuser\xfea\xffsystem\xfenote"
+    history += [builders.user("b"), {"role": "system", "content": "other"}]
+    assert builders.parsed("/v1/messages", body).prompt.startswith(before)
 
 
 @pytest.mark.parametrize(
