@@ -29,10 +29,12 @@ class ServedModels(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         bases: Names of its base model.
         adapters: Names of LoRA adapters it can serve, on the device or not.
+        max_model_len: Longest context of its base model, in tokens; None where it lists none.
     """
 
     bases: frozenset[str]
     adapters: frozenset[str] = frozenset()
+    max_model_len: int | None = None
 
     def __contains__(self, name: str) -> bool:
         """True if a request may use this name."""

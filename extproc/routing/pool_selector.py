@@ -259,6 +259,8 @@ class ModelCard(msgspec.Struct, frozen=True):
         created: Unix seconds; 0, because engines do not agree.
         owned_by: Always the name of this server.
         parent: The base model of an adapter; None for a base model.
+        max_model_len: Longest context in tokens, the least of its endpoints; None where none lists it,
+            and for an adapter, as in vLLM's list.
     """
 
     id: str
@@ -267,6 +269,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = "extproc"
     root: str = ""
     parent: str | None = None
+    max_model_len: int | None = None
 
 
 def requested_model(path: str) -> str | None:
@@ -311,7 +314,10 @@ def _model_cards(directors: Iterable[Director]) -> dict[str, ModelCard]:
             if models is None:
                 continue
             for base in models.bases:
-                entries.setdefault(base, ModelCard(base, root=base))
+                card = entries.get(base)
+                known = None if card is None else card.max_model_len
+                lengths = [length for length in (known, models.max_model_len) if length is not None]
+                entries[base] = ModelCard(base, root=base, max_model_len=min(lengths, default=None))
             parent = min(models.bases, default=None)
             for adapter in models.adapters:
                 entries.setdefault(adapter, ModelCard(adapter, root=adapter, parent=parent))

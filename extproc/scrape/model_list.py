@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -34,13 +34,14 @@ MAX_BYTES: Final = MAX_NAMES * 512
 
 
 class _Card(msgspec.Struct, gc=False):
-    """One entry; `parent` may be of any type, since some engines use the field otherwise.
+    """One entry; other fields may be of any type, since some engines use them otherwise.
 
-    It is not built before its type is known: two bytes of JSON can make an object of a hundred.
+    They are not built before their type is known: two bytes of JSON can make an object of a hundred.
     """
 
     id: str
     parent: msgspec.Raw = msgspec.Raw()
+    max_model_len: msgspec.Raw = msgspec.Raw()
 
 
 class _Page(msgspec.Struct, gc=False):
@@ -49,6 +50,9 @@ class _Page(msgspec.Struct, gc=False):
 
 _DECODER = msgspec.json.Decoder(_Page)
 _TEXT = msgspec.json.Decoder(str)
+_LENGTH: msgspec.json.Decoder[int] = msgspec.json.Decoder(
+    Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+)
 
 
 def read(page: bytes) -> ServedModels | None:
@@ -72,7 +76,17 @@ def read(page: bytes) -> ServedModels | None:
         adapters = frozenset(card.id for card in cards if _is_adapter(card))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return ServedModels(frozenset(card.id for card in cards) - adapters, adapters)
+    bases = [card for card in cards if card.id not in adapters]
+    lengths = [length for length in map(_read_length, bases) if length is not None]
+    return ServedModels(frozenset(card.id for card in bases), adapters, min(lengths, default=None))
+
+
+def _read_length(card: _Card) -> int | None:
+    """Returns the longest context of a card, in tokens; None without a number in range."""
+    try:
+        return _LENGTH.decode(card.max_model_len)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _is_adapter(card: _Card) -> bool:

@@ -29,13 +29,13 @@ def get(path, host="x.example"):
     return HttpRequest({":method": "GET", ":path": path, ":authority": host})
 
 
-def build_pool(address, *bases, adapters=()):
+def build_pool(address, *bases, adapters=(), max_model_len=None):
     """A pool of one endpoint, which lists models if there are any."""
     pool = PoolFixture({address: None} if address else {})
     if bases:
         member = pool.store.pool.members[0]
         pool.store.observe_models(
-            member.endpoint, ServedModels(frozenset(bases), frozenset(adapters))
+            member.endpoint, ServedModels(frozenset(bases), frozenset(adapters), max_model_len)
         )
     return pool
 
@@ -196,6 +196,18 @@ def test_models_of_all_pools_are_listed():
     assert [entry["id"] for entry in here["data"]] == ["llama", "sql"]
     assert json.loads(two.route(get("/v1/models/sql"), 1.0).outcome.body)["root"] == "sql"
     assert two.route(get("/v1/models/gpt"), 1.0).outcome.status == 404
+
+
+def test_listed_models_have_the_least_context_of_their_endpoints():
+    """A prompt of that length fits wherever it goes; adapters have none, as in vLLM's list."""
+    three = board(
+        ("a", build_pool(A, "m", adapters=("sql",), max_model_len=8192), PoolMatch()),
+        ("b", build_pool(B, "m", max_model_len=4096), PoolMatch()),
+        ("c", build_pool("10.0.0.9:1", "m", "n"), PoolMatch()),
+    )
+    content = json.loads(three.route(get("/v1/models"), 1.0).outcome.body)
+    lengths = {entry["id"]: entry["max_model_len"] for entry in content["data"]}
+    assert lengths == {"m": 4096, "n": None, "sql": None}
 
 
 def test_model_lists_go_to_an_engine_for_a_single_pool():

@@ -27,7 +27,7 @@ def test_vllm_lists_base_and_adapters():
             {**card, "id": "lora-a", "root": "/loras/a", "parent": "tiny", "max_model_len": None},
         )
     )
-    assert models == ServedModels(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
+    assert models == ServedModels(frozenset({"tiny", "small"}), frozenset({"lora-a"}), 4096)
     assert "tiny" in models
     assert "lora-a" in models
     assert "lora-b" not in models
@@ -37,6 +37,13 @@ def test_vllm_lists_base_and_adapters():
 def test_an_invalid_parent_is_no_adapter(parent):
     """Engines put other things into `parent`, such as nothing, or the model itself."""
     assert model_list.read(page({"id": "m", "parent": parent})) == ServedModels(frozenset({"m"}))
+
+
+@pytest.mark.parametrize("length", ["4096", 0, -1, 1 << 31, 10**30, 8.5, True, None, [1], {}])
+def test_an_invalid_context_length_is_unknown(length):
+    """A length that is no number in range leaves the names as they are."""
+    listed = page({"id": "m", "max_model_len": length})
+    assert model_list.read(listed) == ServedModels(frozenset({"m"}))
 
 
 @pytest.mark.parametrize(
