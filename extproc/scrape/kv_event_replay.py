@@ -50,8 +50,7 @@ class BatchReplay:
 
     Attributes:
         is_verifying: Whether its first batch is still to come, and to be compared.
-        has_hole: Whether the engine dropped some while we did not read: they are to be asked for
-            again.
+        has_hole: Whether the engine dropped some while we did not read, and sent later ones.
     """
 
     def __init__(
@@ -79,6 +78,14 @@ class BatchReplay:
     def is_silent(self) -> bool:
         """True if no answer came for a while, or answers without end."""
         return self._clock() >= self._until
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if the rest is to be asked for: the engine dropped what its socket had no room for.
+
+        ZeroMQ holds 1000 messages for a peer that reads slowly, and may drop the last one as well.
+        """
+        return self.has_hole or (self._has_progress and self.is_silent)
 
     def request(self, start: int, *, verify: bool) -> None:
         """Ask for the batches from a number on, instead of an earlier request.
@@ -118,7 +125,7 @@ class BatchReplay:
         self._num_batches += 1
         self._num_bytes += sum(map(len, frames))
         if self._num_batches > _MAX_BATCHES or self._num_bytes > _MAX_BYTES:
-            self._until, self.has_hole = 0.0, False
+            self._until, self.has_hole, self._has_progress = 0.0, False, False
             return END, b""
         if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
             return None

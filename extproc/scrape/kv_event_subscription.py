@@ -449,7 +449,7 @@ class EngineSubscription:
             self._reset()
             replay.request(0, verify=False)
             return
-        if replay.has_hole:
+        if replay.is_cut_off:
             replay.request(self._expected, verify=False)
             return
         if replay.is_silent and self._held is None and self.engine.is_live:

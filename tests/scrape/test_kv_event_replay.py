@@ -74,6 +74,17 @@ def test_batches_are_taken_in_order(verify, seqs, expected):
     assert not site.replay.is_verifying
 
 
+def test_a_replay_that_ends_in_silence_is_cut_off():
+    """One without any new batch is not, nor one behind its bound: the socket is silent."""
+    site = ReplaySite()
+    for seq, is_cut_off in ((3, True), (2, False)):
+        site.replay.request(3, verify=False)
+        site.replay.sort(seq, 3)
+        assert not site.replay.is_cut_off
+        site.time += 2.0
+        assert site.replay.is_cut_off == is_cut_off
+
+
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
@@ -97,6 +108,7 @@ def test_answers_without_end_count_as_silence(bound, monkeypatch):
     monkeypatch.setattr(kv_event_replay, bound, 20)
     site = ReplaySite()
     site.replay.request(0, verify=False)
+    site.replay.sort(0, 0)
     frames = [b"", (0).to_bytes(8), b""]
     for _ in range(2):
         assert site.replay.read(frames) == (0, b"")
@@ -105,6 +117,7 @@ def test_answers_without_end_count_as_silence(bound, monkeypatch):
         last = site.replay.read(frames)
     assert last == (END, b"")
     assert site.replay.is_silent
+    assert not site.replay.is_cut_off
     site.replay.forget_size()
     site.replay.request(0, verify=False)
     assert not site.replay.is_silent

@@ -399,6 +399,37 @@ def test_a_replay_without_end_is_given_up(monkeypatch):
     run_async(test())
 
 
+def test_a_replay_that_is_cut_off_is_continued(monkeypatch):
+    """ZeroMQ drops what a slow peer has no room for, the end as well."""
+    monkeypatch.setattr(kv_event_replay, "_TIMEOUT_S", 0.05)
+
+    async def test():
+        engine = PublishingEngine()
+        for number in range(50):
+            engine.run_prompt(text(number))
+        starts = []
+
+        async def answer_partly():
+            router = engine.publisher._router
+            while True:
+                client, _, start = await router.recv_multipart()
+                starts.append(int.from_bytes(start))
+                for seq, payload in list(engine.publisher._buffer)[starts[-1] :][:20]:
+                    await router.send_multipart((client, b"", b"", seq.to_bytes(8), payload))
+                if len(engine.publisher._buffer) - starts[-1] < 20:
+                    end = kv_event_replay.END.to_bytes(8)
+                    await router.send_multipart((client, b"", b"", end, b""))
+
+        engine.publisher.run = answer_partly
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state in {"exact", "partial"})
+            assert subscriber.state == "exact"
+            assert subscriber.holds(engine)
+            assert starts == [0, 20, 40]
+
+    run_async(test())
+
+
 @pytest.mark.parametrize(
     ("event", "most"),
     [
