@@ -94,9 +94,9 @@ def _jumping() -> Iterator[bytes]:
 EVENTS: Mapping[str, Publisher] = {
     "garbage": _repeat(bytes(range(256)) * 400),
     "empty batches": _repeat(batch()),
-    "many events": _repeat(batch(*[["BlockRemoved", [1]]] * 16_000)),
-    "many unknown events": _repeat(batch(*[["x"]] * 16_000)),
-    "blocks of one token": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _BLOCKS, 1))),
+    "many events": _repeat(batch(*[["BlockRemoved", [1]]] * 65_000)),
+    "many unknown events": _repeat(batch(*[["x"]] * 65_000)),
+    "blocks of one token": _number(lambda at: batch(stored(_fresh(at, 90_000), 90_000, 1))),
     "long blocks": _repeat(batch(stored([1], _TOKENS, _TOKENS))),
     "many tokens": _number(lambda at: batch(stored(_fresh(at, _BLOCKS), _TOKENS, 16))),
     "orphans": _number(lambda at: batch(stored(_fresh(at, 64), 1024, 16, parent=1 << 63 | at))),

@@ -25,15 +25,21 @@ MAX_SMALL_BATCH_BYTES: Final = 16_384
 #: Blocks from which on removals are not joined to one event (count): a turn ends between events.
 _MAX_JOINED: Final = 128
 
-#: Events of a batch at most (count); 256 were seen.
-MAX_EVENTS: Final = 16_384
+#: Events of a batch at most (count): those of 16 bytes that a batch has room for. Older versions of
+#: SGLang publish one for each page that a step stores or removes, and a page has one token by default.
+MAX_EVENTS: Final = MAX_BATCH_BYTES // 16
 
 #: Tokens of an event at most (count), and of a block: they take 30 ms of the event loop, as pairs or in
 #: blocks of 16. A step computes some 16,384, but a prompt whose cache was loaded is stored at once.
 MAX_TOKENS: Final = 131_072
 
-#: Blocks of an event at most (count): of 16 tokens, which is the usual size.
-MAX_BLOCKS: Final = MAX_TOKENS // 16
+#: Blocks of an event at most (count), which take 30 ms to decode: of one token, as pages of SGLang have
+#: by default. It joins pages that follow each other to one event.
+MAX_BLOCKS: Final = MAX_TOKENS
+
+#: Blocks that are taken in at once (count), which take 30 ms of the event loop; see `split`. Longer
+#: events may have no extra keys.
+MAX_SPLIT_BLOCKS: Final = 8192
 
 _WORD: Final = (1 << 64) - 1
 
@@ -57,7 +63,7 @@ class _Pair(msgspec.Struct, array_like=True, gc=False):
 
 
 _Tokens = Annotated[list[int | _Pair], msgspec.Meta(max_length=MAX_TOKENS)]
-_Extras = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_BLOCKS)]
+_Extras = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_SPLIT_BLOCKS)]
 
 #: Kinds of KV cache in which a block stands for all tokens up to it.
 _FULL_KINDS: Final = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
@@ -274,6 +280,26 @@ def decode_event(raw: msgspec.Raw | KvEvent) -> KvEvent | None:
         raise Malformed(f"an event that cannot be decoded: {type(error).__name__}") from None
 
 
+def split(event: KvEvent) -> Sequence[KvEvent]:
+    """Parts of an event, in order, of `MAX_SPLIT_BLOCKS` blocks each; mostly the event alone."""
+    if not isinstance(event, BlockStored | BlockRemoved) or len(event.hashes) <= MAX_SPLIT_BLOCKS:
+        return (event,)
+    parts: list[KvEvent] = []
+    for start in range(0, len(event.hashes), MAX_SPLIT_BLOCKS):
+        end = start + MAX_SPLIT_BLOCKS
+        part = msgspec.structs.replace(event, hashes=array("Q", event.hashes[start:end]))
+        if isinstance(part, BlockStored):
+            size = 4 * part.block_tokens
+            part = msgspec.structs.replace(
+                part,
+                parent=event.hashes[start - 1] if start else part.parent,
+                tokens=part.tokens[start * size : end * size],
+                extras=part.extras[start:end],
+            )
+        parts.append(part)
+    return parts
+
+
 def _read_event(raw: msgspec.Raw) -> KvEvent | None:
     is_map = _is_map(memoryview(raw))
     try:
@@ -283,7 +309,7 @@ def _read_event(raw: msgspec.Raw) -> KvEvent | None:
         if outline.type not in _KNOWN:
             return None
         num_blocks, num_tokens = _length(outline.block_hashes), _length(outline.token_ids)
-        is_long = num_blocks > MAX_BLOCKS or num_tokens > MAX_TOKENS
+        is_long = num_blocks > MAX_SPLIT_BLOCKS or num_tokens > MAX_TOKENS
         if not is_long or outline.type != "BlockStored":
             raise
         return BlocksLeftOut(num_blocks)

@@ -367,6 +367,8 @@ class EngineSubscription:
             self._num_malformed = 0
         if event is None:
             return 1 + size_cost
+        event, *further = kv_events.split(event)
+        self._pending.extendleft(reversed(further))
         owner = self._owner
         cost = max(size_cost, owner.exact.index.apply(self.engine, event))
         if isinstance(event, kv_events.AllBlocksCleared):

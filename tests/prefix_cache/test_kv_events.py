@@ -248,9 +248,9 @@ def test_blocks_of_sliding_windows_are_no_prefixes():
         pytest.param([1.0, [_MAP | {"block_size": 0}]], id="blocks of nothing"),
         pytest.param([1.0, [_MAP | {"extra_keys": [None, ["a"], None]}]], id="keys of more blocks"),
         pytest.param(
-            [1.0, [{"type": "BlockRemoved", "block_hashes": [1] * 9000}]], id="too many blocks"
+            [1.0, [{"type": "BlockRemoved", "block_hashes": [1] * 140_000}]], id="too many blocks"
         ),
-        pytest.param([1.0, [[]] * 20_000], id="too many events"),
+        pytest.param([1.0, [[]] * 70_000], id="too many events"),
         pytest.param([1.0, [[]]], id="event without a tag"),
         pytest.param([1.0, [3]], id="event of another type"),
         pytest.param([1.0, bytes(2_000_000)], id="too many bytes"),
@@ -275,9 +275,10 @@ def test_malformed_batches_are_refused(batch):
 @pytest.mark.parametrize(
     ("num_blocks", "size", "is_read"),
     [
-        (kv_events.MAX_BLOCKS, 16, True),
+        (kv_events.MAX_BLOCKS // 16, 16, True),
+        (kv_events.MAX_BLOCKS, 1, True),
         (kv_events.MAX_BLOCKS + 1, 1, False),
-        (kv_events.MAX_BLOCKS, 17, False),
+        (kv_events.MAX_BLOCKS // 16, 17, False),
         (10, kv_events.MAX_TOKENS // 10 + 1, False),
     ],
 )
@@ -291,6 +292,29 @@ def test_stored_blocks_beyond_the_bounds_are_left_out(num_blocks, size, is_read)
             assert (stored.hashes, len(stored.tokens)) == (hashes, 4 * len(tokens))
         else:
             assert stored == kv_events.BlocksLeftOut(num_blocks)
+    if num_blocks > kv_events.MAX_SPLIT_BLOCKS:
+        (stored,) = read([0.0, [event | {"extra_keys": [None] * num_blocks}]])
+        assert stored == kv_events.BlocksLeftOut(num_blocks)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("parent", [None, 9])
+def test_long_events_are_split(num_blocks, parent, monkeypatch):
+    """Their parts have the same blocks, each behind the last one of the part before."""
+    monkeypatch.setattr(kv_events, "MAX_SPLIT_BLOCKS", 2)
+    hashes = [*range(10, 10 + num_blocks)]
+    tokens = array("I", range(3 * num_blocks)).tobytes()
+    extras = [b"%d" % hashed for hashed in hashes]
+    parts = kv_events.split(BlockStored(hashes, parent, tokens, 3, "a", extras))
+    assert len(parts) == (num_blocks + 1) // 2
+    assert [hashed for part in parts for hashed in part.hashes] == hashes
+    assert b"".join(part.tokens for part in parts) == tokens
+    assert [extra for part in parts for extra in part.extras] == extras
+    assert [part.parent for part in parts] == [parent, 11, 13][: len(parts)]
+    removed = kv_events.split(BlockRemoved(hashes, "CPU", 3))
+    assert [hashed for part in removed for hashed in part.hashes] == hashes
+    assert {(part.medium, part.group) for part in removed} == {("CPU", 3)}
+    assert kv_events.split(AllBlocksCleared()) == (AllBlocksCleared(),)
 
 
 _VALUES = st.recursive(

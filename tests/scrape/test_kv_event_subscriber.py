@@ -454,6 +454,29 @@ def test_a_turn_does_as_much_as_its_events_cost(event, most):
     run_async(test())
 
 
+def test_pages_of_a_token_are_followed():
+    """SGLang has them by default, and publishes those of a step as one event."""
+
+    async def test():
+        engine = PublishingEngine()
+        hashes = [*range(-5000, 5000)]
+
+        def publish(seq, *event):
+            payload = msgspec.msgpack.encode([0.0, [event]])
+            engine.publisher.send((b"", seq.to_bytes(8), payload))
+
+        labels = {"kv-events-port": engine.ports["kv-events-port"]}
+        async with running(engine, labels=labels) as subscriber:
+            publish(0, "BlockStored", hashes, None, [7] * 10_000, 1)
+            await subscriber.until(lambda: subscriber.subscription.engine.held == 10_000)
+            publish(1, "BlockRemoved", hashes)
+            await subscriber.until(lambda: subscriber.subscription.engine.held == 0)
+            assert subscriber.state == "exact"
+            assert subscriber.events.batches["malformed"] == 0
+
+    run_async(test())
+
+
 def test_an_engine_has_a_rate_of_blocks_beyond_a_burst():
     """30,000 blocks at once take half a second at least: 20,000 are the burst, and a second's worth."""
 
