@@ -98,21 +98,22 @@ class MappedPrompt:
             again (count).
         chain: Hashes of its byte blocks.
         ends: Depths at which the first engines ended when it was matched, ascending, with their bits.
-        first_media: Position of the first block with an image, a video or audio; -1 for none.
+        first_extra: Position of the first block that more than tokens keeps apart, such as an adapter, a
+            salt or an image; -1 for none.
         sent: It, or a prompt that shares a beginning with it, as last sent to an engine, by address
             of the endpoint, the latest last.
     """
 
-    __slots__ = ("chain", "ends", "first_media", "keys", "max_cached", "sent")
+    __slots__ = ("chain", "ends", "first_extra", "keys", "max_cached", "sent")
 
     def __init__(
-        self, chain: Sequence[int], keys: array[int], max_cached: int, first_media: int
+        self, chain: Sequence[int], keys: array[int], max_cached: int, first_extra: int
     ) -> None:
         self.chain = chain
         self.keys = keys
         self.max_cached = max_cached
         self.ends: Sequence[tuple[int, int]] = ()
-        self.first_media = first_media
+        self.first_extra = first_extra
         self.sent: dict[str, SentPrompt] = {}
 
     def note_sent(self, address: str, sent: SentPrompt) -> None:
@@ -186,7 +187,7 @@ class PromptMap:
         tokens: int,
         block_tokens: int,
         prompt_bytes: int,
-        first_media: int = -1,
+        first_extra: int = -1,
     ) -> MappedPrompt | None:
         """Map a prompt; returns None for one that is longer than all may be.
 
@@ -201,7 +202,7 @@ class PromptMap:
         if len(keys) > self._max_blocks:
             return None
         packed = array("Q", keys)
-        prompt = MappedPrompt(tuple(chain), packed, (tokens - 1) // block_tokens, first_media)
+        prompt = MappedPrompt(tuple(chain), packed, (tokens - 1) // block_tokens, first_extra)
         at, cuts = self._at, self._cuts
         per_byte = tokens / block_tokens / max(prompt_bytes, cuts[len(chain)])
         shared: tuple[MappedPrompt, int] | None = None
@@ -350,7 +351,9 @@ class ExactPrefixes:
             tokens=len(tokens),
             block_tokens=size,
             prompt_bytes=prompt_bytes,
-            first_media=next((at for at, extra in enumerate(extras) if extra), -1),
+            first_extra=0
+            if adapter
+            else next((at for at, extra in enumerate(extras) if extra), -1),
         )
         unmapped = self._unmapped.pop(chain[-1], None)
         if prompt is None:
@@ -380,16 +383,16 @@ class ExactPrefixes:
     def match(self, chain: Sequence[int]) -> PromptMatch | None:
         """Engines that hold a beginning of a prompt.
 
-        None where no beginning of the prompt is mapped, and where no engine holds its first block
-        with an image or a salt: whether engines name images as they render them, and salts at all, is
-        known by those that do.
+        None where no beginning of the prompt is mapped, and where no engine holds its first block of
+        an adapter, or with an image or a salt: whether engines name images as they render them, and
+        adapters and salts at all, is known by those that do.
         """
         mapped = self.prompts.find(chain)
         if mapped is None:
             return None
         prompt, num_shared, count = mapped
         index, keys = self.index, prompt.keys
-        if 0 <= prompt.first_media < count and not index.is_held(keys[prompt.first_media]):
+        if 0 <= prompt.first_extra < count and not index.is_held(keys[prompt.first_extra]):
             return None
         if count == len(keys) and len(prompt.chain) < len(chain):
             # The next turn: it most likely goes on with the answer that the engine generated.

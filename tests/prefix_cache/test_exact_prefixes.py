@@ -207,6 +207,22 @@ def test_salts_keep_prompts_of_equal_tokens_apart():
     ]  # one token is computed
 
 
+def test_adapters_keep_prompts_of_equal_tokens_apart():
+    """An engine that names no adapters is not taken to hold the prompt, nor to lack it."""
+    prefixes, engine = exact()
+    text, prompt = tokens(SYSTEM), chain(b"sql!" + SYSTEM)
+    prefixes.map_prompt(prompt, text, adapter="sql", prompt_bytes=164)
+    for first, adapter in ((10, ""), (30, "#1")):
+        hashes = list(range(first, first + 10))
+        prefixes.index.apply(
+            engine, BlockStored(hashes, None, text.tobytes(), SIZE, adapter=adapter)
+        )
+        assert prefixes.match(prompt) is None
+    stored = BlockStored(list(range(50, 60)), None, text.tobytes(), SIZE, adapter="sql")
+    prefixes.index.apply(engine, stored)
+    assert prefixes.match(prompt).ends == [(9, engine.bit)]  # one token is computed
+
+
 def test_the_next_turn_finds_the_answer_that_engines_stored():
     """The blocks behind the earlier prompt count, where an engine holds them."""
     prefixes, engine = exact()
