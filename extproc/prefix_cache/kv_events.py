@@ -387,19 +387,19 @@ def _extras(
             left -= len(items)
             if left < 0:
                 raise Malformed(f"more than {MAX_EXTRAS} extra keys")
-            extras[position] = b"".join(_without(items, name))
+            extras[position] = b"".join(_without(items, name, salt))
     extras[0] += salt
     return extras if any(extras) else ()
 
 
-def _without(items: Sequence[msgspec.Raw], name: bytes) -> Iterator[bytes]:
+def _without(items: Sequence[msgspec.Raw], name: bytes, salt: bytes) -> Iterator[bytes]:
     for item in items:
         encoded = bytes(item)
         # An image is its identifier, or that and the place of the block in it, which follows from the
         # tokens before it.
         if encoded[:1] == _PAIR:
             encoded = bytes(_decode_pair(encoded)[0])
-        if encoded not in (name, _NIL):
+        if encoded not in (name, salt, _NIL):
             yield encoded
 
 

@@ -177,7 +177,12 @@ def test_stored_blocks_carry_what_keeps_them_apart():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"cache_salt": "s"}, {"extra_keys": [["s"], None]}, {"lora_name": {"cache_salt": "s"}}],
+    [
+        {"cache_salt": "s"},
+        {"extra_keys": [["s"], None]},
+        {"cache_salt": "s", "extra_keys": [["s"], None]},
+        {"lora_name": {"cache_salt": "s"}},
+    ],
 )
 def test_salts_have_a_key_in_every_form(fields):
     """Those of a prompt are the same; a salt is in its first block only."""
