@@ -47,7 +47,7 @@ _PATHS: Final[Mapping[str, Sequence[str]]] = {
 #: 0.32 knows both, versions before it at most the second.
 _NO_PIXELS: Final = b',"mm_payload":"none","return_mm_kwargs":false}'
 
-#: Statuses of a path that an engine does not have.
+#: Statuses of a path that an engine does not have. vLLM answers 404 for an unknown model as well.
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 
 #: Requests to engines at a time (count), and to each: one that hangs leaves the others their share.
@@ -109,11 +109,17 @@ class _SaltedBody(msgspec.Struct):
 
 
 class _Engine(msgspec.Struct):
-    """Path that an engine has, by position, failures in a row, and when it is asked again."""
+    """Path that an engine has, by position, failures in a row, and when it is asked again.
+
+    Attributes:
+        has_answered: Whether it rendered a prompt since it failed last: it has its path, so that 404
+            is about the model of a prompt.
+    """
 
     path: int = 0
     num_failures: int = 0
     paused_until: float = 0.0
+    has_answered: bool = False
 
 
 class PromptRenderer:
@@ -334,7 +340,7 @@ class PromptRenderer:
             url = f"{self._scheme}://{prompt.address}{paths[engine.path]}"
             body = prompt.body if engine.path else _without_pixels(prompt, prompt.body)
             answer = await self._engine_client.post(client.post_target(url), body)
-            if isinstance(answer, client.FetchFailed) and answer.status in _ABSENT:
+            if _is_absent(answer) and not engine.has_answered:
                 engine.path += 1
                 continue
             return self._conclude(prompt, answer, prompt.address) or "failed"
@@ -361,6 +367,8 @@ class PromptRenderer:
             body = body if edit is None else edit.apply(body)
         target = client.post_target(f"{settings.render_url}{_PATHS[prompt.api][0]}")
         answer = await self._server_client.post(target, _without_pixels(prompt, body))
+        if _is_absent(answer) and self._engine(settings.render_url).has_answered:
+            return None  # it has the base model only
         return self._conclude(prompt, answer, settings.render_url)
 
     def _conclude(
@@ -368,16 +376,21 @@ class PromptRenderer:
     ) -> PromptResult | None:
         """Map a prompt by an answer; None for one of no use, after which its sender rests."""
         result: PromptResult | None
+        engine = self._engine(address)
         if isinstance(answer, client.FetchFailed):
             if answer.reason == client.TOO_LARGE and prompt.num_media:
                 # With pixels, by an engine that cannot leave them out.
                 result = self._note_too_long(prompt)
             else:
-                result = "failed" if _is_refused(answer.status) else None
+                is_refused = _is_refused(answer.status) or (
+                    engine.has_answered and _is_absent(answer)
+                )
+                result = "failed" if is_refused else None
         else:
             result = self._map_answer(prompt, answer)
-        engine = self._engine(address)
+            engine.has_answered = True
         if result is None:
+            engine.has_answered = False
             pause_s = _FAILED_PAUSE_S * 2.0 ** min(engine.num_failures, 30)
             engine.num_failures += 1
             self._pause(address, min(_MAX_FAILED_PAUSE_S, pause_s))
@@ -433,6 +446,11 @@ class PromptRenderer:
 
     def _pause(self, address: str, seconds: float) -> None:
         self._engine(address).paused_until = self._clock() + seconds
+
+
+def _is_absent(answer: bytes | client.FetchFailed) -> bool:
+    """True if an engine lacks the path, or the model of the prompt."""
+    return isinstance(answer, client.FetchFailed) and answer.status in _ABSENT
 
 
 def _is_refused(status: int) -> bool:

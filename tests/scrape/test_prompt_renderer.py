@@ -398,6 +398,59 @@ def test_a_prompt_that_is_refused_does_not_stop_the_others():
     asyncio.run(test())
 
 
+def test_an_unknown_model_does_not_stop_the_others():
+    """An engine that has rendered has the path: 404 is about the model that a client names."""
+
+    async def test():
+        missing = reply({}, status="404 Not Found")
+        async with running(reply(RENDERED), missing, missing, reply(RENDERED)) as site:
+            server, _, renderer = site
+            assert await mapped(server, renderer) == ["mapped"]
+            assert await mapped(server, renderer, chain=[21, 22]) == ["failed"]
+            assert await mapped(server, renderer, chain=[31, 32]) == ["failed"]
+            assert await mapped(server, renderer, chain=[41, 42]) == ["mapped"]
+            assert all(b" /v1/chat/completions/render " in head for head in server.requests)
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_failed_is_asked_at_every_path_again():
+    """It may have been started again without the path."""
+
+    async def test():
+        clock = 0.0
+        script = (
+            reply(RENDERED),
+            reply({}, status="500 Internal Server Error"),
+            reply({}, status="404 Not Found"),
+            reply({"tokens": TOKENS}),
+        )
+        async with running(*script) as (server, _, renderer):
+            renderer._clock = lambda: clock
+            assert await mapped(server, renderer) == ["mapped"]
+            assert await mapped(server, renderer, chain=[21, 22]) == ["failed"]
+            clock += 6.0
+            assert await mapped(server, renderer, chain=[31, 32]) == ["mapped"]
+
+    asyncio.run(test())
+
+
+def test_a_server_for_rendering_without_a_model_goes_on():
+    """It may have the base model only: prompts of adapters go to engines, and others to it."""
+
+    async def test():
+        script = (reply(RENDERED), reply({}, status="404 Not Found"), reply(RENDERED))
+        async with serving(ScriptedServer(*script)) as renders:
+            settings = KvEventsSection(render_url=f"http://127.0.0.1:{renders.port}")
+            async with running(reply(RENDERED), settings=settings) as (server, _, renderer):
+                for number in range(3):
+                    chain = [10 * number + 21, 10 * number + 22]
+                    assert await mapped(server, renderer, chain=chain) == ["mapped"]
+                assert (len(renders.requests), len(server.requests)) == (3, 1)
+
+    asyncio.run(test())
+
+
 def test_a_server_for_rendering_is_asked_before_the_engine():
     """With the name of its model, which replaces an adapter of the request."""
 
