@@ -341,6 +341,7 @@ class _RenderedPrompts(msgspec.Struct, array_like=True, gc=False):
 
 _decode_rendered = msgspec.json.Decoder(_Rendered).decode
 _decode_tokens = msgspec.json.Decoder(list[int] | None).decode
+_decode_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_prompts = msgspec.json.Decoder(_RenderedPrompts).decode
 
 
@@ -361,7 +362,14 @@ def read_rendered(answer: bytes) -> tuple[array[int], Sequence[tuple[int, int, s
         rendered = _decode_rendered(answer)
     if rendered is None:
         return None
-    tokens = _read_tokens(rendered.token_ids) or _read_tokens(rendered.tokens)
+    listed = rendered.tokens
+    if bytes(memoryview(listed)[1:64]).lstrip().startswith(b"["):
+        # SGLang has a list for each prompt where the prompt of the request is a list.
+        lists = _decode_raws(listed)
+        if len(lists) > 1:
+            return None
+        listed = lists[0]
+    tokens = _read_tokens(rendered.token_ids) or _read_tokens(listed)
     return tokens, _read_placeholders(rendered.features)
 
 
