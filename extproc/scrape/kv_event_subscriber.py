@@ -243,7 +243,7 @@ class KvEventSubscriber:
         for member in self._store.pool.members:
             endpoint = member.endpoint
             running = self._subscriptions.get(endpoint.address)
-            if running is not None and _is_same_source(running[0].endpoint, endpoint):
+            if running is not None and self._is_same_source(running[0].endpoint, endpoint):
                 left.discard(endpoint.address)
                 for subscription in running:
                     self._attempt(subscription, subscription.note_page, member)
@@ -319,6 +319,17 @@ class KvEventSubscriber:
                 self._at.setdefault((plain_ip(endpoint.ip), rank), []).append(subscription)
             subscription.open()
 
+    def _is_same_source(self, previous: Endpoint, current: Endpoint) -> bool:
+        """True if events of an endpoint go on to come from there, whatever its other labels say."""
+        before, after = previous.rank, current.rank
+        if previous.incarnation != current.incarnation:
+            return False
+        if previous.labels != current.labels and (
+            _ports(self.settings, previous) != _ports(self.settings, current)
+        ):
+            return False
+        return (before and before.number) == (after and after.number)
+
     def _stop(self, address: str) -> None:
         stopped = self._subscriptions.pop(address, ())
         self.num_subscriptions -= len(stopped)
@@ -387,12 +398,3 @@ def _ports(settings: KvEventsSection, endpoint: Endpoint) -> tuple[int, int]:
     for label, usual in ((PORT_LABEL, settings.port), (REPLAY_PORT_LABEL, settings.replay_port)):
         ports.append(parse_port(endpoint.labels.get(label, "")) or usual)
     return ports[0], ports[1]
-
-
-def _is_same_source(previous: Endpoint, current: Endpoint) -> bool:
-    before, after = previous.rank, current.rank
-    return (
-        previous.incarnation == current.incarnation
-        and previous.labels == current.labels
-        and (before and before.number) == (after and after.number)
-    )

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from extproc.endpoint import Load
+from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.scrape import kv_event_replay
 from extproc.scrape.kv_event_subscriber import KvEventsSection, require
@@ -310,6 +310,29 @@ def test_an_endpoint_that_leaves_takes_its_blocks_along():
             subscriber.store.set_endpoints([], 1.0)
             await subscriber.until(lambda: not subscriber.exact.index.num_keys)
             assert subscriber.subscription is None
+
+    run_async(test())
+
+
+def test_an_endpoint_whose_other_labels_change_stays_known():
+    """Labels that name a port mean another publisher."""
+
+    async def test():
+        engine = PublishingEngine()
+        labels = {"kv-events-port": engine.ports["kv-events-port"]}
+        async with running(engine, labels=labels) as subscriber:
+            engine.run_prompt(text(1))
+            await subscriber.until(lambda: depth(subscriber, text(1)) == 4)
+            subscription = subscriber.subscription
+            for more, is_same in (
+                ({"role": "decode"}, True),
+                ({"kv-events-replay-port": engine.ports["kv-events-replay-port"]}, False),
+            ):
+                endpoint = Endpoint(f"{HOST}:8000", labels=labels | more)
+                subscriber.store.set_endpoints([endpoint], 0.0)
+                subscriber.events.step()
+                assert (subscriber.subscription is subscription) == is_same
+            await subscriber.until(lambda: depth(subscriber, text(1)) == 4)
 
     run_async(test())
 
