@@ -47,8 +47,9 @@ _PATHS: Final[Mapping[str, Sequence[str]]] = {
 #: 0.32 knows both, versions before it at most the second.
 _NO_PIXELS: Final = b',"mm_payload":"none","return_mm_kwargs":false}'
 
-#: Statuses of a path that an engine does not have. vLLM answers 404 for an unknown model as well.
-_ABSENT: Final = frozenset({403, 404, 405, 501})
+#: Statuses of a path that an engine does not have, or not without an API key, which vLLM requires at
+#: paths beneath `/v1` first. It answers 404 for an unknown model as well.
+_ABSENT: Final = frozenset({401, 403, 404, 405, 501})
 
 #: Requests to engines at a time (count), and to each: one that hangs leaves the others their share.
 _NUM_WORKERS, _MAX_PER_ENGINE = 8, 2
@@ -455,7 +456,7 @@ def _is_absent(answer: bytes | client.FetchFailed) -> bool:
 
 def _is_refused(status: int) -> bool:
     """True if the prompt is at fault, such as one that is too long, and not who renders it."""
-    return 400 <= status < 500 and status not in _ABSENT and status not in (401, 429)
+    return 400 <= status < 500 and status not in _ABSENT and status != 429
 
 
 def _without_pixels(prompt: _UnmappedPrompt, body: bytes) -> bytes:

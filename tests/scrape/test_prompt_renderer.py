@@ -112,6 +112,8 @@ async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
             {},
             ["mapped"],
         ),
+        ([reply({}, status="401 Unauthorized"), reply({"tokens": TOKENS})], {}, ["mapped"]),
+        ([reply({}, status="401 Unauthorized")], {}, ["unsupported"]),
         ([reply({"tokens": [TOKENS]})], {"api": "completions"}, ["mapped"]),
         ([reply({"tokens": [TOKENS, TOKENS]})], {"api": "completions"}, ["unsupported"]),
         ([reply({"tokens": [[[1]]]})], {"api": "completions"}, ["failed"]),
