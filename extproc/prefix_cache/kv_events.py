@@ -81,7 +81,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         hashes: Hashes by the engine, 64 bits each, in order; opaque.
         parent: Hash of the block before them; None for the root.
-        tokens: Token ids, 32 bits each, packed; empty where only the place of blocks changed.
+        tokens: Token ids, 32 bits each, packed; empty where only the place of blocks changed, and for
+            blocks that are no prefix.
         adapter: LoRA adapter; empty for the base model.
         extras: Per block, what besides tokens keeps it apart (a salt, images); empty for nothing.
         medium: Where they lie: `GPU`, `CPU`, or another tier.
@@ -328,6 +329,10 @@ def _stored(event: _StoredArray) -> BlockStored:
         Malformed: Its lengths do not fit together.
     """
     hashes = [_word(value) for value in event.block_hashes]
+    group = event.group_idx or 0
+    if (event.kv_cache_spec_kind or "") not in _FULL_KINDS:
+        # Groups of Mamba name fewer blocks than their tokens fill (vLLM issue 44451).
+        return BlockStored(hashes, None, b"", event.block_size, group=group, is_prefix=False)
     tokens = event.token_ids or ()
     size = event.block_size
     if tokens and not (0 < size <= MAX_TOKENS and len(tokens) == size * len(hashes)):
@@ -355,8 +360,7 @@ def _stored(event: _StoredArray) -> BlockStored:
         adapter,
         _extras(event.extra_keys, adapter, salt, len(hashes)),
         _medium(event.medium),
-        event.group_idx or 0,
-        (event.kv_cache_spec_kind or "") in _FULL_KINDS,
+        group,
     )
 
 

@@ -239,6 +239,16 @@ def test_blocks_of_sliding_windows_are_no_prefixes():
     assert (event.group, event.is_prefix) == (1, False)
 
 
+@pytest.mark.parametrize("padding", [0, kv_events.MAX_SMALL_BATCH_BYTES])
+def test_groups_of_mamba_may_name_fewer_blocks_than_their_tokens_fill(padding):
+    """They are left out, and the groups of full attention beside them are read."""
+    mamba = {"block_hashes": [9], "extra_keys": [None], "group_idx": 1}
+    sparse = _MAP | mamba | {"kv_cache_spec_kind": "mamba"}
+    stored, left_out = read({"events": [_MAP, sparse], "more": bytes(padding)})
+    assert stored == _STORED
+    assert (left_out.hashes, left_out.group, left_out.is_prefix) == ([9], 1, False)
+
+
 @pytest.mark.parametrize(
     "batch",
     [
