@@ -93,7 +93,7 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """An engine that fails.
 
     Attributes:
-        engine: Which one, counted from 0 in the order of the fleet.
+        engine: Which one, counted from 0 in the order of the fleet; all its ranks fail.
         at_s: When, virtual seconds.
         how: `dies`: the process is gone, and connections are refused. `errors`: it answers 503 at
             once to every new request, and goes on with the others. `hangs`: it takes requests in

@@ -57,6 +57,8 @@ class Simulation:
         self._open: dict[str, SimRequest] = {}
         self.nodes: list[EngineNode] = []
         self._listed: list[bool] = []
+        #: Nodes of each engine: its ranks.
+        self._engines: list[range] = []
         self._picker_of: dict[str, SimPicker] = {}
         self._client = client or scenario.client
         scaled = autoscaling or scenario.autoscaling
@@ -64,17 +66,18 @@ class Simulation:
         self._left: set[str] = set()
         for engines in scenario.fleet:
             profile = engines.resolved()
-            for _ in range(engines.count * engines.ranks):
-                self._engine(
-                    EngineNode(
+            for _ in range(engines.count):
+                first = len(self.nodes)
+                self._engines.append(range(first, first + engines.ranks))
+                for _ in range(engines.ranks):
+                    node = EngineNode(
                         self.timeline,
                         profile,
                         finished=self._ended,
                         gaps=self.metrics.gaps,
                         has_metrics=engines.has_metrics,
-                    ),
-                    engines.ready_s if scaled is None else None,
-                )
+                    )
+                    self._add_node(node, engines.ready_s if scaled is None else None)
         self._settings, self._waits = settings, scaled is None
         self._seed, self._started = seed, 0
         self.pickers: list[SimPicker] = []
@@ -102,7 +105,8 @@ class Simulation:
         """
         timeline, sender, until = self.timeline, self._sender, self._scenario.until_s
         for outage in self._scenario.outages:
-            timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
+            for n in self._engines[outage.engine]:
+                timeline.at(outage.at_s, lambda outage=outage, n=n: self._fail(outage, n))  # type: ignore[misc]
         for at in self._scenario.picking.restarts_s:
             timeline.at(at, self._restart_pickers)
         if self._scenario.measure_from_s:
@@ -124,8 +128,8 @@ class Simulation:
         self.metrics.close(self.nodes, replicas.close(over_at) if replicas else None)
         return self.metrics
 
-    def _engine(self, node: EngineNode, ready_s: float | None) -> None:
-        """Add an engine; `ready_s` of None leaves its start to the autoscaling policy."""
+    def _add_node(self, node: EngineNode, ready_s: float | None) -> None:
+        """Add a rank of an engine; `ready_s` of None leaves its start to the autoscaling policy."""
         n = len(self.nodes)
         self.nodes.append(node)
         self._listed.append(ready_s == 0)
@@ -205,8 +209,7 @@ class Simulation:
             self._listed[n] = False
             self._list()
 
-    def _fail(self, outage: Outage) -> None:
-        n = outage.engine
+    def _fail(self, outage: Outage, n: int) -> None:
         node = self.nodes[n]
         match outage.how:
             case "dies":

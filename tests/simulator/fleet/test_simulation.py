@@ -22,7 +22,7 @@ FLEET = [scenario.EngineGroup(count=3, profile="demo")]
 def lively(**facts):
     """Conversations of varying length on three engines."""
     workload = conversations(40, prompt=spread_out(150), output=spread_out(40))
-    return a_scenario(workload, fleet=FLEET, client=client.Client(users=12), **facts)
+    return a_scenario(workload, **{"fleet": FLEET, "client": client.Client(users=12)} | facts)
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "random", "prefix-hash", "clairvoyant"])
@@ -78,6 +78,17 @@ def test_outages_lose_nothing(noticed_s, back_s):
     failures = metrics.summary().failed
     assert failures["engine died"] >= 1
     assert set(failures) <= {"engine died", "connection refused"}
+
+
+def test_an_outage_is_of_an_engine_with_all_its_ranks():
+    """Engines are counted, not ranks; those of another engine go on."""
+    outage = scenario.Outage(engine=1, at_s=2.0)
+    fleet = [scenario.EngineGroup(count=2, ranks=3, profile="demo")]
+    run = a_simulation(lively(fleet=fleet, outages=[outage]))
+    metrics = lost_nothing(run)
+    assert [node.up for node in run.nodes] == [True] * 3 + [False] * 3
+    assert {request.node for request in metrics.requests if request.failure} <= {3, 4, 5}
+    assert {request.node for request in metrics.requests if request.sent_at > 3.1} == {0, 1, 2}
 
 
 def test_requests_that_are_open_at_the_end_failed():
