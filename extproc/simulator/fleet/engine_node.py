@@ -90,11 +90,6 @@ class EngineNode:
         """Compute at this share of its speed from the next iteration on, above 0."""
         self.engine.profile = self.profile if speed == 1.0 else self.profile.faster(speed)
 
-    @property
-    def is_slowed(self) -> bool:
-        """True while it computes at another speed than its own."""
-        return self.engine.profile is not self.profile
-
     def stop_refusing(self) -> None:
         """Serve requests again."""
         self.refusing = False

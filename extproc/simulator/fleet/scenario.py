@@ -94,7 +94,7 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     Attributes:
         engine: Which one, counted from 0 in the order of the fleet; all its ranks fail.
-        at_s: When, virtual seconds.
+        at_s: When, virtual seconds. An engine that is not up then has no outage.
         how: `dies`: the process is gone, and connections are refused. `errors`: it answers 503 at
             once to every new request, and goes on with the others. `hangs`: it takes requests in
             and computes nothing more, while its metrics page stays. `slows`: every iteration takes five

@@ -12,6 +12,7 @@ from extproc.config.settings import Settings
 from extproc.endpoint import ServedModels, StepTimeModel
 from extproc.routing import peer_sync
 from extproc.routing.director import Director
+from extproc.simulator.core import SimulatedEngine
 from extproc.simulator.fleet import workloads
 from extproc.simulator.fleet.autoscaled_fleet import AutoscaledFleet, FleetCallbacks
 from extproc.simulator.fleet.client import Client, Sender
@@ -136,7 +137,7 @@ class Simulation:
         if ready_s is None:
             return
         if ready_s:
-            self.timeline.at(ready_s, lambda: self._back(n))
+            self.timeline.at(ready_s, lambda: self._start_node(n))
         else:
             node.start()
 
@@ -191,16 +192,8 @@ class Simulation:
         for picker in self.pickers:
             picker.listed(up)
 
-    def _back(self, n: int) -> None:
-        node = self.nodes[n]
-        if node.is_slowed:
-            node.set_speed(1.0)
-        elif node.refusing:
-            node.stop_refusing()
-        else:
-            if node.up:
-                node.stop()
-            node.start()
+    def _start_node(self, n: int) -> None:
+        self.nodes[n].start()
         self._listed[n] = True
         self._list()
 
@@ -211,6 +204,8 @@ class Simulation:
 
     def _fail(self, outage: Outage, n: int) -> None:
         node = self.nodes[n]
+        if not node.up:
+            return
         match outage.how:
             case "dies":
                 node.stop()
@@ -223,7 +218,29 @@ class Simulation:
         if outage.noticed_s is not None:
             self.timeline.after(outage.noticed_s, lambda: self._gone(n))
         if outage.back_s is not None:
-            self.timeline.after(outage.back_s, lambda: self._back(n))
+            process = node.engine
+            self.timeline.after(outage.back_s, lambda: self._end(outage, n, process))
+
+    def _end(self, outage: Outage, n: int, process: SimulatedEngine) -> None:
+        """End an outage of a process; other outages of it go on."""
+        node = self.nodes[n]
+        if node.engine is not process:
+            return  # another outage ended it since
+        match outage.how:
+            case "dies":
+                node.start()
+            case "hangs":
+                if not node.up:
+                    return  # it died since
+                node.stop()
+                node.start()
+            case "errors":
+                node.stop_refusing()
+            case "slows":
+                node.set_speed(1.0)
+        if node.is_serving:
+            self._listed[n] = True
+            self._list()
 
     def _send(self, work: RequestSpec) -> SimRequest:
         self.num_served += 1

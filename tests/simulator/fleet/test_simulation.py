@@ -91,6 +91,37 @@ def test_an_outage_is_of_an_engine_with_all_its_ranks():
     assert {request.node for request in metrics.requests if request.sent_at > 3.1} == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (scenario.Outage(engine=1, at_s=1.0, how="slows", back_s=4.0), "dies"),
+        (scenario.Outage(engine=1, at_s=1.0, how="hangs", back_s=4.0), "dies"),
+        (scenario.Outage(engine=1, at_s=1.0, how="slows", back_s=4.0), "errors"),
+    ],
+)
+def test_the_end_of_an_outage_ends_no_other(first, second):
+    """An engine with two outages serves nothing until both are over."""
+    later = scenario.Outage(engine=1, at_s=3.0, how=second, back_s=7.0)
+    offered = client.Client(users=12, timeout_s=20.0)
+    run = a_simulation(lively(outages=[first, later], client=offered), "round-robin")
+    metrics = lost_nothing(run)
+    sent = [request for request in metrics.requests if request.node == 1]
+    assert not [request for request in sent if 4.1 < request.sent_at < 10.0]
+    assert [request for request in sent if request.sent_at > 10.0 and not request.failure]
+
+
+def test_an_engine_that_is_not_up_has_no_outage():
+    """One that comes up later does so at its own time, and stays."""
+    fleet = [
+        scenario.EngineGroup(count=2, profile="demo"),
+        scenario.EngineGroup(count=1, profile="demo", ready_s=6.0),
+    ]
+    outage = scenario.Outage(engine=2, at_s=1.0, back_s=2.0)
+    metrics = lost_nothing(a_simulation(lively(fleet=fleet, outages=[outage]), "round-robin"))
+    assert not metrics.summary().failed
+    assert min(request.sent_at for request in metrics.requests if request.node == 2) >= 6.0
+
+
 def test_requests_that_are_open_at_the_end_failed():
     """An engine that hangs unnoticed answers none, and clients without a timeout wait on."""
     outage = scenario.Outage(engine=0, at_s=2.0, how="hangs", noticed_s=None)
