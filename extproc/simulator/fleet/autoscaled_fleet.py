@@ -43,7 +43,7 @@ class FleetCallbacks(msgspec.Struct, frozen=True):
     """Callbacks from the replicas to the simulation.
 
     Attributes:
-        listed: Called with the nodes that are up.
+        listed: Called with the nodes of the replicas that are up.
         go: Called with a request that may go to a node.
         over: Called with a request that went nowhere; its `failure` says why.
         rates: How fast engines are, as far as pickers know.
@@ -60,25 +60,29 @@ class AutoscaledFleet:
 
     Args:
         config: Section `autoscaling` of the scenario.
-        nodes: All engines there may be.
+        nodes: The ranks of all engines there may be.
+        engines: Nodes of each engine, which is a replica.
     """
 
     def __init__(
         self,
         config: ScenarioAutoscaling,
         nodes: Sequence[EngineNode],
+        engines: Sequence[Sequence[int]],
         *,
         timeline: EventQueue,
         callbacks: FleetCallbacks,
     ) -> None:
         self._config = config
         self._nodes = nodes
+        self._engines = engines
+        self._replica_of = {node: n for n, engine in enumerate(engines) for node in engine}
         self._timeline = timeline
         self._callbacks = callbacks
-        self._states = [_ReplicaState.DOWN] * len(nodes)
-        #: When each node was asked for.
-        self._born = [0.0] * len(nodes)
-        self._loads = [0] * len(nodes)
+        self._states = [_ReplicaState.DOWN] * len(engines)
+        #: When each replica was asked for.
+        self._born = [0.0] * len(engines)
+        self._loads = [0] * len(engines)
         flow_callbacks = controller.FlowCallbacks(
             decide=lambda sim_request, _: self._room(sim_request),
             on_waiting=lambda _, __: None,
@@ -88,7 +92,7 @@ class AutoscaledFleet:
         self._flow_controller = flow_control.SimFlowController(
             _flow_control_section(config.hold), timeline=timeline, callbacks=flow_callbacks
         )
-        self._spec = min(config.start, len(nodes))
+        self._spec = min(config.start, len(engines))
         self._counters = demand_estimator.PickerCounters()
         self._history = ScalingHistory(config.window_s)
         self._rows: list[HistoryRow] = []
@@ -98,10 +102,8 @@ class AutoscaledFleet:
     def begin(self) -> None:
         """Start the initial replicas and evaluate the policy for the first time."""
         for n in range(self._spec):
-            self._states[n] = _ReplicaState.UP
-            self._nodes[n].start()
             self._lifetimes.replica_requested(n, 0.0)
-            self._lifetimes.up(n, 0.0)
+            self._serve(n)
         self._list()
         self._tick()
         for at in self._config.restarts_s:
@@ -131,7 +133,7 @@ class AutoscaledFleet:
 
     def ended(self, sim_request: SimRequest) -> None:
         """Release the replica of a request that ended."""
-        n = sim_request.node
+        n = self._replica_of[sim_request.node]
         self._loads[n] -= 1
         tokens = 0 if sim_request.failure else sim_request.work.output_tokens
         self._count(in_flight=-1, answered=0 if sim_request.failure else 1, answer_tokens=tokens)
@@ -155,11 +157,7 @@ class AutoscaledFleet:
     def _room(self, _sim_request: SimRequest) -> _Room | Deferral:
         """Capacity on a replica, or the deferral."""
         most = self._config.hold.per_replica
-        up = [
-            load
-            for load, kind in zip(self._loads, self._states, strict=True)
-            if kind is _ReplicaState.UP
-        ]
+        up = [self._loads[n] for n in self._up]
         if not up:
             return NO_ENDPOINTS_YET
         if most is None or min(up) < most:
@@ -169,7 +167,7 @@ class AutoscaledFleet:
     def _go(self, sim_request: SimRequest, _room: _Room) -> None:
         self._callbacks.go(sim_request)
         if sim_request.node >= 0:
-            self._loads[sim_request.node] += 1
+            self._loads[self._replica_of[sim_request.node]] += 1
             self._count(in_flight=1)
 
     def _refuse(self, sim_request: SimRequest, why: Rejection) -> None:
@@ -186,7 +184,7 @@ class AutoscaledFleet:
     def _fresh(self) -> None:
         config = self._config
         policy = policies.make_policy(config.policy, config.params, where="autoscaling")
-        self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._nodes)))
+        self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._engines)))
         self._meter = demand_estimator.DemandEstimator(config.meter)
 
     def _restart(self) -> None:
@@ -219,26 +217,28 @@ class AutoscaledFleet:
 
     def _demand(self) -> Demand:
         now = self._timeline.now
-        pages = [node.page(now) for node, kind in self._pairs() if kind is _ReplicaState.UP]
+        up = self._up
+        pages = [self._nodes[node].page(now) for n in up for node in self._engines[n]]
         observation = demand_estimator.TargetObservation(
             spec=self._spec,
-            available=len(pages),
+            available=len(up),
             waiting=sum(page.waiting or 0.0 for page in pages),
             running=sum(page.running or 0.0 for page in pages),
             rates=self._callbacks.rates(),
+            engines=max((len(self._engines[n]) for n in up), default=0),
         )
         counters = msgspec.structs.replace(self._counters, held=self._flow_controller.queue.count)
         return self._meter.read(now, {"picker": counters}, observation)
 
     # Replicas.
 
-    def _pairs(self) -> list[tuple[EngineNode, _ReplicaState]]:
-        return list(zip(self._nodes, self._states, strict=True))
+    @property
+    def _up(self) -> list[int]:
+        """Replicas that requests may go to."""
+        return [n for n, kind in enumerate(self._states) if kind is _ReplicaState.UP]
 
     def _list(self) -> None:
-        self._callbacks.listed(
-            [n for n, kind in enumerate(self._states) if kind is _ReplicaState.UP]
-        )
+        self._callbacks.listed([node for n in self._up for node in self._engines[n]])
 
     def _match(self) -> None:
         """Start or drain replicas to match the spec; draining ones do not count."""
@@ -261,16 +261,20 @@ class AutoscaledFleet:
         self._states[n] = _ReplicaState.STARTING
         self._born[n] = now
         self._lifetimes.replica_requested(n, now)
-        self._timeline.after(self._config.cold_start_s, lambda: self._up(n, now))
+        self._timeline.after(self._config.cold_start_s, lambda: self._come_up(n, now))
 
-    def _up(self, n: int, born: float) -> None:
+    def _come_up(self, n: int, born: float) -> None:
         if self._states[n] is not _ReplicaState.STARTING or self._born[n] != born:
             return  # taken away meanwhile
-        self._states[n] = _ReplicaState.UP
-        self._nodes[n].start()
-        self._lifetimes.up(n, self._timeline.now)
+        self._serve(n)
         self._list()
         self._flow_controller.pump()
+
+    def _serve(self, n: int) -> None:
+        self._states[n] = _ReplicaState.UP
+        for node in self._engines[n]:
+            self._nodes[node].start()
+        self._lifetimes.up(n, self._timeline.now)
 
     def _leave(self, n: int) -> None:
         if self._states[n] is _ReplicaState.STARTING or not self._loads[n]:
@@ -286,11 +290,13 @@ class AutoscaledFleet:
     def _cut(self, n: int, born: float) -> None:
         """Fail the requests that outlast the grace period of a draining replica."""
         if self._states[n] is _ReplicaState.LEAVING and self._born[n] == born:
-            self._nodes[n].stop()
+            for node in self._engines[n]:
+                self._nodes[node].stop()
 
     def _gone(self, n: int) -> None:
         before, self._states[n] = self._states[n], _ReplicaState.DOWN
-        self._nodes[n].shut_down()
+        for node in self._engines[n]:
+            self._nodes[node].shut_down()
         self._lifetimes.gone(n, self._timeline.now)
         if before is _ReplicaState.UP:
             self._list()

@@ -185,7 +185,9 @@ class Simulation:
             return self.pickers[0].rates()
 
         callbacks = FleetCallbacks(listed=listed, go=self._go, over=self._over, rates=rates)
-        return AutoscaledFleet(config, self.nodes, timeline=self.timeline, callbacks=callbacks)
+        return AutoscaledFleet(
+            config, self.nodes, self._engines, timeline=self.timeline, callbacks=callbacks
+        )
 
     def _list(self) -> None:
         up = [n for n, listed in enumerate(self._listed) if listed]

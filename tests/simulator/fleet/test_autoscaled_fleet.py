@@ -116,6 +116,17 @@ def test_requests_are_given_out_one_by_one():
     assert all(begin > end for begin, end in zip(begun[1:], ended, strict=False))
 
 
+def test_a_replica_has_all_ranks_of_its_engine():
+    """They come up together, each takes requests, and they count as a single replica."""
+    engines = scenario.EngineGroup(count=2, ranks=3, profile="demo")
+    definition = scaled(60, every_s=0.1, start=1)
+    run = summary(msgspec.structs.replace(definition, fleet=[engines]), "least-request")
+    assert run.failed == {}
+    assert run.scaling.most == max(run.scaling.spec) == max(run.scaling.available) == 1
+    assert all(rank.requests >= 10 for rank in run.endpoints[:3])
+    assert [rank.requests for rank in run.endpoints[3:]] == [0, 0, 0]
+
+
 def test_a_replica_that_leaves_finishes_what_it_has():
     """With no end of patience nothing is lost; without any what runs is."""
     lost = {}
