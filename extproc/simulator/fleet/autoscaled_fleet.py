@@ -83,6 +83,8 @@ class AutoscaledFleet:
         #: When each replica was asked for.
         self._born = [0.0] * len(engines)
         self._loads = [0] * len(engines)
+        #: Replicas that discovery dropped, as their engines failed.
+        self._failed: set[int] = set()
         flow_callbacks = controller.FlowCallbacks(
             decide=lambda sim_request, _: self._room(sim_request),
             on_waiting=lambda _, __: None,
@@ -143,12 +145,28 @@ class AutoscaledFleet:
             self._flow_controller.charge(sim_request)
         self._flow_controller.pump()
 
+    def fail(self, n: int) -> None:
+        """Handle that discovery drops a replica, whose engine failed."""
+        if self.is_wanted(n):
+            self._failed.add(n)
+            self._list()
+
+    def recover(self, n: int) -> None:
+        """Handle that the engine of a replica serves again."""
+        self._failed.discard(n)
+        self._list()
+        self._flow_controller.pump()
+
+    def is_wanted(self, n: int) -> bool:
+        """True while a replica was not taken away: its engine is started again after it failed."""
+        return self._states[n] is _ReplicaState.UP
+
     def close(self, over_at: float) -> ScalingSummary:
         """Summary of the run; the last request ended at `over_at`."""
         now = self._timeline.now
         self._record(
             requests=float(self._flow_controller.queue.count + sum(self._loads)),
-            available=sum(kind is _ReplicaState.UP for kind in self._states),
+            available=len(self._up),
         )
         return self._lifetimes.closed(now, self._rows, over_at=over_at)
 
@@ -218,7 +236,8 @@ class AutoscaledFleet:
     def _demand(self) -> Demand:
         now = self._timeline.now
         up = self._up
-        pages = [self._nodes[node].page(now) for n in up for node in self._engines[n]]
+        nodes = [self._nodes[node] for n in up for node in self._engines[n]]
+        pages = [node.page(now) for node in nodes if node.up]
         observation = demand_estimator.TargetObservation(
             spec=self._spec,
             available=len(up),
@@ -235,7 +254,11 @@ class AutoscaledFleet:
     @property
     def _up(self) -> list[int]:
         """Replicas that requests may go to."""
-        return [n for n, kind in enumerate(self._states) if kind is _ReplicaState.UP]
+        return [
+            n
+            for n, kind in enumerate(self._states)
+            if kind is _ReplicaState.UP and n not in self._failed
+        ]
 
     def _list(self) -> None:
         self._callbacks.listed([node for n in self._up for node in self._engines[n]])
@@ -249,7 +272,8 @@ class AutoscaledFleet:
         ]
         # Not ready first, then the youngest, as a ReplicaSet does
         # (docs/spec/prior-systems.md#autoscaler).
-        here.sort(key=lambda n: (self._states[n] is _ReplicaState.STARTING, self._born[n]))
+        up = {*self._up}
+        here.sort(key=lambda n: (n not in up, self._born[n]))
         for n in here[self._spec :]:
             self._leave(n)
         free = [n for n, kind in enumerate(self._states) if kind is _ReplicaState.DOWN]
@@ -295,6 +319,7 @@ class AutoscaledFleet:
 
     def _gone(self, n: int) -> None:
         before, self._states[n] = self._states[n], _ReplicaState.DOWN
+        self._failed.discard(n)
         for node in self._engines[n]:
             self._nodes[node].shut_down()
         self._lifetimes.gone(n, self._timeline.now)

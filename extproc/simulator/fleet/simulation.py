@@ -106,8 +106,7 @@ class Simulation:
         """
         timeline, sender, until = self.timeline, self._sender, self._scenario.until_s
         for outage in self._scenario.outages:
-            for n in self._engines[outage.engine]:
-                timeline.at(outage.at_s, lambda outage=outage, n=n: self._fail(outage, n))  # type: ignore[misc]
+            timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
         for at in self._scenario.picking.restarts_s:
             timeline.at(at, self._restart_pickers)
         if self._scenario.measure_from_s:
@@ -199,50 +198,69 @@ class Simulation:
         self._listed[n] = True
         self._list()
 
-    def _gone(self, n: int) -> None:
-        if not self.nodes[n].is_serving:
-            self._listed[n] = False
-            self._list()
-
-    def _fail(self, outage: Outage, n: int) -> None:
-        node = self.nodes[n]
-        if not node.up:
+    def _set_listed(self, engine: int, *, listed: bool) -> None:
+        """List an engine in discovery, or drop it."""
+        replicas = self._replicas
+        if replicas is not None:
+            (replicas.recover if listed else replicas.fail)(engine)
             return
-        match outage.how:
-            case "dies":
-                node.stop()
-            case "hangs":
-                node.hang()
-            case "errors":
-                node.refuse()
-            case "slows":
-                node.set_speed(_SLOWED)
-        if outage.noticed_s is not None:
-            self.timeline.after(outage.noticed_s, lambda: self._gone(n))
-        if outage.back_s is not None:
-            process = node.engine
-            self.timeline.after(outage.back_s, lambda: self._end(outage, n, process))
+        for n in self._engines[engine]:
+            self._listed[n] = listed
+        self._list()
 
-    def _end(self, outage: Outage, n: int, process: SimulatedEngine) -> None:
-        """End an outage of a process; other outages of it go on."""
-        node = self.nodes[n]
-        if node.engine is not process:
-            return  # another outage ended it since
-        match outage.how:
-            case "dies":
-                node.start()
-            case "hangs":
-                if not node.up:
-                    return  # it died since
-                node.stop()
-                node.start()
-            case "errors":
-                node.stop_refusing()
-            case "slows":
-                node.set_speed(1.0)
-        if node.is_serving:
-            self._listed[n] = True
-            self._list()
+    def _fail(self, outage: Outage) -> None:
+        """Begin an outage of the processes of an engine, if it has any."""
+        nodes = [self.nodes[n] for n in self._engines[outage.engine] if self.nodes[n].up]
+        if not nodes:
+            return
+        processes = [node.engine for node in nodes]
+        for node in nodes:
+            match outage.how:
+                case "dies":
+                    node.stop()
+                case "hangs":
+                    node.hang()
+                case "errors":
+                    node.refuse()
+                case "slows":
+                    node.set_speed(_SLOWED)
+        if outage.noticed_s is not None:
+            self.timeline.after(outage.noticed_s, lambda: self._drop(outage, processes))
+        if outage.back_s is not None:
+            self.timeline.after(outage.back_s, lambda: self._end(outage, processes))
+
+    def _nodes_of(self, engine: int, processes: Sequence[SimulatedEngine]) -> list[EngineNode]:
+        """Nodes of an engine that still have the processes of an outage; others are new since."""
+        nodes = [self.nodes[n] for n in self._engines[engine]]
+        return [node for node in nodes if any(node.engine is process for process in processes)]
+
+    def _drop(self, outage: Outage, processes: Sequence[SimulatedEngine]) -> None:
+        nodes = self._nodes_of(outage.engine, processes)
+        if nodes and not any(node.is_serving for node in nodes):
+            self._set_listed(outage.engine, listed=False)
+
+    def _end(self, outage: Outage, processes: Sequence[SimulatedEngine]) -> None:
+        """End an outage; others of the same processes go on."""
+        nodes = self._nodes_of(outage.engine, processes)
+        for node in nodes:
+            match outage.how:
+                case "dies":
+                    self._restart(outage.engine, node)
+                case "hangs":
+                    if node.up:  # or it died since
+                        node.stop()
+                        self._restart(outage.engine, node)
+                case "errors":
+                    node.stop_refusing()
+                case "slows":
+                    node.set_speed(1.0)
+        if nodes and all(node.is_serving for node in nodes):
+            self._set_listed(outage.engine, listed=True)
+
+    def _restart(self, engine: int, node: EngineNode) -> None:
+        """Start the process of a node again, unless its replica was taken away meanwhile."""
+        if self._replicas is None or self._replicas.is_wanted(engine):
+            node.start()
 
     def _send(self, work: RequestSpec) -> SimRequest:
         self.num_served += 1

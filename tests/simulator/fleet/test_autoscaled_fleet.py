@@ -8,7 +8,14 @@ import pytest
 from extproc.errors import ConfigError
 from extproc.simulator.fleet import client, report, scenario, simulation, tables
 from extproc.simulator.fleet.scenario import HoldSpec, ScenarioAutoscaling
-from tests.simulator.fleet.builders import a_scenario, exactly, independent, settings, summary
+from tests.simulator.fleet.builders import (
+    a_scenario,
+    advance,
+    exactly,
+    independent,
+    settings,
+    summary,
+)
 
 #: Looks every five seconds, and takes the last replica 60 s after the last request.
 QUICK = {"idle_s": 60.0}
@@ -125,6 +132,42 @@ def test_a_replica_has_all_ranks_of_its_engine():
     assert run.scaling.most == max(run.scaling.spec) == max(run.scaling.available) == 1
     assert all(rank.requests >= 10 for rank in run.endpoints[:3])
     assert [rank.requests for rank in run.endpoints[3:]] == [0, 0, 0]
+
+
+def test_a_replica_whose_engine_failed_is_not_available():
+    """Requests go to the other one, and to both again once it is back."""
+    outage = scenario.Outage(engine=0, at_s=10.0, back_s=20.0)
+    definition = scaled(120, every_s=0.5, start=2, min=2)
+    definition = msgspec.structs.replace(definition, outages=[outage])
+    metrics = simulation.Simulation(definition, settings("round-robin"), seed=1).run()
+    nodes = {
+        (since_s, request.node)
+        for request in metrics.requests
+        for since_s, until_s in ((0, 10), (11.1, 30), (31, 60))
+        if since_s < request.sent_at < until_s
+    }
+    assert nodes == {(0, 0), (0, 1), (11.1, 1), (31, 0), (31, 1)}
+    scaling = metrics.summary().scaling
+    available = dict(zip(scaling.at_s, scaling.available, strict=True))
+    assert (available[10.0], available[15.0], available[25.0], available[35.0]) == (2, 1, 1, 2)
+    assert set(scaling.spec) == {2}
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_an_outage_starts_no_replica_that_is_not_requested(how):
+    """Not one that never was, and not one that was taken away before the outage ended."""
+    outages = [
+        scenario.Outage(engine=n, at_s=at_s, how=how, noticed_s=None, back_s=200.0)
+        for n, at_s in ((1, 1.0), (0, 40.0))
+    ]
+    definition = scaled(2)
+    definition = msgspec.structs.replace(definition, outages=outages)
+    run = simulation.Simulation(definition, settings("round-robin"), seed=1)
+    metrics = run.run()
+    advance(run.timeline, 300.0)
+    assert len(metrics.requests) == 2
+    assert metrics.summary().scaling.most == 1
+    assert [node.up for node in run.nodes] == [False, False]
 
 
 def test_a_replica_that_leaves_finishes_what_it_has():
