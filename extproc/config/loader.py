@@ -126,7 +126,7 @@ def parse(text: str, *, where: str) -> ConfigDocument:
     """
     tree = parse_tree(text, where=where)
     place = validation.Place(where)
-    _refuse_unusable(tree, place, itertools.count())
+    check_tree(tree, place)
     if not isinstance(tree, dict):
         raise ConfigError(
             where,
@@ -303,8 +303,16 @@ def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> di
     return {**tree, head: inner}
 
 
-def _refuse_unusable(tree: object, place: validation.Place, counter: Iterator[int]) -> None:
-    """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML."""
+def check_tree(tree: object, place: validation.Place) -> None:
+    """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML.
+
+    Raises:
+        ConfigError: It has one of them.
+    """
+    _check_subtree(tree, place, itertools.count())
+
+
+def _check_subtree(tree: object, place: validation.Place, counter: Iterator[int]) -> None:
     if next(counter) > _MAX_VALUES:
         raise ConfigError(
             place.file,
@@ -321,10 +329,10 @@ def _refuse_unusable(tree: object, place: validation.Place, counter: Iterator[in
         )
     if isinstance(tree, dict):
         for key, value in tree.items():
-            _refuse_unusable(value, place / str(key), counter)
+            _check_subtree(value, place / str(key), counter)
     elif isinstance(tree, list):
         for at, value in enumerate(tree):
-            _refuse_unusable(value, place / at, counter)
+            _check_subtree(value, place / at, counter)
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise ConfigError(
             place,

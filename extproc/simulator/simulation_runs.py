@@ -112,6 +112,7 @@ def read(path: Path) -> scenario.Scenario:
     """
     where = str(path)
     tree = loader.parse_tree(loader.read_text(path), where=where)
+    loader.check_tree(tree, validation.Place(where))
     return validation.to_struct(tree, scenario.Scenario, where=where)
 
 

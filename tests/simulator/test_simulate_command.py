@@ -175,6 +175,7 @@ def test_seeds_change_last(small):
         ),
         (SMALL.replace("seeds:", "seeds: [1]\nseeds:"), "seeds twice"),
         ("[", "small.yaml.*expected YAML or JSON"),
+        (SMALL.replace("mean: 100", "mean: .inf"), r"prompt\.mean: expected a finite number"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(small, text, expected):
