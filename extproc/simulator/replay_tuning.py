@@ -31,6 +31,9 @@ _SPREAD: Final = 0.5
 #: Numbers that a trial changes at most (count): with few, one sees what helped.
 _MAX_CHANGED: Final = 3
 
+#: Trials that are drawn around the best one at a time (count), whatever the number of processes: the
+#: result does not depend on it. 4: the default of 40 trials can improve ten times.
+_BATCH: Final = 4
 
 #: Parameters that no recorded request depends on: recordings have no images.
 _WITHOUT_EFFECT: Final = frozenset({"encoder_share"})
@@ -217,7 +220,7 @@ class Tuner:
             )
         best, best_value, num_trials = self._base, base_value, 0
         while num_trials < trials:
-            drawn = [self._vary(best) for _ in range(min(self._jobs, trials - num_trials))]
+            drawn = [self._vary(best) for _ in range(min(_BATCH, trials - num_trials))]
             num_trials += len(drawn)
             for entry, value in zip(drawn, self._measure(drawn), strict=True):
                 if value < best_value:

@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 
@@ -127,6 +128,31 @@ def test_a_bad_setting_is_found_and_mended(tmp_path):
     assert result.training_ratio <= 1.0
     lines = list(tune_command.describe(result, "bad"))
     assert any(line.startswith("Verdict:") for line in lines)
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path):
+    """As many trials are drawn at a time, however many of them are simulated at once."""
+    rng, at_s, lines = random.Random(1), 0.0, []
+    for n in range(110):
+        at_s += rng.expovariate(6)
+        lengths = {"input_length": rng.randint(50, 1500), "output_length": rng.randint(1, 200)}
+        lines.append(json.dumps({"timestamp": round(1000 * at_s), "hash_ids": [n]} | lengths))
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    two = scenario.EngineGroup(count=2)
+    loaded = replay.load_trace(path, "mooncake", strategies=(), configs=(), fleet=two)
+    results = []
+    for jobs in (1, 2):
+        tuner = replay_tuning.Tuner(
+            replay.scenario_of(loaded, [1]),
+            builders.settings(),
+            *loaded.traffic.split(0.5),
+            jobs=jobs,
+            on_run=lambda _: None,
+        )
+        results.append(tuner.tune(8))
+    assert results[0].changed
+    assert results[0] == results[1]
 
 
 def test_a_strategy_with_failing_requests_is_not_tuned(recording, capsys):
