@@ -281,16 +281,21 @@ class QueueDepthState(msgspec.Struct, frozen=True):
         depths: Requests per replica over the window.
         spec: Replicas requested at the last step; None before the first.
         changed_at: Monotonic seconds of the last change of that number; None for never.
+        busy_at: Monotonic seconds of the last request; None before the first step.
     """
 
     depths: TimeWindow = TimeWindow()
     spec: int | None = None
     changed_at: float | None = None
+    busy_at: float | None = None
 
     def shift_time(self, by_s: float) -> QueueDepthState:
         """The same on a clock that shows so many seconds more."""
         return QueueDepthState(
-            self.depths.shift_time(by_s), self.spec, shift_time(self.changed_at, by_s)
+            self.depths.shift_time(by_s),
+            self.spec,
+            shift_time(self.changed_at, by_s),
+            shift_time(self.busy_at, by_s),
         )
 
 
@@ -302,7 +307,7 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     `depth = requests / max(1, available + starting)`: those that wait and those that run, over the
     window. Counting replicas that are starting keeps the queue that called for them from calling
     again. One change per window, so that the next one sees what the last one did; the last replica
-    goes when the depth was 0 for the whole window. What the published pages leave open is decided
+    goes when there was no request in the whole window. What the published pages leave open is decided
     so (docs/spec/prior-systems.md#open-points-of-the-trigger), or a parameter.
 
     Attributes:
@@ -353,7 +358,10 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         if state.spec is not None and spec != state.spec:
             # Changed by the last step, or by another actor since; both start a new window.
             changed_at = state.depths.samples[-1][0]
-        memory = QueueDepthState(depths, spec, changed_at)
+        # Short requests may begin and end between two looks.
+        is_busy = demand.requests or demand.arriving > 0
+        busy_at = now if is_busy or state.busy_at is None else state.busy_at
+        memory = QueueDepthState(depths, spec, changed_at, busy_at)
         explanation = (
             f"depth {depths.mean(now, window_s):.3g} over {window_s:g} s, "
             f"up above {self.up:g}, down below {self.down:g}"
@@ -366,10 +374,13 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         young = changed_at is not None and now - changed_at < window_s
         if young or depths.watched_s(now) < window_s:
             return memory, ScalingDecision(spec, ScalingReason.STEADY, explanation)
-        wanted, why = self._wanted(depths, now, spec)
+        is_idle = not depths.max(now, window_s) and now - busy_at >= window_s
+        wanted, why = self._wanted(depths, now, spec, is_idle=is_idle)
         return memory, ScalingDecision(bounds.clamp(wanted), why, explanation)
 
-    def _wanted(self, depths: TimeWindow, now: float, spec: int) -> tuple[int, ScalingReason]:
+    def _wanted(
+        self, depths: TimeWindow, now: float, spec: int, *, is_idle: bool
+    ) -> tuple[int, ScalingReason]:
         window_s = self.window_s
         mean = depths.mean(now, window_s)
         low = high = mean
@@ -379,7 +390,7 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         enough = math.ceil(mean * spec / self.up) if self.change == "proportional" else spec
         if low > self.up:
             return max(spec + self.step_size, enough), ScalingReason.UP
-        if not depths.max(now, window_s):
+        if is_idle:
             return max(0, spec - self.step_size), ScalingReason.IDLE
         if high < self.down and spec > 1:
             return max(1, min(spec - self.step_size, enough)), ScalingReason.DOWN

@@ -90,6 +90,15 @@ def test_the_last_replica_is_removed_after_a_window_without_requests():
     assert target.spec == 0
 
 
+def test_requests_between_two_looks_keep_the_last_replica():
+    """They arrived and ended, so that no look has shown them."""
+    target = TargetFixture(QueueDepthPolicy(window_s=60.0), spec=1)
+    target.run(300, arriving=0.1)
+    assert target.changes == []
+    target.run(65)
+    assert target.spec == 0
+
+
 def test_foreign_requests_count():
     """Traffic past the pickers shows in the engines' own numbers."""
     target = TargetFixture(QueueDepthPolicy(), spec=1)
