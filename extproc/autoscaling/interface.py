@@ -237,12 +237,10 @@ class PolicyRunner:
             wanted = ScalingDecision(
                 replicas, ScalingReason.WAKE if not spec else ScalingReason.STEADY
             )
-        if replicas < unchanged:
-            if not demand.complete:
-                return ScalingDecision(unchanged, ScalingReason.INCOMPLETE_DATA, wanted.explanation)
-            if watched_s < self.policy.watch_s:
-                return ScalingDecision(unchanged, ScalingReason.STABILIZING, wanted.explanation)
         reason = wanted.reason
+        if replicas < unchanged and (not demand.complete or watched_s < self.policy.watch_s):
+            replicas = unchanged
+            reason = ScalingReason.STABILIZING if demand.complete else ScalingReason.INCOMPLETE_DATA
         if replicas != spec and (replicas != wanted.replicas or unchanged != spec):
             reason = ScalingReason.BOUNDS
         return ScalingDecision(replicas, reason, wanted.explanation)

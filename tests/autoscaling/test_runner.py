@@ -21,6 +21,14 @@ def test_foreign_replicas_are_clamped_to_the_bounds():
     assert (desired.replicas, desired.reason) == (2, ScalingReason.BOUNDS)
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_bounds_are_the_reason_where_fewer_would_do_as_well(complete):
+    """Unread counters or a short window keep replicas; the change comes from the bounds."""
+    scaler = PolicyRunner(AdaptivePolicy(), ReplicaBounds(max=3))
+    desired = scaler.step(demand(0.0, spec=9, complete=complete))
+    assert (desired.replicas, desired.reason) == (3, ScalingReason.BOUNDS)
+
+
 def test_the_reason_against_scale_down_is_reported():
     """First it has to watch, then all pickers have to be read."""
     target = TargetFixture(QueueDepthPolicy(), spec=3)
