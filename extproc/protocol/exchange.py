@@ -8,21 +8,19 @@ be queued, and `DeferredResponses` has the replies that are withheld until then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
 import msgspec
 
 from extproc.decision import Decision, DirectResponse, Rejection
-from extproc.endpoint import DataParallelRank
 from extproc.protocol import messages, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.headers import (
-    CONTROL_HEADERS,
-    DATA_PARALLEL_RANK,
     SELECTION,
     edited_length,
     endpoint_scores,
+    select_rank,
     tokens,
 )
 from extproc.protocol.messages import (
@@ -157,16 +155,6 @@ _NO_REPLIES: tuple[ProcessingResponse, ...] = ()
 _CONTINUE = tuple((ContinueResponse(kind),) for kind in MessageKind)
 
 
-def _select_rank(
-    rank: DataParallelRank | None, sent: Collection[str]
-) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The rank as a header to set, and the control headers to remove of those that were sent."""
-    removed = CONTROL_HEADERS.intersection(sent)
-    if rank is None:
-        return (), tuple(removed)
-    return ((DATA_PARALLEL_RANK, str(rank.index)),), tuple(removed - {DATA_PARALLEL_RANK})
-
-
 _Handler: TypeAlias = (
     "Callable[[Exchange, ProcessingRequest, BodyModes], Iterable[ProcessingResponse]]"
 )
@@ -283,7 +271,7 @@ class Exchange(msgspec.Struct):
             self._response_headers += (("x-request-id", request_id or self.request_id),)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.host_port for endpoint in outcome.endpoints])
-        set_headers, removed = _select_rank(outcome.endpoints[0].rank, self._headers)
+        set_headers, removed = select_rank(outcome.endpoints[0].rank, self._headers)
         if request_id:
             set_headers += (("x-request-id", request_id),)
         if traceparent:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from extproc.decision import BodyEdit, Decision
+from extproc.endpoint import DataParallelRank
 from extproc.request import HttpRequest
 
 #: Endpoints that a subset hint may name (count).
@@ -52,6 +54,16 @@ CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
         "x-slo-tpot-ms",
     }
 )
+
+
+def select_rank(
+    rank: DataParallelRank | None, sent: Collection[str]
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The rank as a header to set, and the control headers to remove of those that were sent."""
+    removed = CONTROL_HEADERS.intersection(sent)
+    if rank is None:
+        return (), tuple(removed)
+    return ((DATA_PARALLEL_RANK, str(rank.index)),), tuple(removed - {DATA_PARALLEL_RANK})
 
 
 def edited_length(raw: HttpRequest, edit: BodyEdit) -> tuple[tuple[str, str], ...]:
