@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import signal
@@ -10,45 +9,16 @@ import signal
 import aiohttp
 import pytest
 
-from extproc.demo import stack
-from tests.e2e import http1, installation
-from tests.monitoring.test_faults import (
-    CLIENTS,
-    ENGINE,
-    ENGINES,
-    PATH,
-    WatchedFleet,
-    again_and_again,
-    body,
-    config_text,
-)
+from tests.e2e import installation
+from tests.monitoring.test_faults import again_and_again, started_fleet
 
 pytestmark = pytest.mark.slow
 
 
 @contextlib.asynccontextmanager
 async def _fleet(folder):
-    listed, config = folder / "endpoints.yaml", folder / "extproc.yaml"
-    config.write_text(config_text(folder, listed))
-    async with contextlib.AsyncExitStack() as items:
-        children = await items.enter_async_context(stack.stack())
-        started = await asyncio.gather(*(children.engine(*ENGINE) for _ in range(ENGINES)))
-        engines = {address: child for child, address in started}
-        listed.write_text(json.dumps({"endpoints": list(engines)}))
-        place = await items.enter_async_context(
-            installation.installed(
-                template="original-dst-buffered.yaml", arguments=["--config-file", str(config)]
-            )
-        )
-        assert (await http1.ask(place.port, PATH, body(0, 0))).status == 200
-        fleet = WatchedFleet(place, children, engines, listed, config)
-        async with asyncio.TaskGroup() as clients:
-            for number in range(CLIENTS):
-                clients.create_task(fleet.ask_again_and_again(number))
-            try:
-                yield fleet
-            finally:
-                fleet.end()
+    async with started_fleet(folder) as fleet, fleet.loaded():
+        yield fleet
 
 
 @pytest.fixture(scope="module")

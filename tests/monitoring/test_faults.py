@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
@@ -102,15 +103,26 @@ class WatchedFleet:
         self.listed = listed
         self.config = config
         self.prometheus = None
-        self._is_over = False
 
-    async def ask_again_and_again(self, number):
-        """One client, until the end."""
-        turn = 0
-        while not self._is_over:
-            turn += 1
-            await self._ask(body(number, turn))
-            await asyncio.sleep(PAUSE_S)
+    @contextlib.asynccontextmanager
+    async def loaded(self):
+        """All clients while the block runs; each ends after its next answer."""
+
+        async def ask_again_and_again(number):
+            for turn in itertools.count(1):
+                if is_over:
+                    break
+                await self._ask(body(number, turn))
+                await asyncio.sleep(PAUSE_S)
+
+        is_over = False
+        async with asyncio.TaskGroup() as clients:
+            for number in range(CLIENTS):
+                clients.create_task(ask_again_and_again(number))
+            try:
+                yield
+            finally:
+                is_over = True
 
     async def crowd(self, count, *, tokens):
         """So many further clients ask once, all at the same time."""
@@ -146,10 +158,6 @@ class WatchedFleet:
             for number in range(count):
                 await clients.enter_async_context(again_and_again(functools.partial(ask, number)))
             yield
-
-    def end(self):
-        """Let the clients end after their next answer."""
-        self._is_over = True
 
     def list_engines(self, *addresses):
         """Write the endpoints file."""
@@ -237,7 +245,8 @@ def fleet(live, tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def _fleet(folder):
+async def started_fleet(folder):
+    """Engines behind an installation that answers, without load."""
     listed, config = folder / "endpoints.yaml", folder / "extproc.yaml"
     config.write_text(config_text(folder, listed))
     async with contextlib.AsyncExitStack() as items:
@@ -251,27 +260,29 @@ async def _fleet(folder):
                 arguments=["--config-file", str(config)],
             )
         )
+        assert (await http1.ask(place.port, PATH, body(0, 0))).status == 200
+        yield WatchedFleet(place, children, engines, listed, config)
+
+
+@contextlib.asynccontextmanager
+async def _fleet(folder):
+    async with contextlib.AsyncExitStack() as items:
+        fleet = await items.enter_async_context(started_fleet(folder))
         scaled = await items.enter_async_context(
             installation.installed(arguments=["--config-text", json.dumps(SCALED)])
         )
         scaled.alarms.append("engine 1 ended")
         assert (await http1.ask(scaled.port, PATH, body(0, 0))).status == 200
-        fleet = WatchedFleet(place, children, engines, listed, config)
         fleet.prometheus = await prometheus.Prometheus.start(
-            children,
+            fleet.children,
             folder,
-            {"extproc": place.pages, "scaled": scaled.pages},
+            {"extproc": fleet.place.pages, "scaled": scaled.pages},
             prometheus.shortened_groups(alerts.groups()),
         )
-        async with asyncio.TaskGroup() as clients:
-            for number in range(CLIENTS):
-                clients.create_task(fleet.ask_again_and_again(number))
-            try:
-                await fleet.returns("")
-                await fleet.is_silent()
-                yield fleet
-            finally:
-                fleet.end()
+        await items.enter_async_context(fleet.loaded())
+        await fleet.returns("")
+        await fleet.is_silent()
+        yield fleet
 
 
 #: A simulated engine. One that stood still longer than it keeps connections closes them when it goes on.
