@@ -142,21 +142,27 @@ class LeastRequest(PluginParameters, frozen=True, kw_only=True):
         return order
 
 
-class MaxScorePicker(UpstreamParameters, frozen=True, kw_only=True):
-    """The highest totals in falling order; equal totals in random order.
-
-    Random among ties, because a fixed order would send every request of a burst to one endpoint.
-    Upstream: `picker/maxscore/picker.go`.
+class _UpstreamPicker(UpstreamParameters, frozen=True, kw_only=True):
+    """A picker that the upstream EPP has too.
 
     Attributes:
         max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
             server is set to more. 1 is the upstream default.
     """
 
-    kind: ClassVar[str] = "max-score-picker"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
     max_num_of_endpoints: Annotated[int, msgspec.Meta(gt=0)] = 1
+
+
+class MaxScorePicker(_UpstreamPicker, frozen=True, kw_only=True):
+    """The highest totals in falling order; equal totals in random order.
+
+    Random among ties, because a fixed order would send every request of a burst to one endpoint.
+    Upstream: `picker/maxscore/picker.go`.
+    """
+
+    kind: ClassVar[str] = "max-score-picker"
 
     def pick(
         self,
@@ -175,20 +181,13 @@ class MaxScorePicker(UpstreamParameters, frozen=True, kw_only=True):
         return order[:count]
 
 
-class RandomPicker(UpstreamParameters, frozen=True, kw_only=True):
+class RandomPicker(_UpstreamPicker, frozen=True, kw_only=True):
     """Every candidate with the same probability; totals are ignored.
 
     Upstream: `picker/random/picker.go`.
-
-    Attributes:
-        max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
-            server is set to more. 1 is the upstream default.
     """
 
     kind: ClassVar[str] = "random-picker"
-    needs: ClassVar[frozenset[Signal]] = frozenset()
-
-    max_num_of_endpoints: Annotated[int, msgspec.Meta(gt=0)] = 1
 
     def pick(
         self,
@@ -201,23 +200,16 @@ class RandomPicker(UpstreamParameters, frozen=True, kw_only=True):
         return context.rng.sample(range(len(candidates)), min(count, len(candidates)))
 
 
-class WeightedRandomPicker(UpstreamParameters, frozen=True, kw_only=True):
+class WeightedRandomPicker(_UpstreamPicker, frozen=True, kw_only=True):
     """Draws without replacement, the probability of a candidate proportional to its total.
 
     The keys are U ** (1 / total) with U uniform in (0, 1], the highest first (A-Res by Efraimidis
     and Spirakis); computed as log(U) / total, which does not underflow. A total of 0 comes after
     all others; when all totals are 0 every candidate is as likely. Several pickers that see the
     same scores do not herd. Upstream: `picker/weightedrandom/picker.go`.
-
-    Attributes:
-        max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
-            server is set to more. 1 is the upstream default.
     """
 
     kind: ClassVar[str] = "weighted-random-picker"
-    needs: ClassVar[frozenset[Signal]] = frozenset()
-
-    max_num_of_endpoints: Annotated[int, msgspec.Meta(gt=0)] = 1
 
     def pick(
         self,
