@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import backend
 from tests.support.child_process import live, pytest_pyfunc_call
 
 __all__ = ["live", "pytest_pyfunc_call"]
@@ -32,3 +33,10 @@ def _binaries():
 def binary(request):
     """Path of an Envoy; empty for the default one."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def served(live):
+    """A backend that answers all it is asked."""
+    with live.holding(backend.backend()) as item:
+        yield item

@@ -16,12 +16,6 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "ma
 
 
 @pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as item:
-        yield item
-
-
-@pytest.fixture(scope="module")
 def engine(live):
     with live.holding(stack.stack()) as children:
         _, address = live.run(children.engine("--speed", "1000"))

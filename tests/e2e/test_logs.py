@@ -9,7 +9,7 @@ import json
 import pytest
 
 from extproc.demo import stack
-from tests.e2e import backend, http1, installation
+from tests.e2e import http1, installation
 from tests.support.canary import CANARY
 
 PATH = "/v1/chat/completions"
@@ -20,12 +20,6 @@ CONFIG = (
     installation.UNSCRAPED[:-1]
     + ", health: {base_s: 0.3}, flow_control: {enabled: true, limit: {requests_per_s: 0.001, burst_s: 4000}}}"
 )
-
-
-@pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

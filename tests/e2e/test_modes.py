@@ -67,12 +67,6 @@ def every_mode(config, listeners):
 
 
 @pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as item:
-        yield item
-
-
-@pytest.fixture(scope="module")
 def listeners():
     return {}
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from extproc.demo import stack
-from tests.e2e import backend, http1, http2, installation
+from tests.e2e import http1, http2, installation
 from tests.support import serving
 
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -20,12 +20,6 @@ DESTINATION = "x-gateway-destination-endpoint"
 ROUND_ROBIN = (
     installation.UNSCRAPED.replace("least-request", "round-robin")[:-1] + ", health: {failures: 0}}"
 )
-
-
-@pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as item:
-        yield item
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,13 @@ import json
 import pytest
 
 from extproc.simulator import replay
-from tests.e2e import backend, http1, installation
+from tests.e2e import http1, installation
 from tests.support.canary import CANARY
 
 PATH = "/v1/chat/completions"
 CHAT = json.dumps(
     {"model": "m", "user": CANARY, "messages": [{"role": "user", "content": CANARY * 50}]}
 ).encode()
-
-
-@pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

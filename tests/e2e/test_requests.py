@@ -15,12 +15,6 @@ CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello
 
 
 @pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as item:
-        yield item
-
-
-@pytest.fixture(scope="module")
 def place(live, served):
     with live.holding(
         installation.installed(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from extproc.protocol.trace_context import parse_traceparent
-from tests.e2e import backend, http1, installation
+from tests.e2e import http1, installation
 from tests.manifests import envoy_files
 from tests.support import otlp_receiver
 from tests.support.canary import CANARY
@@ -37,12 +37,6 @@ def environment(receiver):
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         patch.setenv("OTEL_SERVICE_NAME", "picker")
         yield
-
-
-@pytest.fixture(scope="module")
-def served(live):
-    with live.holding(backend.backend()) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
