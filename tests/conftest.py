@@ -17,6 +17,7 @@ from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.canary import CanaryHandler
+from tests.support.programs import MissingProgram
 
 HERE = Path(__file__).parent
 
@@ -146,6 +147,16 @@ def pytest_runtest_call(item):
     result = yield
     assert not CANARIES.take_leaks(), item.nodeid
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Report a missing program as of the folder of tests that needs it."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(MissingProgram):
+        folder = HERE / item.path.relative_to(HERE).parts[0]
+        report.longrepr = (str(folder), 0, str(call.excinfo.value))
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)

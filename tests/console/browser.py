@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 from collections.abc import AsyncIterator
 from importlib import resources
 
-import pytest
-
-#: CI sets it: it has installed Chromium, so a missing one is an error there.
-_REQUIRED = os.environ.get("EXTPROC_REQUIRE_CHROMIUM", "") == "1"
+from tests.support import programs
 
 _FLAGS = (
     "--no-sandbox",
@@ -31,20 +27,13 @@ DESKTOP, PHONE = (1280, 860), (390, 844)
 _TIMEOUT_MS = 300_000
 
 
-class NoChromium(pytest.skip.Exception):
-    """Chromium is not installed, and nothing demands it."""
-
-
 def need() -> str:
     """Path of Chromium; skips, or fails where it is required."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         path = shutil.which(name)
         if path:
             return path
-    reason = "needs a browser: apt-get install chromium"
-    if _REQUIRED:
-        pytest.fail(reason)
-    raise NoChromium(reason)
+    raise programs.missing("needs a browser: apt-get install chromium", "EXTPROC_REQUIRE_CHROMIUM")
 
 
 class WatchedPage:

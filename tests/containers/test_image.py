@@ -23,6 +23,7 @@ from testcontainers.core.container import DockerContainer
 from testcontainers.core.image import DockerImage
 
 from tests.containers import dockerfile
+from tests.support import programs
 
 #: The reaper is an image of its own to pull; what is started here is removed here.
 testcontainers_config.ryuk_disabled = True
@@ -81,10 +82,6 @@ pytestmark = [
 ]
 
 
-class NoDocker(pytest.skip.Exception):
-    """Docker does not answer."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def tidy():
     """Collects those connections here, before the end of the session makes errors of them."""
@@ -105,9 +102,8 @@ def client():
             try:
                 probe.connect(path)
             except OSError:
-                if os.environ.get("EXTPROC_REQUIRE_DOCKER") == "1":
-                    pytest.fail(f"Docker does not answer at {where}")
-                raise NoDocker(f"Docker does not answer at {where}") from None
+                what = f"Docker does not answer at {where}"
+                raise programs.missing(what, "EXTPROC_REQUIRE_DOCKER") from None
     with contextlib.closing(docker.from_env(timeout=300)) as result:
         yield result
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import kube, kube_server
+from tests.support import kube, kube_server, programs
 from tests.support.child_process import live, pytest_pyfunc_call
 
 __all__ = ["live", "pytest_pyfunc_call"]
@@ -23,19 +23,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.kubernetes)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """All tests that have no API server are skipped at one place: the summary shows one line."""
-    report = yield
-    if call.excinfo is not None and call.excinfo.errisinstance(NoCluster):
-        report.longrepr = (str(HERE), 0, str(call.excinfo.value))
-    return report
-
-
-class NoCluster(pytest.skip.Exception):
-    """There is no API server."""
-
-
 @pytest.fixture(scope="session")
 def cluster():
     """The API server; without one the tests are skipped, or fail where one is demanded."""
@@ -43,9 +30,7 @@ def cluster():
         with kube_server.cluster() as item:
             yield item
     except kube_server.MissingApiServer as missing:
-        if os.environ.get("EXTPROC_REQUIRE_KUBERNETES") == "1":
-            raise
-        raise NoCluster(str(missing)) from missing
+        raise programs.missing(str(missing), "EXTPROC_REQUIRE_KUBERNETES") from missing
 
 
 @pytest.fixture(scope="module")

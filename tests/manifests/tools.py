@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+
+from tests.support import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "manifests"
@@ -19,9 +20,6 @@ CHART = MANIFESTS / "chart"
 
 #: Where `make kubetools` puts them.
 BUILT = ROOT / ".cache/tools"
-
-#: CI sets it: it has built both, so a missing one is an error there.
-_REQUIRED = os.environ.get("EXTPROC_REQUIRE_KUBETOOLS", "") == "1"
 
 #: What a helm of our own making would not know: which Kubernetes it renders for.
 KUBERNETES = "1.30.0"
@@ -35,10 +33,6 @@ Document = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class MissingTool(pytest.skip.Exception):
-    """A tool is not there, and is not demanded."""
-
-
 def find(name: str) -> str | None:
     """A tool on the PATH or built by us."""
     return shutil.which(name, path=f"{BUILT}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -50,10 +44,9 @@ def need(*names: str) -> Sequence[str]:
         result = find(name.partition(" ")[0])
         if result:
             return (result, *name.split()[1:])
-    reason = f"needs {' or '.join(names)}: make kubetools"
-    if _REQUIRED:
-        pytest.fail(reason)
-    raise MissingTool(reason)
+    raise programs.missing(
+        f"needs {' or '.join(names)}: make kubetools", "EXTPROC_REQUIRE_KUBETOOLS"
+    )
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 import subprocess
@@ -13,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 import yaml
 
 from extproc.demo import stack
 from tests.monitoring import files
-
-#: CI sets it: it has installed Prometheus, so a missing one is an error there.
-_REQUIRED = os.environ.get("EXTPROC_REQUIRE_PROMETHEUS", "") == "1"
+from tests.support import programs
 
 #: Seconds between scrapes, and between evaluations of the rules.
 INTERVAL_S = 1
@@ -34,19 +30,14 @@ _LEAST_WINDOW_S = 10 * INTERVAL_S
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class NoPrometheus(pytest.skip.Exception):
-    """Prometheus is not installed, and nothing demands it."""
-
-
 def need(name: str) -> str:
     """Path of a program of Prometheus; skips, or fails where it is required."""
     path = shutil.which(name)
     if path:
         return path
-    reason = f"needs {name}: apt-get install prometheus"
-    if _REQUIRED:
-        pytest.fail(reason)
-    raise NoPrometheus(reason)
+    raise programs.missing(
+        f"needs {name}: apt-get install prometheus", "EXTPROC_REQUIRE_PROMETHEUS"
+    )
 
 
 def promtool(*words: str | Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from extproc.routing import peer_sync
 from extproc.server import redis_peer_channel
 from tests.routing.test_peer_sync import fact
 from tests.server.peer_replica import Replica, sites, talking, until
+from tests.support import programs
 from tests.support.canary import CANARY
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -67,9 +67,9 @@ class RedisServer:
 @pytest.fixture
 def server():
     if PROGRAM is None:
-        if os.environ.get("EXTPROC_REQUIRE_REDIS") == "1":
-            pytest.fail("neither redis-server nor valkey-server is on the PATH")
-        pytest.skip("neither redis-server nor valkey-server is on the PATH")
+        raise programs.missing(
+            "neither redis-server nor valkey-server is on the PATH", "EXTPROC_REQUIRE_REDIS"
+        )
     redis_server = RedisServer()
     redis_server.start()
     yield redis_server
