@@ -36,7 +36,8 @@ from extproc.server import admin
 from extproc.server.http_peer_channel import HttpPeerChannel
 from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.redis_peer_channel import RedisPeerChannel
-from tests.server.peer_replica import Replica, talking, until
+from tests.server.peer_replica import Replica, talking
+from tests.support.waiting import until
 
 #: Requests that each follow a pause, and its seconds.
 SINGLE, PAUSE_S = 200, 0.02

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import random
@@ -26,6 +25,7 @@ from extproc.server.reload import ReloadResult
 from extproc.telemetry.decision_log import RejectionRecord
 from tests.console import browser
 from tests.support import serving
+from tests.support.waiting import until
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
@@ -115,9 +115,7 @@ async def picker(**server):
         }
         async with serving.running(settings, **changes) as running:
             await running.sync()
-            async with asyncio.timeout(300):
-                while not running.picker.readiness.ready:
-                    await asyncio.sleep(0.01)
+            await until(lambda: running.picker.readiness.ready)
             yield running
 
 

@@ -18,6 +18,7 @@ from extproc.scrape.kv_event_subscriber import (
 from extproc.simulator import faults, kv, prompt
 from extproc.simulator.http.kv_publisher import KvPublisher, KvPublisherSettings
 from extproc.supervision import Supervisor
+from tests.support import waiting
 
 SIZE = 16
 HOST = "127.0.0.1"
@@ -101,9 +102,7 @@ class Subscriber:
         return self.subscription.engine.held == engine.pool.cached + engine.pool.used
 
     async def until(self, fact):
-        async with asyncio.timeout(300):
-            while not fact():
-                await asyncio.sleep(0.002)
+        await waiting.until(fact)
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ from extproc.scrape import kv_event_connection
 from extproc.scrape.kv_event_connection import EngineConnector
 from extproc.supervision import Supervisor
 from tests.scrape.kv_event_engines import HOST, run_async
+from tests.support.waiting import until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
@@ -77,11 +78,6 @@ class PublisherPeer:
         while self.connector.receive() is not None:
             pass
 
-    async def until(self, fact):
-        async with asyncio.timeout(300):
-            while not fact():
-                await asyncio.sleep(0.001)
-
 
 @pytest.mark.parametrize("sent", BROKEN)
 def test_a_peer_that_does_not_keep_to_the_protocol_is_connected_to_again(sent, monkeypatch):
@@ -90,7 +86,7 @@ def test_a_peer_that_does_not_keep_to_the_protocol_is_connected_to_again(sent, m
 
     async def test():
         async with PublisherPeer(sent).running() as peer:
-            await peer.until(lambda: peer.num_accepted >= 3)
+            await until(lambda: peer.num_accepted >= 3)
             assert len(peer.lost) == peer.num_opened - (peer.num_opened > len(peer.lost))
             assert not any(why == "the connection is gone" for why in peer.lost)
 
@@ -144,7 +140,7 @@ def test_a_silent_peer_that_knows_no_heartbeats_is_left_to_the_system():
 
     async def test():
         async with PublisherPeer(GREETING + READY).running() as peer:
-            await peer.until(lambda: peer.num_opened)
+            await until(lambda: peer.num_opened)
             for _ in range(20):
                 peer.now += 1.0
                 peer.connector.check(peer.now)
@@ -159,7 +155,7 @@ def test_a_silent_peer_with_heartbeats_is_lost():
     async def test():
         sent = GREETING.replace(b"\x7f\x03\x00", b"\x7f\x03\x01") + READY
         async with PublisherPeer(sent).running() as peer:
-            await peer.until(lambda: peer.num_opened)
+            await until(lambda: peer.num_opened)
             for _ in range(4):
                 peer.now += 1.0
                 peer.connector.check(peer.now)
@@ -180,7 +176,7 @@ def test_a_peer_that_never_greets_is_given_up():
                 peer.connector.check(peer.now)
                 return peer.num_accepted >= 2
 
-            await peer.until(is_connected_again)
+            await until(is_connected_again)
             assert not peer.lost
 
     run_async(test())

@@ -20,6 +20,7 @@ from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.scrape.prompt_renderer import PromptRenderer, _UnmappedPrompt
 from extproc.supervision import Supervisor
 from tests.scrape.conftest import ScriptedServer, answer, serving
+from tests.support.waiting import until
 
 CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob("*.json"))
 CHAIN = [11, 12]
@@ -96,9 +97,7 @@ async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
     """Note a request, and wait for the result."""
     before = dict(renderer.results)
     renderer.note(decision(server, **fields), HttpRequest({}, body))
-    async with asyncio.timeout(300):
-        while renderer.num_unmapped:
-            await asyncio.sleep(0.001)
+    await until(lambda: not renderer.num_unmapped)
     return [name for name, count in renderer.results.items() if count != before[name]]
 
 
@@ -385,9 +384,7 @@ def test_the_first_prompts_wait_for_the_size_of_blocks():
             assert not server.requests
             event = BlockStored([1], None, array("I", range(16)).tobytes(), 16)
             prefixes.index.apply(engine, event)
-            async with asyncio.timeout(300):
-                while renderer.num_unmapped:
-                    await asyncio.sleep(0.001)
+            await until(lambda: not renderer.num_unmapped)
             assert renderer.results["mapped"] == 1
 
     asyncio.run(test())
@@ -524,18 +521,12 @@ def test_an_engine_that_hangs_has_its_share_of_the_renderer():
             for number in range(20):
                 renderer.note(decision(hung, chain=[100 + number]), HttpRequest({}, b"{}"))
             renderer.note(decision(other, chain=CHAIN), HttpRequest({}, b"{}"))
-            async with asyncio.timeout(300):
-                while not renderer.results["mapped"]:
-                    await asyncio.sleep(0.001)
-                while len(hung.requests) < 2:
-                    await asyncio.sleep(0.001)
+            await until(lambda: renderer.results["mapped"] and len(hung.requests) >= 2)
             assert renderer.num_unmapped == 20
             assert len(hung.requests) == 2
             for writer in hung.writers:
                 writer.transport.abort()
-            async with asyncio.timeout(300):
-                while renderer.num_unmapped:
-                    await asyncio.sleep(0.001)
+            await until(lambda: not renderer.num_unmapped)
             assert renderer.results["failed"] == 20
 
     asyncio.run(test())

@@ -72,10 +72,3 @@ async def talking(*replicas: Replica):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(condition) -> None:
-    """Wait for what has to become true."""
-    async with asyncio.timeout(300):
-        while not condition():
-            await asyncio.sleep(0.005)

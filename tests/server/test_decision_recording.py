@@ -24,6 +24,7 @@ from extproc.recording import reader, recorder, rows
 from extproc.server import admin, decision_recording
 from extproc.simulator import replay
 from tests.e2e import http1
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +49,6 @@ def send(core, source, count):
         core.passes(0.1)
         core.say(stream, *source.answer(len(body)))
         stream.finish()
-
-
-async def until(holds):
-    """Wait for what a thread does; there is no event for it."""
-    async with asyncio.timeout(300):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -30,6 +30,7 @@ from tests.support.http2_frames import (
     number,
     setting,
 )
+from tests.support.waiting import until
 
 #: Seconds an answer may take on a busy machine.
 ANSWER_S = 300.0
@@ -113,13 +114,6 @@ async def test_windows_of_one_byte_end_the_connection():
         assert last_error(await read_to_end(reader)) == ErrorCode.ENHANCE_YOUR_CALM
         assert server.counts == {"window_starvation": 1}
         writer.close()
-
-
-async def until(is_met):
-    """Wait for a fact."""
-    async with asyncio.timeout(ANSWER_S):
-        while not is_met():
-            await asyncio.sleep(0)
 
 
 async def test_a_peer_that_reads_nothing_is_closed(monkeypatch):

@@ -33,8 +33,9 @@ from extproc.server.http_peer_channel import PATH, HttpPeerChannel
 from extproc.server.peer_addresses import PeerAddresses
 from extproc.server.peer_stream import PeerStream, encode_frame
 from tests.routing.test_peer_sync import fact
-from tests.server.peer_replica import Replica, talking, until
+from tests.server.peer_replica import Replica, talking
 from tests.server.test_pool_registry import ask
+from tests.support.waiting import until
 
 
 class HttpReplica(Replica):

@@ -16,6 +16,7 @@ from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.supervision import Supervisor
 from extproc.telemetry import pool_metrics, pool_state
 from tests.simulator import engine_server
+from tests.support.waiting import until
 
 pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
@@ -75,12 +76,6 @@ class KvEventPool:
             and not self.loops.num_unmapped
             and sorted(engines[0].keys) == sorted(self.server.engine.pool.keys)
         )
-
-
-async def until(fact):
-    async with asyncio.timeout(300):
-        while not fact():
-            await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager

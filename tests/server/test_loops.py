@@ -26,6 +26,7 @@ from extproc.server.transport import ListenAddresses
 from extproc.supervision import Supervisor
 from tests.support import ext_proc_script, serving
 from tests.support.canary import CANARY
+from tests.support.waiting import until
 
 
 class ServeTask:
@@ -148,9 +149,7 @@ async def test_a_callback_that_raises_does_not_end_the_process(monkeypatch, capl
     async with scene.running() as task:
         asyncio.get_running_loop().call_later(0.0, {}.__getitem__, CANARY)
         failures = scene.picker.counters.supervisor.failures
-        async with asyncio.timeout(300):
-            while not failures["callback"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: failures["callback"])
         assert not task.done()
     assert CANARY not in caplog.text
     assert "loop callback failed and goes on: KeyError" in caplog.text
@@ -305,9 +304,7 @@ async def test_a_drain_fails_requests_that_do_not_become_complete(transport, mon
             stream = serving.Stream(channel)
             headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
             await stream.say(ext_proc_script.request_headers(headers, ends=False))
-            async with asyncio.timeout(300):
-                while not running.picker.counters.streams_open:
-                    await asyncio.sleep(0.01)
+            await until(lambda: running.picker.counters.streams_open)
             skip_drain = asyncio.Event()
             skip_drain.set()
             await running.picker.drain(skip_drain)

@@ -20,9 +20,10 @@ from extproc.errors import ConfigError
 from extproc.routing import peer_sync
 from extproc.server import redis_peer_channel
 from tests.routing.test_peer_sync import fact
-from tests.server.peer_replica import Replica, sites, talking, until
+from tests.server.peer_replica import Replica, sites, talking
 from tests.support import programs
 from tests.support.canary import CANARY
+from tests.support.waiting import until
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
