@@ -241,7 +241,6 @@ class SimulatedEngine:
             resumed_s,
             finished,
             plan.preempted,
-            len(self._waiting),
         )
 
     def step(self, now: float, *, horizon: float = math.inf) -> engine_request.StepResult | None:
@@ -341,11 +340,9 @@ class SimulatedEngine:
             return  # vLLM counts neither queries nor hits of a recomputed request
         seq.cached = seq.computed
         seq.started_at = plan.start
-        prompt = seq.job.prompt_tokens
-        self.prefix_queries += prompt
+        self.prefix_queries += seq.job.prompt_tokens
         self.prefix_hits += seq.cached - seq.reloaded
-        waited = plan.start - seq.submitted_at
-        plan.started.append(engine_request.RequestAdmitted(seq.job.id, waited, prompt, seq.cached))
+        plan.started.append(engine_request.RequestAdmitted(seq.job.id, seq.cached))
 
     def _stretch(self, plan: batch.StepPlan, horizon: float) -> int:
         """Number of decode-only iterations that fit in one plan: the batch stays the same."""

@@ -40,13 +40,10 @@ class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
     """Request that entered the batch for the first time.
 
     Attributes:
-        queued_s: Seconds it waited.
-        cached_tokens: How many of them the prefix cache had, on the device or in the memory of the host.
+        cached_tokens: Prompt tokens that the prefix cache had, on the device or in the memory of the host.
     """
 
     id: str
-    queued_s: float
-    prompt_tokens: int
     cached_tokens: int
 
 
@@ -118,7 +115,6 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         resumed_s: Seconds since the token before, of preempted jobs that got one again at the end.
         finished: Jobs that got their last token at the end.
         preempted: Jobs that lost their blocks before the iteration.
-        waiting: Jobs waiting after the iteration was planned.
     """
 
     started_at: float
@@ -132,4 +128,3 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     resumed_s: Sequence[float]
     finished: Sequence[RequestFinished]
     preempted: Sequence[str]
-    waiting: int
