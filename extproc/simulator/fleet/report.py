@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.simulator.fleet.run_metrics import DistributionSummary, RunSummary
+from extproc.simulator.fleet.run_metrics import DistributionSummary, PerEndpoint, RunSummary
 from extproc.simulator.fleet.scenario import Scenario
 
 #: 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of
@@ -53,28 +53,13 @@ class Run(msgspec.Struct, frozen=True):
     summary: RunSummary
 
 
-class EndpointMeans(msgspec.Struct, frozen=True):
-    """Figures of one engine, mean over seeds.
-
-    Attributes:
-        requests: Requests it was sent (count).
-        prompt_tokens: Prompt tokens of these requests.
-        hit_ratio: Share of their prompt tokens that its cache had.
-        preemptions: Recomputed sequences.
-    """
-
-    requests: float
-    prompt_tokens: float
-    hit_ratio: float
-    preemptions: float
-
-
 class Column(msgspec.Struct, frozen=True):
     """One strategy over all seeds.
 
     Attributes:
         figures: By name; see `FIGURES`.
         ratios: The same figures over the baseline's, seed by seed; empty without a baseline.
+        endpoints: Means over seeds.
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent; mean over seeds
             that answered any request.
     """
@@ -82,7 +67,7 @@ class Column(msgspec.Struct, frozen=True):
     strategy: str
     figures: Mapping[str, Interval]
     ratios: Mapping[str, Interval]
-    endpoints: Sequence[EndpointMeans]
+    endpoints: Sequence[PerEndpoint]
     ttft_quantiles_s: Sequence[float]
 
 
@@ -211,13 +196,13 @@ def _column(name: str, mine: Mapping[int, RunSummary], base: Mapping[int, RunSum
     )
 
 
-def _endpoints(summaries: Sequence[RunSummary]) -> list[EndpointMeans]:
+def _endpoints(summaries: Sequence[RunSummary]) -> list[PerEndpoint]:
     endpoints = []
     for same in zip(*(summary.endpoints for summary in summaries), strict=True):
         tokens = sum(endpoint.prompt_tokens for endpoint in same)
         hits = sum(endpoint.prompt_tokens * endpoint.hit_ratio for endpoint in same)
         endpoints.append(
-            EndpointMeans(
+            PerEndpoint(
                 requests=statistics.fmean(endpoint.requests for endpoint in same),
                 prompt_tokens=tokens / len(same),
                 hit_ratio=hits / tokens if tokens else 0.0,

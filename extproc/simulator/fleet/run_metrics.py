@@ -39,7 +39,7 @@ class DistributionSummary(msgspec.Struct, frozen=True):
 
 
 class PerEndpoint(msgspec.Struct, frozen=True):
-    """Metrics of one engine.
+    """Metrics of one engine, of a run or as means over seeds.
 
     Attributes:
         requests: Requests it was sent (count).
@@ -48,10 +48,10 @@ class PerEndpoint(msgspec.Struct, frozen=True):
         preemptions: Recomputed sequences.
     """
 
-    requests: int
-    prompt_tokens: int
+    requests: float
+    prompt_tokens: float
     hit_ratio: float
-    preemptions: int
+    preemptions: float
 
 
 class RejectionSummary(msgspec.Struct, frozen=True):
@@ -273,6 +273,6 @@ def _share(part: float, total: float) -> float:
     return part / total if total else 0.0
 
 
-def _over_mean(values: Sequence[int]) -> float:
+def _over_mean(values: Sequence[float]) -> float:
     total = sum(values)
     return max(values) * len(values) / total if total else math.nan

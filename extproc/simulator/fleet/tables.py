@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from extproc.simulator.fleet.report import Column, EndpointMeans, Interval, Report
+from extproc.simulator.fleet.report import Column, Interval, Report
+from extproc.simulator.fleet.run_metrics import PerEndpoint
 
 _MS = 1e3
 
@@ -128,7 +129,7 @@ def _endpoints(columns: Sequence[Column]) -> Iterator[str]:
         yield f"and {size - _LISTED} engines more; --json has all of them"
 
 
-def _cell(endpoint: EndpointMeans) -> str:
+def _cell(endpoint: PerEndpoint) -> str:
     tokens = f"{endpoint.prompt_tokens / 1e3:.0f}k"
     return f"{endpoint.requests:.0f} {tokens:>6} {endpoint.hit_ratio:>6.1%} {endpoint.preemptions:>3.0f}"
 

@@ -130,7 +130,7 @@ def test_endpoints_are_means_weighed_by_tokens():
     result = report.report(
         definition, [report.Run("a", n, run_summary) for n, run_summary in enumerate(pair, 1)]
     )
-    assert result.columns[0].endpoints == [report.EndpointMeans(20.0, 200.0, 0.25, 1.0)]
+    assert result.columns[0].endpoints == [run_metrics.PerEndpoint(20.0, 200.0, 0.25, 1.0)]
 
 
 def test_json_has_scenario_runs_and_columns():
