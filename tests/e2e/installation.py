@@ -238,6 +238,17 @@ def processor(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
     return next(item for item in filters if item["name"].endswith("ext_proc"))["typed_config"]
 
 
+def name_xds_server(port: int) -> Callable[[dict[str, Any]], None]:
+    """The change that has Envoy look for its xDS server on a port of loopback, if it asks one."""
+
+    def change(config: dict[str, Any]) -> None:
+        for item in config["static_resources"]["clusters"]:
+            if item["name"] == "extproc-xds":
+                item["load_assignment"] = stack.assignment(item["name"], [f"127.0.0.1:{port}"])
+
+    return change
+
+
 def cluster(config: dict[str, Any], name: str) -> dict[str, Any]:
     """A cluster by name."""
     return next(item for item in config["static_resources"]["clusters"] if item["name"] == name)

@@ -44,15 +44,12 @@ async def installed(*endpoints, template):
     if stack.asks_for_xds(installation.SHIPPED / template):
         arguments += ["--fallback-endpoints", "1", "--xds", "--xds-port", str(xds_port)]
 
-    def name_xds_server(config):
-        for cluster in config["static_resources"]["clusters"]:
-            if cluster["name"] == "extproc-xds":
-                cluster["load_assignment"] = stack.assignment(
-                    cluster["name"], [f"127.0.0.1:{xds_port}"]
-                )
-
     async with installation.installed(
-        *endpoints, template=template, plaintext=False, arguments=arguments, change=name_xds_server
+        *endpoints,
+        template=template,
+        plaintext=False,
+        arguments=arguments,
+        change=installation.name_xds_server(xds_port),
     ) as fixture:
         if stack.asks_for_xds(installation.SHIPPED / template):
             await fixture.until_stats(lambda stats: "cluster.engines.membership_total" in stats)

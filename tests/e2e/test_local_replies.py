@@ -66,15 +66,12 @@ async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
     if stack.asks_for_xds(installation.SHIPPED / template):
         arguments += ["--xds", "--xds-port", str(xds_port)]
 
-    def name_xds_server(config):
-        for cluster in config["static_resources"]["clusters"]:
-            if cluster["name"] == "extproc-xds":
-                cluster["load_assignment"] = stack.assignment(
-                    cluster["name"], [f"127.0.0.1:{xds_port}"]
-                )
-
     async with installation.installed(
-        *dead, template=template, plaintext=False, arguments=arguments, change=name_xds_server
+        *dead,
+        template=template,
+        plaintext=False,
+        arguments=arguments,
+        change=installation.name_xds_server(xds_port),
     ) as fixture:
         await fixture.until_stats(
             lambda stats: stats.get("cluster.engines.membership_total") == len(dead)

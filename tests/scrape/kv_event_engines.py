@@ -139,3 +139,12 @@ def depth(subscriber, words, *, adapter=""):
 def run_async(test):
     """Run a test on the event loop of `extproc serve`."""
     uvloop.run(asyncio.wait_for(test, 300))
+
+
+async def copy_stream(reader, writer):
+    """Pass on what comes, until its end."""
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()

@@ -16,6 +16,7 @@ from tests.scrape.kv_event_engines import (
     HOST,
     PublishingEngine,
     Subscriber,
+    copy_stream,
     depth,
     run_async,
     running,
@@ -98,7 +99,7 @@ class FaultySite:
                 writer.transport.abort()
                 return
             self.connections += [writer, to_engine]
-            await asyncio.gather(_copy(reader, to_engine), _copy(from_engine, writer))
+            await asyncio.gather(copy_stream(reader, to_engine), copy_stream(from_engine, writer))
 
         return forward
 
@@ -173,14 +174,6 @@ class FaultySite:
 
         await self.subscriber.until(is_exact)
         await self.settle()
-
-
-async def _copy(reader, writer):
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
 
 
 def test_a_hundredth_of_the_messages_is_lost():

@@ -16,6 +16,7 @@ from tests.scrape.kv_event_engines import (
     HOST,
     PublishingEngine,
     Subscriber,
+    copy_stream,
     depth,
     run_async,
     running,
@@ -531,7 +532,7 @@ def test_an_index_with_losses_and_lost_connections_equals_the_engine():
             port = int(engine.ports["kv-events-port"])
             from_engine, to_engine = await asyncio.open_connection(HOST, port)
             connections.append((writer, to_engine))
-            await asyncio.gather(_copy(reader, to_engine), _copy(from_engine, writer))
+            await asyncio.gather(copy_stream(reader, to_engine), copy_stream(from_engine, writer))
 
         proxy = await asyncio.start_server(forward, HOST, 0)
         port = proxy.sockets[0].getsockname()[1]
@@ -560,14 +561,6 @@ def test_an_index_with_losses_and_lost_connections_equals_the_engine():
         await proxy.wait_closed()
 
     run_async(test())
-
-
-async def _copy(reader, writer):
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
 
 
 def test_a_publisher_needs_the_extra(monkeypatch):

@@ -1,5 +1,19 @@
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from tests.support.child_process import live, pytest_pyfunc_call
 
 __all__ = ["live", "pytest_pyfunc_call"]
+
+
+@pytest.fixture
+def level():
+    """A reload sets the level of our logger, which is the process's."""
+    ours = logging.getLogger("extproc")
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    yield
+    ours.setLevel(before)

@@ -14,6 +14,8 @@ from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from tests.support.reloading import PLUGIN, ReloadingScene, read
 
+pytestmark = pytest.mark.usefixtures("level")
+
 #: Rules that split prefill from decode.
 SPLIT = (
     "plugins: [{type: disagg-profile-handler, parameters: {deciders: {prefill: p}}}]\n"
@@ -367,16 +369,6 @@ LIVE = {
         lambda scene: type(scene.shared.observer.observe_request("")).__name__,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def level():
-    """A reload sets the level of our logger, which is the process's."""
-    ours = logging.getLogger("extproc")
-    before = ours.level
-    ours.setLevel(logging.INFO)
-    yield
-    ours.setLevel(before)
 
 
 def test_every_live_field_has_a_case():

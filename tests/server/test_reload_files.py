@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import logging
 import os
 import signal
 import subprocess
@@ -22,15 +21,7 @@ from extproc.server import admin_access, reload
 from extproc.telemetry.counters import ProcessCounters
 from tests.support.reloading import ADDRESSES, HEAD, PLUGIN, ReloadingScene, read
 
-
-@pytest.fixture(autouse=True)
-def level():
-    """A reload sets the level of our logger, which is the process's."""
-    ours = logging.getLogger("extproc")
-    before = ours.level
-    ours.setLevel(logging.INFO)
-    yield
-    ours.setLevel(before)
+pytestmark = pytest.mark.usefixtures("level")
 
 
 #: A picker whose configuration is read without end.

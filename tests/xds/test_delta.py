@@ -7,20 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.xds import sessions
-from extproc.xds.resources import ASSIGNMENT, CLUSTER, XdsResource
+from extproc.xds.resources import ASSIGNMENT, CLUSTER
 from extproc.xds.sessions import DeltaRequest, DeltaResponse, Nack
 from tests.support.seeded import examples
-
-
-def snapshot(clusters=None, **assignments):
-    """A snapshot with a version for each name."""
-    clusters = dict.fromkeys(assignments, "1") if clusters is None else clusters
-    return {
-        CLUSTER: {name: XdsResource(name, version, b"") for name, version in clusters.items()},
-        ASSIGNMENT: {
-            name: XdsResource(name, version, b"") for name, version in assignments.items()
-        },
-    }
+from tests.xds.builders import snapshot
 
 
 def as_tuples(replies):
