@@ -125,6 +125,23 @@ def framed(piece: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
+async def first_event(_: ReceivedRequest, peer: HttpPeer) -> None:
+    """Send the first event of a stream, and nothing until the peer hangs up."""
+    await peer.say(EVENTS_HEAD + framed(b"data: 1\n\n"))
+    await peer.gone()
+
+
+def two_events(observed: asyncio.Event) -> Play:
+    """A stream whose second event exists only after the first one was observed."""
+
+    async def play(_: ReceivedRequest, peer: HttpPeer) -> None:
+        await peer.say(EVENTS_HEAD + framed(b"data: 1\n\n"))
+        await observed.wait()
+        await peer.say(framed(b"data: 2\n\n") + framed(b""))
+
+    return play
+
+
 def saying(*pieces: bytes, status: str = "200 OK", headers: http1.Pairs = ()) -> Play:
     """A play that answers in chunks."""
     lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers)]

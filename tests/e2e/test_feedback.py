@@ -74,13 +74,7 @@ async def test_102_usage_of_whole_answers(place, engine):
 async def test_092_streams_are_not_held_back(place, served):
     """The first event of a stream is with the client before the second exists."""
     observed = asyncio.Event()
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await observed.wait()
-        await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
-
-    served.plays["/v1/chat/completions"] = play
+    served.plays["/v1/chat/completions"] = backend.two_events(observed)
     try:
         async with http1.calling(place.port) as call:
             body = json.dumps(CHAT | {"stream": True}).encode()

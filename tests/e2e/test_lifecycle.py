@@ -177,13 +177,8 @@ async def test_080_fail_closed(place):
 
 async def test_122_extproc_killed_mid_stream():
     """A stream whose extproc is killed ends; the next request after a restart is served."""
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await peer.gone()
-
     async with backend.backend() as served, installation.installed(served.address) as fixture:
-        served.plays[PATH] = play
+        served.plays[PATH] = backend.first_event
         async with _streaming(fixture) as call:
             fixture.extproc.process.kill()
             await fixture.extproc.process.wait()
@@ -229,19 +224,13 @@ def series_of(served, result):
 async def test_011_draining(twice):
     """SIGTERM turns readiness off at once and serves on; streams outlive the end of extproc."""
     observed = asyncio.Event()
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await observed.wait()
-        await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
-
     words = ["--config-text", installation.UNSCRAPED]
     words += ["--drain-timeout", "300s" if twice else "500ms"]
     async with (
         backend.backend() as served,
         installation.installed(served.address, arguments=words) as fixture,
     ):
-        served.plays[PATH] = play
+        served.plays[PATH] = backend.two_events(observed)
         async with _streaming(fixture) as call:
             draining = fixture.extproc.line("draining, 1 streams are open")
             fixture.extproc.process.send_signal(signal.SIGTERM)

@@ -157,13 +157,7 @@ async def test_041_buffered_body_over_the_limit(place, served, listeners):
 async def test_092_events_are_not_held_back(place, served, listeners, modes):
     """The first event is with the client before the second exists."""
     observed = asyncio.Event()
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await observed.wait()
-        await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
-
-    served.plays["/events"] = play
+    served.plays["/events"] = backend.two_events(observed)
     async with http1.calling(listeners[modes]) as call:
         await call.start("POST", "/events", [("content-length", str(len(CHAT)))])
         await call.send(CHAT)
@@ -175,12 +169,7 @@ async def test_092_events_are_not_held_back(place, served, listeners, modes):
 
 async def test_119_client_disconnects(place, served, listeners, modes):
     """A client that leaves within its body, or within the answer, frees everything."""
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await peer.gone()
-
-    served.plays["/hang"] = play
+    served.plays["/hang"] = backend.first_event
     async with http1.calling(listeners[modes]) as call:
         await call.start("POST", "/hang", [("content-length", "100")])
         await call.send(bytes(50))

@@ -217,13 +217,7 @@ async def test_091_sse_passes_unchanged(place, served):
 async def test_092_first_event_before_the_second_exists(place, served):
     """An event is with the client before the backend has written the next."""
     observed = asyncio.Event()
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await observed.wait()
-        await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
-
-    served.plays["/v1/chat/completions"] = play
+    served.plays["/v1/chat/completions"] = backend.two_events(observed)
     try:
         async with http1.calling(place.port) as call:
             await call.start("POST", "/v1/chat/completions", [("content-length", str(len(CHAT)))])
@@ -303,12 +297,7 @@ async def test_119_client_disconnects_before_the_answer(place, served, sent):
 
 async def test_119_client_disconnects_mid_stream(place, served):
     """A client that leaves in the middle of an answer frees its account."""
-
-    async def play(_, peer):
-        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await peer.gone()
-
-    served.plays["/v1/chat/completions"] = play
+    served.plays["/v1/chat/completions"] = backend.first_event
     async with http1.calling(place.port) as call:
         await call.start("POST", "/v1/chat/completions", [("content-length", str(len(CHAT)))])
         await call.send(CHAT)
