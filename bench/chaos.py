@@ -416,6 +416,7 @@ def judged(
         "other": dict(chaos.counts),
         "hostile_answers": dict(sorted(chaos.answers.items())),
         "missing": site.missing,
+        "last_lines": [] if site.picker.is_alive else [*site.picker.child.last_lines],
     }
     return bars, figures
 
@@ -443,6 +444,8 @@ async def main() -> int:
         )
     for name in ("engines", "other"):
         print(f"{name}: {figures[name]}")
+    for line in figures["last_lines"]:
+        print(f"last line of the picker: {line}")
     for bar in bars:
         met = "met   " if bar.is_met else "MISSED"
         print(f"{met} {bar.name}: wanted {bar.wanted}, measured {bar.measured}")
