@@ -23,7 +23,7 @@ from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
-from extproc.scrape import engines, model_list, schedule, scraper
+from extproc.scrape import client, engines, model_list, schedule, scraper
 from extproc.supervision import Supervisor
 
 
@@ -283,7 +283,7 @@ def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
     """Return the TLS context of the scraper's client; None for plain HTTP."""
     if scrape.scheme == "http":
         return None
-    context = ssl.create_default_context()
+    context = client.build_tls()
     if not scrape.verify_tls:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -225,7 +224,7 @@ class Collector:
     def _open(
         self, url: AdminUrl, *, cap_bytes: int, more: str = ""
     ) -> Callable[..., Awaitable[FetchedPage]]:
-        tls = ssl.create_default_context() if url.is_tls else None
+        tls = client.build_tls() if url.is_tls else None
         http = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=cap_bytes, tls=tls)
 
         async def get(path: str, *, accept: str = client.PROMETHEUS) -> FetchedPage:

@@ -154,7 +154,7 @@ class PromptRenderer:
         is_secure = settings.render_url.startswith("https:")
         self._engine_client, self._server_client = (
             client.ScrapeClient(timeout_s=_TIMEOUT_S, cap_bytes=_MAX_ANSWER_BYTES, tls=context)
-            for context in (tls, (tls or ssl.create_default_context()) if is_secure else None)
+            for context in (tls, (tls or client.build_tls()) if is_secure else None)
         )
         self._clock = clock
         self._supervisor = supervisor

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import re
+import ssl
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -231,6 +232,11 @@ def build_client(settings: PeerSyncSection) -> Redis:
     try:
         url, provider = _credentials(settings)
         _check_url(url)
+        # As `scrape.client.build_tls`.
+        is_secure = urllib.parse.urlsplit(url).scheme == "rediss"
+        tls: dict[str, Any] = (
+            {"ssl_exclude_verify_flags": [ssl.VERIFY_X509_STRICT]} if is_secure else {}
+        )
         return client.Redis.from_url(
             url,
             protocol=2,
@@ -238,6 +244,7 @@ def build_client(settings: PeerSyncSection) -> Redis:
             retry=Retry(NoBackoff(), 0),  # ours has no end
             socket_connect_timeout=RESPONSE_TIMEOUT_S,
             socket_timeout=_BLOCK_MS / 1000.0 + RESPONSE_TIMEOUT_S,
+            **tls,
         )
     except ValueError:
         raise ConfigError(

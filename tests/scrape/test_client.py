@@ -8,6 +8,7 @@ import pytest
 import uvloop
 
 from extproc.scrape import client
+from tests.support.certificates import write_certificate
 
 
 @pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -150,6 +151,30 @@ def test_a_reset_during_the_handshake_is_no_unreachable_engine(run):
             return await fetch.get(client.target("127.0.0.1", port, path="/metrics"))
 
     assert run(scene()) == client.FetchFailed("tls")
+
+
+def test_authorities_need_no_extensions_of_their_own(run, http, tmp_path):
+    """Python 3.13 would refuse those that name no use of their key, which Envoy and Go take."""
+    path = write_certificate(tmp_path, "authority")
+    served, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), client.build_tls()
+    served.load_cert_chain(path, path.with_suffix(".key"))
+    trusting.load_verify_locations(path)
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(http.answer(b"page"))
+        await writer.drain()
+        writer.close()
+
+    async def scene():
+        async with await asyncio.start_server(answer, "127.0.0.1", ssl=served) as server:
+            port = server.sockets[0].getsockname()[1]
+            fetch = subject(tls=trusting)
+            page = await fetch.get(client.target("127.0.0.1", port, path="/metrics"))
+            fetch.close()
+            return page
+
+    assert run(scene()) == b"page"
 
 
 @pytest.mark.parametrize(

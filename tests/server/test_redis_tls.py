@@ -13,8 +13,8 @@ from redis.exceptions import RedisError
 
 from extproc.config.settings import PeerSyncSection
 from extproc.server import redis_peer_channel
-from tests.discovery.kubernetes.test_api_client import certificate
 from tests.server.peer_replica import sites
+from tests.support.certificates import write_certificate
 
 
 class TlsServer:
@@ -45,8 +45,8 @@ async def channel_to(server: TlsServer, authority):
 async def test_an_untrusted_certificate_is_named_in_the_log(tmp_path, caplog):
     """The class of the client's error is the same for all that can be wrong with TLS."""
     wanted = iter([True, False])
-    other = certificate(tmp_path, "other")
-    async with channel_to(TlsServer(certificate(tmp_path, "server")), other) as channel:
+    other = write_certificate(tmp_path, "other")
+    async with channel_to(TlsServer(write_certificate(tmp_path, "server")), other) as channel:
         channel.publish_open()
         await channel.repeat("publish", channel.flush, is_wanted=lambda: next(wanted))
     (line,) = caplog.messages
@@ -56,8 +56,8 @@ async def test_an_untrusted_certificate_is_named_in_the_log(tmp_path, caplog):
 async def test_changed_files_of_tls_are_read_by_the_next_connection(tmp_path):
     """A running replica trusts a new authority after the connection that failed for it."""
     authority = tmp_path / "authority.crt"
-    shutil.copy(certificate(tmp_path, "other"), authority)
-    path = certificate(tmp_path, "server")
+    shutil.copy(write_certificate(tmp_path, "other"), authority)
+    path = write_certificate(tmp_path, "server")
     server = TlsServer(path)
     async with channel_to(server, authority) as channel:
         for num_connected in (0, 1):

@@ -1,67 +1,21 @@
 import asyncio
 import contextlib
 import datetime as dt
-import ipaddress
 import socket
 import ssl
 import types
 
 import pytest
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from kubernetes.aio.config import incluster_config
 
 from extproc.discovery.kubernetes import api_client, api_responses, settings, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
+from tests.support.certificates import write_certificate
 
 PODS = watch_plan.WatchedCollection(watch_plan.PODS, "default")
 REF = settings.InferencePoolRef("default", "pool")
-
-
-def certificate(folder, name):
-    """Of 127.0.0.1, signed by itself; returns its path, with the key beside it."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    local = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    now = dt.datetime.now(dt.UTC)
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=True,
-        crl_sign=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(hours=1))
-        .not_valid_after(now + dt.timedelta(hours=1))
-        .add_extension(local, critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    path = folder / f"{name}.crt"
-    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (folder / f"{name}.key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return path
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +63,7 @@ async def connected(**wanted):
 @contextlib.asynccontextmanager
 async def in_pod(account, monkeypatch, tokens=frozenset({"first"})):
     """A client in a pod whose API server takes the tokens."""
-    async with secure(certificate(account, "server"), tokens) as port:
+    async with secure(write_certificate(account, "server"), tokens) as port:
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
         async with connected() as server:
             yield server
@@ -138,10 +92,10 @@ def test_a_certificate_of_another_authority_is_refused(account, monkeypatch):
     """Its certificate is not of our authority; a new one of ours is read by renewing."""
 
     async def scene():
-        theirs = certificate(account, "theirs")
+        theirs = write_certificate(account, "theirs")
         async with secure(theirs, {"first"}) as port:
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-            certificate(account, "server")
+            write_certificate(account, "server")
             async with connected() as server:
                 refused = await server.page(PODS, "", limit=500)
                 assert (refused.status, refused.credentials_expired) == (0, True)
@@ -167,7 +121,7 @@ def test_a_service_account_stays_in_use_while_its_token_is_missing(account, monk
 
     async def scene():
         monkeypatch.setenv("KUBECONFIG", str(account / "kubeconfig"))
-        async with secure(certificate(account, "server"), {"first"}) as port:
+        async with secure(write_certificate(account, "server"), {"first"}) as port:
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
             async with connected() as client:
                 (account / "token").unlink()
