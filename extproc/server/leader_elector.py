@@ -194,13 +194,15 @@ class LeaderElector:
             write = self._state.claim(self._clock())
             if write is not None:
                 await self._write(write)
+                return
+        self._on_success()
 
     async def _read(self) -> bool:
         record = await self._store.read()
         if isinstance(record, LeaseRequestFailed):
             self._on_failure(record)
             return False
-        self._on_success()
+        # Only an attempt that also wrote what it had to is a success.
         self._state.observe(record, self._clock())
         return True
 

@@ -173,9 +173,13 @@ class LeasesFixture:
 
     def __init__(self):
         self.answer = None
+        self.written = None
 
     async def read(self):
         return self.answer
+
+    async def write(self, _):
+        return self.written
 
 
 def test_elector_reports_a_failure_that_needs_an_operator():
@@ -200,6 +204,21 @@ def test_elector_reports_a_failure_that_needs_an_operator():
         ("failed", "403; add to a Role"),
         ("recovered", "the Lease can be read and written again"),
     ]
+
+
+def test_a_lease_that_can_only_be_read_is_not_reported_as_recovered():
+    """A candidate without the right to write reports that once, also while its reads succeed."""
+    facts, leases = [], LeasesFixture()
+    subject = leader_elector.LeaderElector(
+        "a", PATIENCE, leases, clock=lambda: 0.0, rng=random.Random(1), on_event=facts.append
+    )
+    leases.written = leader_elector.LeaseRequestFailed("403; add to a Role", reason="forbidden")
+    for _ in range(5):
+        asyncio.run(subject.step())
+    assert [fact.kind for fact in facts] == ["failed"]
+    leases.written = LeaseRecord("a", 15, 0, "1")
+    asyncio.run(subject.step())
+    assert [fact.kind for fact in facts] == ["failed", "recovered", "elected"]
 
 
 def test_a_replica_that_cannot_lead_does_not_take_the_lease():
