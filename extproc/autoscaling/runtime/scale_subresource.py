@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import logging
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,6 +40,10 @@ _MAX_QUEUED_EVENTS = 16
 #: Media type of a PATCH: fields in it replace those of the object. Custom resources take it as well
 #: as built-in ones.
 MERGE = "application/merge-patch+json"
+
+#: End of the message with status 500 about a custom resource that states no replicas; only a change
+#: of its scale succeeds. It may have no default, and GitOps leaves a scaled field out.
+_UNSET_REPLICAS = re.compile('the spec replicas field "[^"]*" does not exist$')
 
 #: Longest text of an Event (Kubernetes API, `message` of events.k8s.io).
 _MAX_NOTE_LENGTH = 1024
@@ -275,6 +280,8 @@ class ScaleSubresourceActuator(Actuator):
         answer = await self._scale_client.send("GET", f"{self._path}/scale")
         is_denied = self._denials.is_missing("get", answer)
         if isinstance(answer, api_responses.ApiError):
+            if answer.status == 500 and _UNSET_REPLICAS.search(answer.message):
+                return 0
             return ActuatorError(self._error_text("read", answer, "get" if is_denied else ""))
         spec = parse_replicas(answer)
         return ActuatorError(f"the scale of {self._title} cannot be read") if spec is None else spec

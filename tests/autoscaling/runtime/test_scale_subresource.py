@@ -7,6 +7,7 @@ import pytest
 
 from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime import autoscaler, scale_subresource
+from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.config import loader
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes.api_responses import ApiError
@@ -98,6 +99,16 @@ def test_a_change_is_not_sent_again_once_another_replica_may_lead(method, renewa
 
 def scale(api):
     return scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True)
+
+
+async def test_a_target_that_states_no_replicas_counts_as_zero():
+    """The API server refuses to read such a scale with 500, unlike that of its own failures."""
+    unset = 'Internal error occurred: the spec replicas field ".spec.replicas" does not exist'
+    api = ApiFixture(scale=ApiError(500, unset))
+    assert await scale(api).current_replicas(1) == 0
+    for status, message in ((500, "Internal error occurred: etcd is away"), (404, unset)):
+        api.answers["scale"] = ApiError(status, message)
+        assert isinstance(await scale(api).current_replicas(1), ActuatorError)
 
 
 async def test_other_autoscalers_are_listed_in_the_namespace_of_the_target():
