@@ -45,6 +45,12 @@ MERGE = "application/merge-patch+json"
 #: of its scale succeeds. It may have no default, and GitOps leaves a scaled field out.
 _UNSET_REPLICAS = re.compile('the spec replicas field "[^"]*" does not exist$')
 
+#: How to grant Events, for the end of a message.
+_EVENTS_ROLE = (
+    '; add to a Role of the service account there: apiGroups: [""], resources: ["events"], '
+    'verbs: ["create"]'
+)
+
 #: Longest text of an Event (Kubernetes API, `message` of events.k8s.io).
 _MAX_NOTE_LENGTH = 1024
 
@@ -225,7 +231,13 @@ class ScaleClient:
         answer = await self.send("POST", path, body)
         if isinstance(answer, api_responses.ApiError) and not self._warned:
             self._warned = True
-            _log.warning("autoscaling: no Event can be written: %s", answer.message)
+            _log.warning(
+                "autoscaling: no Event can be written in %s: %s %s%s",
+                target.namespace,
+                answer.status or "no answer",
+                answer.message,
+                _EVENTS_ROLE if answer.status == 403 else "",
+            )
 
 
 class ScaleSubresourceActuator(Actuator):

@@ -218,6 +218,23 @@ async def test_autoscaler_list_reports_an_uninstalled_kind_after_several_refusal
     assert subject.can_scale
 
 
+async def test_events_that_cannot_be_written_are_logged_with_the_missing_right(caplog):
+    """Once, with the namespace of the target and what to add to a Role there."""
+
+    class ForbiddingFixture:
+        generation = 0
+
+        async def send(self, method, path, **_):
+            return ApiError(403, "events is forbidden")
+
+    client = scale_subresource.ScaleClient(KubernetesSettings(sources=()), "me", 5.0)
+    client._server = ForbiddingFixture()
+    for _ in range(2):
+        await client.write_event(TARGET, "Scaled", "from 1 to 2 replicas")
+    assert caplog.text.count("no Event can be written in n: 403 events is forbidden; add to a") == 1
+    assert 'resources: ["events"], verbs: ["create"]' in caplog.text
+
+
 async def test_scale_writes_further_events_after_an_event_raised():
     """An Event that raises is counted, and the look for rivals is not begun anew."""
     reasons, written = [], asyncio.Event()
