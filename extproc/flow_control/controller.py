@@ -200,9 +200,10 @@ class FlowController(Generic[ItemT, GrantT]):
         if isinstance(result, Rejection):
             return result
         if result.displaced:
-            displaced = _displaced(self.queue.full_rejection(now).retry_after_s)
+            retry_after_s = self.queue.wait_s(now)
             for other in result.displaced:
-                self._reject(other, "displaced", displaced)
+                is_lower = other.priority < queued.priority
+                self._reject(other, "displaced", _displaced(retry_after_s, is_lower=is_lower))
         self._changed = True
         self._items[queued] = (item, outcome)
         self.queue.set_preferred_endpoint(queued, outcome.preferred_endpoint)
@@ -420,11 +421,10 @@ def _build_limit_check(budget: LookBudget | None, clock: Callable[[], float]) ->
     return enough
 
 
-def _displaced(retry_after_s: int | None) -> Rejection:
-    return Rejection(
-        429,
-        "displaced by a request of higher priority",
-        reason="evicted-priority",
-        retry_after_s=retry_after_s,
-        cause="displaced",
-    )
+def _displaced(retry_after_s: int, *, is_lower: bool) -> Rejection:
+    if is_lower:
+        message, reason = "displaced by a request of higher priority", "evicted-priority"
+    else:
+        message = "displaced by a request of a tenant with fewer waiting requests"
+        reason = "rejected-saturated"
+    return Rejection(429, message, reason=reason, retry_after_s=retry_after_s, cause="displaced")

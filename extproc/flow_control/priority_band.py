@@ -292,17 +292,29 @@ class QueueLengths:
         elif not self._counts.get(tenant):
             self._last.pop(tenant, None)
 
-    def lasts(self) -> Generator[QueuedItem]:
+    def has_longer(self, tenant: str) -> bool:
+        """True if another tenant has more requests, also with one more of this tenant."""
+        self._grouped()
+        return self._most > self._counts.get(tenant, 0) + 1
+
+    def lasts_of_longer(self, tenant: str) -> Generator[QueuedItem]:
+        """As `lasts`, of tenants for which `has_longer` is true, and while it is."""
+        return self.lasts(longer_than=self._counts.get(tenant, 0) + 1)
+
+    def lasts(self, *, longer_than: int = 0) -> Generator[QueuedItem]:
         """Requests in the order in which they are displaced, while nothing changes.
 
         The next is always of the tenant with most waiting less those before, the last of its order.
         Close the iterator before any request comes or leaves.
+
+        Args:
+            longer_than: Requests that every tenant keeps (count).
         """
         taken: list[tuple[list[_LastEntry], _LastEntry]] = []
         reduced: list[str] = []
         by_count = self._grouped()
         try:
-            for count in range(self._most, 0, -1):
+            for count in range(self._most, longer_than, -1):
                 tenants = itertools.chain(by_count.get(count, ()), reduced)
                 reduced = []
                 for tenant in tenants:
@@ -426,6 +438,14 @@ class PriorityBand:
     def lasts(self) -> Generator[QueuedItem]:
         """Requests in the order in which they are displaced; see `QueueLengths.lasts`."""
         return self._queue_lengths.lasts()
+
+    def has_longer(self, tenant: str) -> bool:
+        """See `QueueLengths.has_longer`; False where tenants take no turns."""
+        return self._turn is not _no_turn and self._queue_lengths.has_longer(tenant)
+
+    def lasts_of_longer(self, tenant: str) -> Generator[QueuedItem]:
+        """See `QueueLengths.lasts_of_longer`."""
+        return self._queue_lengths.lasts_of_longer(tenant)
 
     def __iter__(self) -> Iterator[QueuedItem]:
         for queues in self._queues_by_key.values():

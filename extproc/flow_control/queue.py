@@ -228,8 +228,9 @@ class Queue:
         """Add a request to the queue.
 
         Where there is no room, requests of lower priority are displaced, the last of the tenant
-        with most waiting first, `MOST_DISPLACED` of them at most; where they would not make enough,
-        the request itself is refused, and nothing changes.
+        with most waiting first, and then those of the same priority, of tenants with more waiting
+        than its own, so that no tenant takes the whole queue. `MOST_DISPLACED` are displaced at most;
+        where they would not make enough, the request itself is refused, and nothing changes.
 
         Returns:
             429 with Retry-After where there is no room.
@@ -237,7 +238,7 @@ class Queue:
         if self._fits(item):
             self._put(item)
             return _ALONE
-        displaced = self._displaced(item) if self._may_fit(item) else None
+        displaced = self._displaced(item)
         if displaced is None:
             return self.full_rejection(now)
         for other in displaced:
@@ -442,11 +443,17 @@ class Queue:
         )
 
     def _displaced(self, item: QueuedItem) -> tuple[QueuedItem, ...] | None:
-        """Requests to displace for a new request; None if too many would be displaced."""
+        """Requests to displace for a new request; None if too many or all would not make room."""
+        bands = self._displaceable_bands(item)
+        below, bytes_below = sum(b.count for b in bands), sum(b.bytes for b in bands)
+        if not self._fits(item, below=below, bytes_below=bytes_below):
+            return None
         chosen: list[QueuedItem] = []
         num_bytes = 0
-        for priority in sorted(rank for rank in self._bands if rank < item.priority):
-            with contextlib.closing(self._bands[priority].lasts()) as lasts:
+        for band in bands:
+            is_own = band is self._bands.get(item.priority)
+            displaceable = band.lasts_of_longer(item.tenant) if is_own else band.lasts()
+            with contextlib.closing(displaceable) as lasts:
                 for last in lasts:
                     chosen.append(last)
                     num_bytes += last.bytes
@@ -456,14 +463,13 @@ class Queue:
                         return None
         return None
 
-    def _may_fit(self, item: QueuedItem) -> bool:
-        """True if the queue has room after all lower priorities are displaced."""
-        lower = [band for rank, band in self._bands.items() if rank < item.priority]
-        return self._fits(
-            item,
-            below=sum(band.count for band in lower),
-            bytes_below=sum(band.bytes for band in lower),
-        )
+    def _displaceable_bands(self, item: QueuedItem) -> list[PriorityBand]:
+        """Bands of which requests may be displaced for a new request, the lowest first."""
+        bands = [
+            self._bands[priority] for priority in sorted(self._bands) if priority < item.priority
+        ]
+        own = self._bands.get(item.priority)
+        return [*bands, own] if own is not None and own.has_longer(item.tenant) else bands
 
 
 def _first_time(heap: list[tuple[float, int, QueuedItem]]) -> float | None:

@@ -158,6 +158,19 @@ def test_expired_waits_name_their_reason():
     assert all(rejection.retry_after_s >= 1 for rejection in fixture.rejections.values())
 
 
+def test_displaced_requests_learn_why():
+    """For a tenant with fewer requests that wait, or for a higher priority."""
+    fixture = FlowControllerFixture(max_requests=3)
+    fixture.hold("a", "b", "c", tenant="flood")
+    fixture.hold("few", tenant="few")
+    fixture.hold("high", priority=1)
+    reasons = {item: (why.reason, why.cause) for item, why in fixture.rejections.items()}
+    assert reasons == {
+        "c": ("rejected-saturated", "displaced"),
+        "b": ("evicted-priority", "displaced"),
+    }
+
+
 def test_a_request_is_cancelled_once():
     """Cancelling returns whether the request was queued, once."""
     fixture = FlowControllerFixture()

@@ -106,6 +106,41 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
     assert bytes_left + size <= total
 
 
+@pytest.mark.parametrize("fairness", ["least-served", "round-robin"])
+def test_no_tenant_takes_the_whole_queue(fairness):
+    """A full queue makes room for a tenant with fewer requests, until both have as many."""
+    queue = Queue(FlowControlSettings(max_requests=6, fairness=fairness))
+    flood = [QueuedItem(arrived=at, deadline=1e9, tenant="flood") for at in range(6)]
+    for item in flood:
+        queue.join(item, 0.0)
+    few = [QueuedItem(arrived=9.0, deadline=1e9, tenant="few") for _ in range(4)]
+    assert [queue.join(item, 0.0).displaced for item in few[:3]] == [(i,) for i in flood[:2:-1]]
+    assert isinstance(queue.join(few[3], 0.0), Rejection)
+    again = QueuedItem(arrived=9.0, deadline=1e9, tenant="flood")
+    assert isinstance(queue.join(again, 0.0), Rejection)
+    assert set(queue) == {*flood[:3], *few[:3]}
+
+
+def test_a_tenant_that_sends_large_bodies_makes_room():
+    """Lower priorities first; where that and the turns of tenants are not enough, none leaves."""
+    queue = Queue(FlowControlSettings(max_bytes=50))
+    flood = [QueuedItem(arrived=at, deadline=1e9, tenant="flood", size=10) for at in range(4)]
+    low = QueuedItem(arrived=0.0, deadline=1e9, priority=-1, size=10)
+    for item in (*flood, low):
+        queue.join(item, 0.0)
+    most, fits = (QueuedItem(arrived=9.0, deadline=1e9, tenant="few", size=n) for n in (45, 40))
+    assert isinstance(queue.join(most, 0.0), Rejection)
+    assert queue.join(fits, 0.0).displaced == (low, *flood[:0:-1])
+
+
+def test_without_fairness_a_tenant_may_take_the_whole_queue():
+    """No request is displaced for another tenant of the same priority."""
+    queue = crowd(6, settings=FlowControlSettings(max_requests=6, fairness="none"))
+    assert isinstance(
+        queue.join(QueuedItem(arrived=9.0, deadline=1e9, tenant="few"), 0.0), Rejection
+    )
+
+
 def test_the_latest_of_the_busiest_tenant_is_displaced():
     """Again and again, also for requests that came after others had to leave."""
     queue = crowd(9, tenants=2, settings=FlowControlSettings(max_requests=9, order="edf"))
@@ -129,8 +164,9 @@ def test_a_rejected_join_changes_nothing():
     for at in range(500):
         queue.join(QueuedItem(arrived=at, deadline=1e9, priority=1, size=1), 0.0)
     places = {item: (item.number, item.place) for item in queue}
-    objects = count_reachable(queue)
     large = QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=600)
+    queue.join(large, 0.0)  # counts the tenants, once
+    objects = count_reachable(queue)
 
     def join():
         for _ in range(10):
