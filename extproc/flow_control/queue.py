@@ -14,8 +14,9 @@ from enum import Enum
 import msgspec
 
 from extproc.decision import Rejection
+from extproc.flow_control.fair_share import FairShare
 from extproc.flow_control.flow_queue import EndpointBits, EndpointSets, Order, QueuedItem
-from extproc.flow_control.priority_band import Fairness, FairShare, PriorityBand, Sweep
+from extproc.flow_control.priority_band import Fairness, PriorityBand, Sweep
 
 
 class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -255,6 +256,7 @@ class Queue:
         self.bytes -= item.bytes
         self.tokens -= item.tokens
         self.sets.leave(item.target)
+        self.fair_share.leave(item.tenant)
         band = self._bands[item.priority]
         band.remove(item)
         if not band.count:
@@ -426,6 +428,7 @@ class Queue:
         self.bytes += item.bytes
         self.tokens += item.tokens
         item.endpoints = self.sets.enter(item.target)
+        self.fair_share.enter(item.tenant)
         band = self._bands.get(item.priority)
         if band is None:
             settings = self.settings

@@ -314,9 +314,10 @@ def test_a_tenant_with_less_usage_is_served_sooner():
     """Turns that go down are noticed at once."""
     queue = Queue(FlowControlSettings())
     for tenant in "xy":
-        queue.fair_share.served(tenant, 100.0 if tenant == "x" else 50.0, 0.0)
         for at in range(2):
             queue.join(QueuedItem(arrived=at, deadline=math.inf, tenant=tenant, tokens=1), 0.0)
+    queue.charge("x", 100.0, 0.0)
+    queue.charge("y", 50.0, 0.0)
     order = []
     queue.pump(lambda item: order.append(item.tenant) or Blocked(), 0.0)
     queue.charge("x", -80.0, 0.0)
