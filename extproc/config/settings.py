@@ -227,9 +227,10 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             computed: engines always have work, and the order of the remaining requests is decided
             later, by priority. With 0.5, requests with priority wait a third longer at the same
             throughput.
-        max_requests: Requests that may wait (count). 10000 with prompts of 2 kB take about 60 MB.
-        max_bytes: Bytes of the bodies of waiting requests. 256 MiB is half of what may be received
-            at a time.
+        max_requests: Requests that may wait for a pool (count). 10000 with prompts of 2 kB take about
+            60 MB.
+        max_bytes: Bytes of the bodies of requests that wait for a pool. 256 MiB is half of what may
+            be received at a time.
         order: Order of the requests of a tenant: `fcfs` by arrival, `edf` by deadline, or `slo` by
             arrival plus `x-llm-d-slo-ttft-ms`. `fcfs`: first come, first served.
         fairness: Order of the tenants of a priority: `least-served` by tokens attained,
@@ -243,8 +244,8 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             first that is there, such as the session of an agent. None: only those are read.
         by_adapter: Take the model or adapter as the tenant where no header names one. False: such
             requests are one tenant.
-        limit: Rate limit of every tenant. Each replica counts alone: for a limit of all together,
-            divide it by their number. Null: no limit.
+        limit: Rate limit of every tenant, over all pools. Each replica counts alone: for a limit of
+            all together, divide it by their number. Null: no limit.
         limits: Rate limits by tenant, in place of `limit`, in each replica as well. None: all
             tenants have `limit`.
     """

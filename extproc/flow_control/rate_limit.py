@@ -24,7 +24,7 @@ _Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rate limit of a tenant in each replica; null is no limit.
+    """Rate limit of a tenant in each replica, over all pools; null is no limit.
 
     Attributes:
         requests_per_s: Requests per second. Null: no limit.

@@ -108,7 +108,11 @@ class QueuedRequest:
 
 
 class AsyncFlowController:
-    """Queues requests of a pool until they are admitted or rejected."""
+    """Queues requests of a pool until they are admitted or rejected.
+
+    Args:
+        rate_limiter: Limits of tenants, which pools share; None for one of its own.
+    """
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class AsyncFlowController:
         on_exception: Callable[[BaseException], None],
         pool: str = "",
         counters: QueueCounters | None = None,
+        rate_limiter: TenantRateLimiter | None = None,
     ) -> None:
         self._director = director
         self._pool = pool
@@ -141,7 +146,8 @@ class AsyncFlowController:
         self._controller: FlowController[QueuedRequest, Decision] = FlowController(
             section.queue, callbacks, LoopTimer(clock), budget=budget
         )
-        self.rate_limiter = TenantRateLimiter(section.limit or NO_LIMIT, section.limits)
+        self.rate_limiter = TenantRateLimiter() if rate_limiter is None else rate_limiter
+        self.rate_limiter.reconfigure(section.limit or NO_LIMIT, section.limits)
         self._arrival_listeners: list[Callable[[], None]] = []
 
     @property

@@ -13,6 +13,7 @@ from extproc.decision import NO_ENDPOINTS
 from extproc.discovery import static_discovery
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.flow_control.rate_limit import TenantRateLimiter
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget
@@ -47,6 +48,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
 
     Attributes:
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
+        rate_limiter: Limits of tenants over all pools, which flow control configures.
         is_standby: Returns True while another replica leads; False without an election.
     """
 
@@ -56,6 +58,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     endpoint_counts: schedule.EndpointCounts
     clock: Callable[[], float]
     prefix_budget: IndexBudget | None = None
+    rate_limiter: TenantRateLimiter = msgspec.field(default_factory=TenantRateLimiter)
     is_standby: Callable[[], bool] = lambda: False
 
     @property
@@ -221,6 +224,7 @@ class PoolRuntime:
                 on_exception=ExceptionLog(shared.counters.exceptions, shared.clock).record,
                 pool=plan.name,
                 counters=self._counts.queue,
+                rate_limiter=shared.rate_limiter,
             )
             if flow_control.enabled
             else None

@@ -55,9 +55,9 @@ def discovered(*addresses, **facts):
     return DiscoveredPool(tuple(Endpoint(address) for address in addresses), **facts)
 
 
-def ask(subject, host="x", model="m"):
+def ask(subject, host="x", model="m", **headers):
     body = json.dumps({"model": model, "prompt": "x"}).encode()
-    headers = {":method": "POST", ":path": "/v1/completions", ":authority": host}
+    headers |= {":method": "POST", ":path": "/v1/completions", ":authority": host}
     return subject.pool_selector.route(HttpRequest(headers, body), 1.0)
 
 
@@ -95,6 +95,22 @@ async def test_rewrites_name_the_models_that_have_series():
     for model in (*map(str, range(100)), "m", "n"):
         series.find_refused(RequestLabels(model, model, "none", 0))
     assert {member.labels.target_model for member in series} >= {"m", "n", "other"}
+
+
+async def test_a_tenant_has_one_limit_over_all_pools():
+    """The model that a request names gives it no further allowance, before and after a reload."""
+    limits = "flow_control: {{enabled: true, limits: {{t: {{requests_per_s: {}}}}}}}\n"
+    subject = sites(TWO + limits.format(0.1))
+    await subject.sync()
+
+    def is_refused(host):
+        routed = ask(subject, host=host, **{"x-llm-d-inference-fairness-id": "t"})
+        reserved = subject.flow_controllers[routed.pool].reserve(routed.prepared, 1.0)
+        return isinstance(reserved, Rejection)
+
+    assert [is_refused(host) for host in "azaz"] == [False, True, True, True]
+    subject.prepare_reload(read(TWO + limits.format(0.2)))()
+    assert [is_refused(host) for host in "azaz"] == [False, False, True, True]
 
 
 async def test_prefix_indexes_of_all_pools_share_one_bound():
