@@ -438,11 +438,14 @@ class Queue:
         heapq.heappush(self._deadlines, (item.deadline, item.number, item))
 
     def _fits(self, item: QueuedItem, *, below: int = 0, bytes_below: int = 0) -> bool:
-        """True if the queue has room after so many requests and bytes are displaced."""
+        """True if the queue has room after so many requests and bytes are displaced.
+
+        Where bounds were lowered below what waits, it grows no further: no more is displaced for a
+        request than it takes itself.
+        """
         settings = self.settings
-        return (
-            self.count - below < settings.max_requests
-            and self.bytes - bytes_below + item.bytes <= settings.max_bytes
+        return self.count - below < max(settings.max_requests, self.count) and (
+            self.bytes - bytes_below + item.bytes <= max(settings.max_bytes, self.bytes)
         )
 
     def _displaced(self, item: QueuedItem) -> tuple[QueuedItem, ...] | None:

@@ -133,6 +133,17 @@ def test_a_tenant_that_sends_large_bodies_makes_room():
     assert queue.join(fits, 0.0).displaced == (low, *flood[:0:-1])
 
 
+@pytest.mark.parametrize("bound", ["max_requests", "max_bytes"])
+def test_a_lowered_bound_refuses_no_higher_priority(bound):
+    """A queue beyond its bound makes room as a full one does, and grows no further."""
+    queue = crowd(500)
+    queue.reconfigure(FlowControlSettings(**{bound: 100}), 0.0)
+    high = QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=2)
+    assert len(queue.join(high, 0.0).displaced) == (1 if bound == "max_requests" else 2)
+    equal = QueuedItem(arrived=0.0, deadline=1e9, tenant="t0", size=1)
+    assert isinstance(queue.join(equal, 0.0), Rejection)
+
+
 def test_without_fairness_a_tenant_may_take_the_whole_queue():
     """No request is displaced for another tenant of the same priority."""
     queue = crowd(6, settings=FlowControlSettings(max_requests=6, fairness="none"))
