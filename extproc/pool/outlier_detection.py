@@ -60,7 +60,7 @@ def classify_status(status: str) -> RequestOutcome:
     """Classify a response status.
 
     Args:
-        status: `:status` as text; empty when there was none.
+        status: HTTP status as text; empty when there was none.
     """
     if status < "4":
         return RequestOutcome.SERVED if status else RequestOutcome.NO_RESPONSE

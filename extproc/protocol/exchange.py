@@ -168,7 +168,7 @@ class Exchange(msgspec.Struct):
 
     Attributes:
         pending: The complete request while it waits for its outcome, else None.
-        status: HTTP status of the response as text; empty until it is known.
+        status: HTTP status of the response as text, see `response_status`; empty until it is known.
         tail: The end of the response body, and the beginning of a long one, where it is visible.
         edited: Whether the request body was given another model name.
         is_stream: Whether the response is a stream of events, or of messages of vLLM's gRPC API.
@@ -423,7 +423,7 @@ class Exchange(msgspec.Struct):
         self, event: ProcessingRequest, modes: BodyModes
     ) -> Iterable[ProcessingResponse]:
         self._abandon_request()
-        self.status = event.headers.get(":status", "")
+        self.status = response_handling.response_status(event.headers)
         self.response_state = _ENDED if event.end_of_stream else _STARTED
         settings, restorer, mode = self._settings, None, None
         content_type = event.headers.get("content-type", "").lower()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from extproc.protocol.headers import (
     RESPONSE_MARKER,
@@ -44,6 +45,24 @@ HEAD_BYTES = 2048
 #: Largest answer that is asked for in one message. It must stay below Envoy's buffer limit
 #: (1 MiB), above which a buffered answer becomes a 500.
 MAX_RESPONSE_BYTES = 262144
+
+#: gRPC status to HTTP status (google/rpc/code.proto); others are as UNKNOWN.
+_HTTP_STATUSES: Final[Mapping[str, str]] = {
+    "0": "200",  # OK
+    "1": "499",  # CANCELLED
+    "3": "400",  # INVALID_ARGUMENT
+    "4": "504",  # DEADLINE_EXCEEDED
+    "5": "404",  # NOT_FOUND
+    "6": "409",  # ALREADY_EXISTS
+    "7": "403",  # PERMISSION_DENIED
+    "8": "429",  # RESOURCE_EXHAUSTED
+    "9": "400",  # FAILED_PRECONDITION
+    "10": "409",  # ABORTED
+    "11": "400",  # OUT_OF_RANGE
+    "12": "501",  # UNIMPLEMENTED
+    "14": "503",  # UNAVAILABLE
+    "16": "401",  # UNAUTHENTICATED
+}
 
 
 class TailBuffer:
@@ -82,6 +101,18 @@ _NONE = BodyMode.NONE
 #: The replies there are where the headers depend on nothing, by the mode to switch to.
 _MARKED = {mode: (ResponseHeadersMutation((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
 _PLAIN = {mode: (ResponseHeadersMutation((), mode),) for mode in (None, *BodyMode)}
+
+
+def response_status(headers: Mapping[str, str]) -> str:
+    """HTTP status of a response; empty without one.
+
+    A gRPC call that fails before its first message has HTTP status 200 and its gRPC status among the
+    headers, also where Envoy cannot reach the engine: it gets the HTTP status of the same meaning.
+    """
+    status = headers.get(":status", "")
+    if status == "200" and "grpc-status" in headers:
+        return _HTTP_STATUSES.get(headers["grpc-status"], "500")
+    return status
 
 
 def response_headers_reply(

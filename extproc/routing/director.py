@@ -350,7 +350,7 @@ class Director:
         """Record response headers: the endpoint's health and its prefix cache.
 
         Args:
-            status: `:status` as text.
+            status: HTTP status as text.
             served: Address of the endpoint that answered, where the data plane says so.
             decision: Decision of the reservation; without it, plugins learn of no move.
         """

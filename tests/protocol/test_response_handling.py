@@ -96,3 +96,23 @@ def test_the_last_reply_carries_the_cost():
 def test_the_last_message_of_a_body(message, is_last):
     """A body message that ends the stream, or trailers."""
     assert response_handling.is_last_response_message(message) is is_last
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({}, ""),
+        ({":status": "503"}, "503"),
+        ({":status": "200", "grpc-status": "0"}, "200"),
+        ({":status": "200", "grpc-status": "3"}, "400"),
+        ({":status": "200", "grpc-status": "8"}, "429"),
+        ({":status": "200", "grpc-status": "12"}, "501"),
+        ({":status": "200", "grpc-status": "14"}, "503"),
+        ({":status": "200", "grpc-status": "2"}, "500"),
+        ({":status": "200", "grpc-status": "x"}, "500"),
+        ({":status": "502", "grpc-status": "14"}, "502"),
+    ],
+)
+def test_failed_grpc_calls_have_the_http_status_of_the_same_meaning(fields, status):
+    """A gRPC call that fails at once has HTTP status 200 and its own status in the headers."""
+    assert response_handling.response_status(fields) == status

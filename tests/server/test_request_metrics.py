@@ -111,11 +111,15 @@ async def test_a_stream_of_the_grpc_api_counts_as_a_stream(is_stream, streaming,
 
 
 @pytest.mark.parametrize(
-    ("headers", "ends", "num_complete"),
-    [({"grpc-status": "13"}, True, 1), ({"grpc-status": "13"}, False, 1), ({}, False, 0)],
+    ("headers", "ends", "status"),
+    [
+        ({"grpc-status": "13"}, True, "500"),
+        ({"grpc-status": "14"}, False, "503"),
+        ({}, False, "200"),
+    ],
 )
-async def test_a_failed_grpc_call_has_no_first_token_of_a_stream(headers, ends, num_complete):
-    """Its HTTP status is 200; without a message, nothing is compared with the prediction."""
+async def test_a_failed_grpc_call_has_no_first_token_of_a_stream(headers, ends, status):
+    """Its HTTP status is 200; it counts with that of its gRPC status, and without a first token."""
     core = soak.Core(soak.settings(engines=2, holding=False))
     await core.picker.sync()
     stream = _open_grpc(core, is_stream=True)
@@ -127,10 +131,10 @@ async def test_a_failed_grpc_call_has_no_first_token_of_a_stream(headers, ends, 
         f"extproc_request_{name}_count"
         for name in ("ttft_seconds", "predicted_ttft_seconds", "ttft_ratio")
     )
-    counts = [
-        line for line in page_of(core) if line.startswith(names) and not line.endswith(" 0.0")
-    ]
-    assert counts == [f'{names[0]}{{model="none",pool="",streaming="false"}} 1.0'] * num_complete
+    lines = page_of(core)
+    assert not [line for line in lines if line.startswith(names) and not line.endswith(" 0.0")]
+    responses = [line for line in lines if line.startswith("extproc_responses_total")]
+    assert [line.partition("status=")[2] for line in responses] == [f'"{status}"}} 1.0']
 
 
 async def _stream(
