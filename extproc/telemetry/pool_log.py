@@ -75,7 +75,8 @@ class PoolLog:
         """Log endpoints that were added, removed, ejected or readmitted."""
         if before.positions is not after.positions:
             self._log_members(before, after)
-        if after.unhealthy_or_doubtful or self._ejections:
+        is_failing = self._failing_since is not None  # also where all ejected ones were replaced
+        if after.unhealthy_or_doubtful or self._ejections or is_failing:
             self._log_health(before, after)
 
     def on_scrape(self, address: str, outcome: str, *, is_model_list: bool) -> None:

@@ -132,6 +132,20 @@ def test_log_says_when_every_endpoint_is_ejected(scene):
     ]
 
 
+def test_log_says_when_ejected_endpoints_are_replaced(scene):
+    """The line comes with the new endpoints, and the next outage has one of its own."""
+    scene.set_endpoints(FIRST)
+    scene.refuse(FIRST)
+    scene.refuse(FIRST)
+    scene.now = 30.0
+    scene.set_endpoints(SECOND)
+    end = {"after_s": 30.0, "ejected": 0, "total": 1}
+    assert scene.take()[-1] == ("not every endpoint is ejected any more", end)
+    scene.refuse(SECOND)
+    scene.refuse(SECOND)
+    assert scene.take()[-1] == ("every endpoint is ejected; the least bad serves", {"total": 1})
+
+
 def test_log_names_another_cause_of_the_same_ejection(scene):
     """Requests failed, and now nothing listens any more."""
     scene.set_endpoints(FIRST, SECOND, THIRD)
