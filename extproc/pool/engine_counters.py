@@ -404,7 +404,8 @@ class ForeignTraffic:
 def engine_restarted(before: Load, after: Load) -> bool:
     """True if the engine is another process than at the last scrape.
 
-    An earlier start time shows it too: the clock of its machine may have been set back.
+    An earlier start time shows it too: the clock of its machine may have been set back. Some engines
+    show no start time (SGLang), and no counter before their first request has ended.
     """
     if before.started_at is not None and after.started_at is not None:
         return abs(after.started_at - before.started_at) > 1.0  # an exporter may round
@@ -412,4 +413,6 @@ def engine_restarted(before: Load, after: Load) -> bool:
         (before.prefix_queries, after.prefix_queries),
         (before.counters.generated_tokens, after.counters.generated_tokens),
     )
+    if after.engine and all(new is None for _, new in pairs):
+        return any(old for old, _ in pairs)
     return any(old is not None and new is not None and new < old for old, new in pairs)

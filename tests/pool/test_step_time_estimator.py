@@ -192,6 +192,23 @@ def test_another_start_time_is_a_restart(started_at, steps, is_restart):
     assert engine_counters.engine_restarted(before, after) == is_restart
 
 
+@pytest.mark.parametrize(
+    ("before", "engine", "is_restart"),
+    [
+        ({"prefix_queries": 90.0}, "sglang", True),
+        ({"counters": EngineCounters(generated_tokens=90.0)}, "sglang", True),
+        ({"prefix_queries": 90.0}, "", False),
+        ({"prefix_queries": 0.0}, "sglang", False),
+        ({}, "sglang", False),
+    ],
+)
+def test_counters_that_are_gone_are_a_restart(before, engine, is_restart):
+    """SGLang shows no start time, and counters once its first request has ended."""
+    last = Load(at=0.0, engine="sglang", running=1.0, **before)
+    page = Load(at=1.0, engine=engine, running=1.0)
+    assert engine_counters.engine_restarted(last, page) == is_restart
+
+
 @pytest.mark.parametrize("reset", ["steps", "computed", "generated"])
 def test_a_counter_that_goes_back_alone_ends_a_window(reset):
     """Whatever it counts, nothing is learned of the time before, and all of the time after."""
