@@ -11,6 +11,9 @@ import msgspec
 #: Consecutive refused or timed-out scrapes after which an endpoint is out of reach.
 UNREACHABLE_AFTER = 2
 
+#: Statuses of 500 and more that tell of the request, not of the engine: method or version unknown.
+_REQUESTS_OWN = frozenset({"501", "505"})
+
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -65,6 +68,19 @@ class RequestOutcome(IntEnum):
     """It answered, and refused: the client's fault, or a full queue."""
     NO_RESPONSE = 3
     """The stream ended without response headers."""
+
+
+def classify_status(status: str) -> RequestOutcome:
+    """Classify a response status.
+
+    Args:
+        status: HTTP status as text; empty when there was none.
+    """
+    if status < "4":
+        return RequestOutcome.SERVED if status else RequestOutcome.NO_RESPONSE
+    if status < "5" or status in _REQUESTS_OWN:
+        return RequestOutcome.CLIENT_ERROR
+    return RequestOutcome.FAILED
 
 
 class HealthState(IntEnum):

@@ -32,9 +32,6 @@ from extproc.pool.endpoint_health import (
     RequestOutcome,
 )
 
-#: Statuses of 500 and more that tell of the request, not of the engine: method or version unknown.
-_REQUESTS_OWN = frozenset({"501", "505"})
-
 #: Requests in the window below which a share of failures means nothing (count, fading).
 _FEWEST = 8.0
 
@@ -54,19 +51,6 @@ _NO_RESPONSE, _CLIENT_ERROR = RequestOutcome.NO_RESPONSE, RequestOutcome.CLIENT_
 _HEALTHY = HealthState.HEALTHY
 _SUSPECT = HealthState.SUSPECT
 _DOWN = HealthState.DOWN
-
-
-def classify_status(status: str) -> RequestOutcome:
-    """Classify a response status.
-
-    Args:
-        status: HTTP status as text; empty when there was none.
-    """
-    if status < "4":
-        return RequestOutcome.SERVED if status else RequestOutcome.NO_RESPONSE
-    if status < "5" or status in _REQUESTS_OWN:
-        return RequestOutcome.CLIENT_ERROR
-    return RequestOutcome.FAILED
 
 
 class HealthRecord:
@@ -306,6 +290,8 @@ class OutlierDetector:
         else:
             record.misses += 1
             record.missed_at = min(record.missed_at, now)
+            if record.misses == UNREACHABLE_AFTER and record.scrape_unreliable:
+                self._allow_probes(now)
         if (record.unreachable, record.certain) != before:
             self.update_ejections(now)
 
@@ -351,6 +337,7 @@ class OutlierDetector:
             gone = record.unreachable
             record.scrape_unreliable = True
             if gone:
+                self._allow_probes(now)
                 self.update_ejections(now)
         known = record.condition
         if known.state is _SUSPECT:
@@ -468,6 +455,19 @@ class OutlierDetector:
         self.newest = now
         self._set_condition(record, HealthStatus(since=now, times=record.condition.times))
 
+    def _has_missed_servers(self) -> bool:
+        """True while an endpoint serves requests although scrapes cannot connect to it."""
+        records = self._records.values()
+        return any(r.scrape_unreliable and r.misses >= UNREACHABLE_AFTER for r in records)
+
+    def _allow_probes(self, now: float) -> None:
+        """Let requests try endpoints that were left to scrapes, where those prove unreliable."""
+        for record in self._records.values():
+            known = record.condition
+            if known.state is _DOWN and known.until == math.inf and not record.refused:
+                until = self._until(record, known.times, now)
+                self._set_condition(record, msgspec.structs.replace(known, until=until))
+
     def _set_condition(self, record: HealthRecord, condition: HealthStatus) -> None:
         record.condition = condition
         self._changed.add(record.incarnation)
@@ -476,9 +476,12 @@ class OutlierDetector:
     def _until(self, record: HealthRecord, times: int, now: float) -> float:
         """Time of the next probe: after `base_s` * 2^(times - 1) seconds, at most `cap_s`.
 
-        One that scrapes could reach and cannot any more is left to them: a request could only fail.
+        One that scrapes could reach and cannot any more is left to them: a request could only fail,
+        unless another endpoint serves requests although scrapes miss it too.
         """
-        if record.unreachable and (record.ever_scraped or record.refused):
+        if record.unreachable and (
+            record.refused or (record.ever_scraped and not self._has_missed_servers())
+        ):
             return math.inf
         settings = self.settings
         backoff_s = min(settings.cap_s, settings.base_s * 2.0 ** min(times - 1, 30))

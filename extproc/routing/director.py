@@ -10,9 +10,8 @@ from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
 from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
-from extproc.pool.endpoint_health import RequestOutcome
+from extproc.pool.endpoint_health import RequestOutcome, classify_status
 from extproc.pool.inflight import Reservation
-from extproc.pool.outlier_detection import classify_status
 from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.pool import outlier_detection
+from extproc.pool import endpoint_health
 from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
 from extproc.pool.outlier_detection import OutlierDetector
 
@@ -82,7 +82,7 @@ class DetectorFixture:
 )
 def test_statuses_are_classified(status: str, text: RequestOutcome):
     """5xx is a failure, save what tells of the request; 4xx, a full queue among them, is not."""
-    assert outlier_detection.classify_status(status) is text
+    assert endpoint_health.classify_status(status) is text
 
 
 def test_failures_in_a_row_eject():
@@ -368,6 +368,34 @@ def test_a_never_scraped_endpoint_is_probed_by_requests():
     detector.health.record_sent(1, detector.now)
     detector.serve(1)
     assert not detector.out
+
+
+@pytest.mark.parametrize("is_served_first", [True, False])
+def test_endpoints_out_of_reach_are_probed_where_scrapes_prove_unreliable(*, is_served_first):
+    """Scrapes that miss an endpoint that serves may miss others that would serve, too."""
+    detector = DetectorFixture()
+    for incarnation in (1, 2, 3, 4):
+        detector.reach(incarnation)
+    detector.miss(3, refused=True)
+    detector.miss(1)
+    assert detector.out == {1, 3}
+    detector.miss(2, 1 if is_served_first else 2)
+    assert detector.health.condition(1).until == math.inf
+    detector.serve(2)
+    if is_served_first:
+        detector.miss(2, 1)
+    assert detector.out == {1, 3}
+    assert detector.health.condition(3).until == math.inf
+    detector.now = detector.health.condition(1).until
+    assert detector.now < 10.0
+    detector.health.record_sent(1, detector.now)
+    detector.fail(1, 1)
+    assert detector.out == {1, 3}
+    detector.now = detector.health.condition(1).until
+    assert 10.0 < detector.now < 20.0
+    detector.health.record_sent(1, detector.now)
+    detector.serve(1)
+    assert detector.out == {3}
 
 
 def test_a_stalled_engine_is_ejected():
