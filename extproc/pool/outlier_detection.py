@@ -333,6 +333,8 @@ class OutlierDetector:
 
     def _served(self, record: HealthRecord, sent_at: float, now: float, *, sole: bool) -> None:
         record.sign_at = now
+        if sent_at >= record.probe_at:
+            self.probes["ok"] += 1
         if sole and record.missed_at <= sent_at:
             gone = record.unreachable
             record.scrape_unreliable = True
@@ -345,8 +347,6 @@ class OutlierDetector:
         elif known.state is not _HEALTHY:
             if sent_at < known.since:
                 return
-            if sent_at >= record.probe_at:
-                self.probes["ok"] += 1
             record.reset(now)
         elif not record.consecutive_failures and not record.bad:
             record.last_failed = False

@@ -368,6 +368,7 @@ def test_a_never_scraped_endpoint_is_probed_by_requests():
     detector.health.record_sent(1, detector.now)
     detector.serve(1)
     assert not detector.out
+    assert detector.health.probes == {"ok": 1}
 
 
 @pytest.mark.parametrize("is_served_first", [True, False])
