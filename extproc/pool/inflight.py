@@ -61,6 +61,7 @@ class InflightLoad(QueuedWork):
         adapter_slots: State derived from `adapters` and `recent`; None since they changed.
         typical_work: Typical work of a request, of the whole pool.
         answers: Tokens of an answer, of the whole pool.
+        not_found: Requests for a model that were answered with 404 (count, cumulative).
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class InflightLoad(QueuedWork):
         "from_peers",
         "in_flight",
         "media_answered",
+        "not_found",
         "opened",
         "prompt_tokens",
         "ran",
@@ -114,6 +116,7 @@ class InflightLoad(QueuedWork):
         self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
         self.media_answered = 0
+        self.not_found = 0
         self.adapters: dict[str, int] = {}
         self.recent: dict[str, None] = {}
         self.adapter_slots: AdapterSlotState | None = None
@@ -377,9 +380,11 @@ class Reservation(msgspec.Struct, eq=False):
         """Size of its prompt."""
         return PromptSize(self.prompt_tokens, self.prompt_bytes, self.has_media)
 
-    def refuse(self) -> None:
+    def refuse(self, *, not_found: bool = False) -> None:
         """Record that the endpoint answered, and did not serve."""
         self.refused = True
+        if not_found and self.target and self._account is not None:
+            self._account.not_found += 1
 
     def forget_blocks(self) -> None:
         """Forget the prompt's chain: its prediction stands, or was retracted."""

@@ -367,7 +367,7 @@ class Director:
                 observers = self.routing.observers.get(decision.profile, ())
                 self._counts.notify_moved(observers, decision, other.endpoint, now)
         if outcome is not _SERVED:
-            reservation.refuse()
+            reservation.refuse(not_found=status == "404")
             self._retract_prefix(reservation)
         reservation.forget_blocks()
 

@@ -104,8 +104,9 @@ class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
         retry_s: Wait after the first failure; it doubles with each further one, up to the interval.
             An engine that has just started may not list anything yet.
         jitter: Each wait is spread by this share to either side, lest all poll at once.
-        unlisted_retry_s: Least time between two lists when requests for unlisted models want one sooner. 5:
-            an adapter that was just loaded is found soon. With more than 200 endpoints the budget of
+        unlisted_retry_s: Least time between two lists when requests for unlisted models want one sooner, or
+            the engine answered 404 to a request for a model. 5: an adapter that was just loaded is
+            found soon, and one that was unloaded is missed. With more than 200 endpoints the budget of
             lists (`schedule.LISTS_RATIO`) makes it longer, so that a client that makes names up
             costs 40 small pages a second at most.
     """
@@ -148,7 +149,7 @@ class ModelListPoller:
         self._endpoint = endpoint
         self._scraper = scraper
         self._settings = scraper.settings.models
-        self._unlisted_at_poll = 0
+        self._signs_at_poll = (0, 0)
         self._requested = self._due = -math.inf
         self._failures = 0
         self._listed = False
@@ -161,7 +162,7 @@ class ModelListPoller:
             began >= self._due or self._is_forgotten() or self._is_due(began)
         ):
             return ""
-        self._requested, self._unlisted_at_poll = began, self._scraper.unlisted_models()
+        self._requested, self._signs_at_poll = began, self._count_signs()
         fetched = await self._scraper.client.get(self.target)
         if isinstance(fetched, client.FetchFailed):
             outcome, models = fetched.reason, None
@@ -186,11 +187,13 @@ class ModelListPoller:
         members = self._scraper.store.pool.ranks_at(self._endpoint.host_port)
         return self._listed and any(member.models is None for member in members)
 
+    def _count_signs(self) -> tuple[int, int]:
+        """Signs of another list: requests for unlisted models, and 404 from this engine (counts)."""
+        members = self._scraper.store.pool.ranks_at(self._endpoint.host_port)
+        not_found = sum([member.account.not_found for member in members])
+        return self._scraper.unlisted_models(), not_found
+
     def _is_due(self, now: float) -> bool:
-        """Returns True if unlisted models were requested since the last list, some time ago."""
-        return (
-            self._scraper.unlisted_models() != self._unlisted_at_poll
-            and now
-            >= self._requested
-            + max(self._settings.unlisted_retry_s, self._scraper.least_list_wait_s())
-        )
+        """Returns True if there was a sign of another list since the last one, some time ago."""
+        wait_s = max(self._settings.unlisted_retry_s, self._scraper.least_list_wait_s())
+        return now >= self._requested + wait_s and self._count_signs() != self._signs_at_poll

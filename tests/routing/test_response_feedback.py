@@ -82,6 +82,17 @@ def test_a_refused_prompt_is_not_predicted_as_cached(status: str):
     assert (account.in_flight, account.queued(pool_fixture.now), account.answered) == (0, 0.0, 0)
 
 
+@pytest.mark.parametrize(("status", "count"), [("404", 1), ("400", 0), ("200", 0)])
+def test_models_that_are_not_found_are_counted(status: str, count: int):
+    """They count for the endpoint that answered, which may be another than the first."""
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None})
+    sent = Sent(pool_fixture)
+    other = other_than(sent.address)
+    sent.respond(status, served=other)
+    assert member(pool_fixture, other).account.not_found == count
+    assert member(pool_fixture, sent.address).account.not_found == 0
+
+
 @pytest.mark.parametrize("status", ["200", ""])
 def test_a_served_prompt_is_predicted_as_cached(status: str):
     """An answer that began confirms it; a client that left says nothing against it."""

@@ -178,6 +178,24 @@ def test_requests_for_unlisted_models_trigger_a_poll():
     asyncio.run(scene())
 
 
+def test_a_model_that_the_engine_does_not_know_triggers_a_poll():
+    """One that listed an adapter and answers 404 has unloaded it; other answers say nothing."""
+
+    async def scene():
+        engine = ListingEngine()
+        account = engine.store.pool.members[0].account
+        assert await engine.at(0) == 1
+        engine.list = b'{"data": [{"id": "m"}]}'
+        for target, not_found in (("lora", False), ("", True)):
+            account.open(target, 1, cached_tokens=0, now=0.0).refuse(not_found=not_found)
+        assert await engine.at(5.0) == 1
+        account.open("lora", 1, cached_tokens=0, now=0.0).refuse(not_found=True)
+        assert await engine.at(5.2, 29.9) == 2
+        assert engine.models == ServedModels(frozenset({"m"}))
+
+    asyncio.run(scene())
+
+
 def test_a_large_pool_lists_no_oftener_than_its_budget():
     """Neither failures nor made-up names make 1,000 endpoints list more than 40 times a second."""
 
