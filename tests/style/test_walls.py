@@ -18,7 +18,7 @@ ALLOWED = (
     ("extproc/config/plugin_loader.py", "__file__", "the module of a plugin file"),
     (
         "extproc/discovery/kubernetes/api_client.py",
-        "connection_pool_maxsize",
+        "connection_pool_maxsize disable_strict_ssl_verification",
         "the client of Kubernetes is not ours",
     ),
     (
@@ -34,6 +34,7 @@ ALLOWED = (
         "connection_lost connection_made request_factory",
         "aiohttp is not ours",
     ),
+    ("extproc/scrape/client.py", "verify_flags", "ssl is not ours"),
     ("extproc/server/tls.py", "minimum_version options", "ssl is not ours"),
     (
         "extproc/wire/codec.py",
