@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 
-#: Tenants remembered (count): what clients send must not grow memory without end.
+#: Tenants without waiting requests that are remembered (count): what clients send must not grow memory
+#: without end.
 _MOST = 16_384
 
 #: Half-lives after which amounts are written anew, long before they leave the range of floats.
@@ -56,6 +57,7 @@ class FairShare:
                 self._standings[tenant] = lowest
             heapq.heappush(self._heap, (self.normalized_service(tenant), tenant))
         self._waiting[tenant] = count + 1
+        self._bound()
 
     def leave(self, tenant: str) -> None:
         """Record that a request waits no longer."""
@@ -122,8 +124,7 @@ class FairShare:
         if tokens < 0.0 and tenant in self._waiting:
             heapq.heappush(self._heap, (standings[tenant], tenant))
             self._clean()
-        if len(standings) > _MOST:
-            self._forget()
+        self._bound()
 
     def _scale(self, now: float) -> float:
         half_lives = (now - self._base) / self._half_life_s
@@ -136,11 +137,12 @@ class FairShare:
         self.version += 1
         self._rebuild()
 
-    def _forget(self) -> None:
-        """Drop the half of the tenants that attained least."""
-        self.version += 1
-        ordered = sorted(self._standings, key=self.normalized_service)
-        for tenant in ordered[: _MOST // 2]:
-            del self._standings[tenant]
+    def _bound(self) -> None:
+        """Drop those that attained least of too many tenants without waiting requests."""
+        standings, waiting = self._standings, self._waiting
+        if len(standings) <= _MOST + len(waiting):
+            return
+        gone = (tenant for tenant in standings if tenant not in waiting)
+        for tenant in sorted(gone, key=self.normalized_service)[: _MOST // 2]:
+            del standings[tenant]
             self._turns.pop(tenant, None)
-        self._rebuild()

@@ -97,3 +97,25 @@ def test_tenants_that_left_take_no_memory():
         share.leave(f"t{number}")
         share.charge("stays", -1.0, 0.0)
     assert count_reachable(share) < before + 100
+
+
+def test_tenants_that_were_never_served_are_forgotten():
+    """Each began with what the least served one that waited had attained."""
+    share = FairShare(60.0)
+    share.enter("stays")
+    share.charge("stays", 100.0, 0.0)
+    for number in range(30_000):
+        share.enter(f"t{number}")
+        share.leave(f"t{number}")
+    known = [number for number in range(30_000) if share.attained(f"t{number}", 0.0)]
+    assert len(known) <= 16_384
+
+
+def test_tenants_that_wait_keep_what_they_attained():
+    """However many others are served meanwhile."""
+    share = FairShare(60.0)
+    share.enter("waits")
+    share.charge("waits", 1.0, 0.0)
+    for number in range(20_000):
+        share.served(f"t{number}", 100.0, 0.0)
+    assert share.attained("waits", 0.0) == 1.0

@@ -325,22 +325,6 @@ def test_a_tenant_with_less_usage_is_served_sooner():
     assert order == ["y", "x"]
 
 
-def test_forgotten_service_is_noticed():
-    """Tenants that are forgotten start anew, where they wait as well."""
-    queue = Queue(FlowControlSettings(fairness="round-robin"))
-    for tenant in "xy":
-        queue.fair_share.served(tenant, 0.0, 0.0)
-        queue.join(QueuedItem(arrived=0.0, deadline=math.inf, tenant=tenant), 0.0)
-    queue.fair_share.charge("x", 1e9, 0.0)
-    queue.fair_share.charge("y", 5.0, 0.0)
-    for number in range(16_400):
-        queue.fair_share.charge(f"t{number}", 9.0, 0.0)
-    assert queue.fair_share.last("y") == 0
-    order = []
-    queue.pump(lambda item: order.append(item.tenant) or Blocked(), 0.0)
-    assert order == ["y"]
-
-
 def test_a_half_life_can_be_replaced():
     """Attained tokens decay with the new half-life from then on."""
     queue = Queue(FlowControlSettings(half_life_s=1.0))
