@@ -110,11 +110,11 @@ class _SaltedBody(msgspec.Struct):
 
 
 class _Engine(msgspec.Struct):
-    """Path that an engine has, by position, failures in a row, and when it is asked again.
+    """Path at which an engine rendered last, by position, failures in a row, and when it is asked again.
 
     Attributes:
-        has_answered: Whether it rendered a prompt since it failed last: it has its path, so that 404
-            is about the model of a prompt.
+        has_answered: Whether it rendered a prompt since it failed last: it has a path, so that 404 at
+            all of them is about the model of a prompt.
     """
 
     path: int = 0
@@ -337,14 +337,18 @@ class PromptRenderer:
             return "failed"
         engine = self._engine(prompt.address)
         paths = _PATHS[prompt.api]
-        while engine.path < len(paths):
-            url = f"{self._scheme}://{prompt.address}{paths[engine.path]}"
-            body = prompt.body if engine.path else _without_pixels(prompt, prompt.body)
+        # The path at which it rendered last comes first; it may have been started again without it.
+        for path in sorted(range(len(paths)), key=lambda path: path != engine.path):
+            url = f"{self._scheme}://{prompt.address}{paths[path]}"
+            body = prompt.body if path else _without_pixels(prompt, prompt.body)
             answer = await self._engine_client.post(client.post_target(url), body)
-            if _is_absent(answer) and not engine.has_answered:
-                engine.path += 1
+            if _is_absent(answer):
                 continue
+            if isinstance(answer, bytes):
+                engine.path = path
             return self._conclude(prompt, answer, prompt.address) or "failed"
+        if engine.has_answered:
+            return "failed"  # it does not know the model
         engine.path = 0
         self._pause(prompt.address, _ABSENT_PAUSE_S)
         return "unsupported"

@@ -403,17 +403,45 @@ def test_a_prompt_that_is_refused_does_not_stop_the_others():
 
 
 def test_an_unknown_model_does_not_stop_the_others():
-    """An engine that has rendered has the path: 404 is about the model that a client names."""
+    """An engine that has rendered has a path: 404 at all is about the model that a client names."""
 
     async def test():
-        missing = reply({}, status="404 Not Found")
-        async with running(reply(RENDERED), missing, missing, reply(RENDERED)) as site:
+        missing = [reply({}, status="404 Not Found")] * 4
+        async with running(reply(RENDERED), *missing, reply(RENDERED)) as site:
             server, _, renderer = site
             assert await mapped(server, renderer) == ["mapped"]
             assert await mapped(server, renderer, chain=[21, 22]) == ["failed"]
             assert await mapped(server, renderer, chain=[31, 32]) == ["failed"]
             assert await mapped(server, renderer, chain=[41, 42]) == ["mapped"]
-            assert all(b" /v1/chat/completions/render " in head for head in server.requests)
+            assert b" /v1/chat/completions/render " in server.requests[-1]
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_lost_its_path_is_asked_at_the_other():
+    """It was started again with other options while no prompt was rendered."""
+
+    async def test():
+        script = (reply(RENDERED), reply({}, status="404 Not Found"), reply({"tokens": TOKENS}))
+        async with running(*script) as (server, _, renderer):
+            assert await mapped(server, renderer) == ["mapped"]
+            assert await mapped(server, renderer, chain=[21, 22]) == ["mapped"]
+            assert await mapped(server, renderer, chain=[31, 32]) == ["mapped"]
+            assert sum(b" /tokenize " in head for head in server.requests) == 2
+
+    asyncio.run(test())
+
+
+def test_the_first_prompts_of_an_engine_find_its_path_together():
+    """Two are rendered at a time, and both learn that the engine lacks the first path."""
+
+    async def test():
+        missing = [reply({}, status="404 Not Found")] * 2
+        async with running(*missing, reply({"tokens": TOKENS})) as (server, _, renderer):
+            for chain in ([21, 22], [31, 32]):
+                renderer.note(decision(server, chain=chain), HttpRequest({}, b'{"a": 1}'))
+            await until(lambda: not renderer.num_unmapped)
+            assert renderer.results["mapped"] == 2
 
     asyncio.run(test())
 
