@@ -24,9 +24,9 @@ class FairShare:
     the order of tenants changes with service only.
 
     A tenant of which no request waits saves up no turns: when one begins to wait, the tenant starts
-    no lower than the lowest of those that wait. Otherwise they would not be served until it had caught
-    up, for a half-life where one of them had everything, and would expire meanwhile. While none waits,
-    it starts no lower than the tenant that was charged last, which may be about to wait.
+    no lower than the lowest of those that wait. Otherwise the others would not be served until it had
+    attained as much, which may take longer than they can wait. While none waits, it starts no lower than
+    the tenant that was charged last, which may be about to wait.
     Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), virtual token counter.
 
     Args:
