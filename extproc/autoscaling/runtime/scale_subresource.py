@@ -284,8 +284,7 @@ class ScaleSubresourceActuator(Actuator):
         return self._is_leader() and self._autoscaler_lister.names == ()
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
-        """See `Actuator`."""
-        del available
+        """See `Actuator`; `available` counts where the target states no replicas."""
         if self._pause_reason and self._is_leader():
             self._record("StandsDown", self._pause_reason, warning=True)
             self._pause_reason = ""
@@ -293,7 +292,7 @@ class ScaleSubresourceActuator(Actuator):
         is_denied = self._denials.is_missing("get", answer)
         if isinstance(answer, api_responses.ApiError):
             if answer.status == 500 and _UNSET_REPLICAS.search(answer.message):
-                return 0
+                return available
             return ActuatorError(self._error_text("read", answer, "get" if is_denied else ""))
         spec = parse_replicas(answer)
         return ActuatorError(f"the scale of {self._title} cannot be read") if spec is None else spec

@@ -101,11 +101,12 @@ def scale(api):
     return scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True)
 
 
-async def test_a_target_that_states_no_replicas_counts_as_zero():
+async def test_a_target_that_states_no_replicas_has_those_that_are_available():
     """The API server refuses to read such a scale with 500, unlike that of its own failures."""
     unset = 'Internal error occurred: the spec replicas field ".spec.replicas" does not exist'
     api = ApiFixture(scale=ApiError(500, unset))
-    assert await scale(api).current_replicas(1) == 0
+    for available in (0, 3):
+        assert await scale(api).current_replicas(available) == available
     for status, message in ((500, "Internal error occurred: etcd is away"), (404, unset)):
         api.answers["scale"] = ApiError(status, message)
         assert isinstance(await scale(api).current_replicas(1), ActuatorError)
