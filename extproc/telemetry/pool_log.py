@@ -196,7 +196,7 @@ class PoolLog:
                 pool=self._pool,
                 total=len(pool.members),
             )
-        elif not all_out and self._failing_since is not None:
+        elif pool.members and not all_out and self._failing_since is not None:
             failing_s, self._failing_since = now - self._failing_since, None
             log_event(
                 _log,

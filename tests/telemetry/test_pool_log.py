@@ -146,6 +146,19 @@ def test_log_says_when_ejected_endpoints_are_replaced(scene):
     assert scene.take()[-1] == ("every endpoint is ejected; the least bad serves", {"total": 1})
 
 
+def test_log_does_not_call_an_empty_pool_served(scene):
+    """The line comes with the endpoints that replace the ejected ones."""
+    scene.set_endpoints(FIRST)
+    scene.refuse(FIRST)
+    scene.refuse(FIRST)
+    scene.set_endpoints()
+    assert scene.take()[-1] == ("pool is empty", {})
+    scene.now = 30.0
+    scene.set_endpoints(SECOND)
+    end = {"after_s": 30.0, "ejected": 0, "total": 1}
+    assert scene.take()[-1] == ("not every endpoint is ejected any more", end)
+
+
 def test_log_names_another_cause_of_the_same_ejection(scene):
     """Requests failed, and now nothing listens any more."""
     scene.set_endpoints(FIRST, SECOND, THIRD)
