@@ -153,10 +153,10 @@ class EngineConnection(asyncio.BufferedProtocol):
         except ZmtpError as error:
             self._close(str(error))
             return None
-        self._flush()
         if self._is_paused and self._parser.num_buffered < _MAX_BUFFERED // 2:
             self._is_paused = False
             self._transport.resume_reading()
+        self._flush()
         return frames
 
     def send(self, *frames: bytes) -> None:
@@ -285,7 +285,9 @@ class EngineConnector:
                         *self._address,
                     )
             except (OSError, ValueError, OverflowError):  # or no such name, or no such port
-                pass
+                if self._connection is not None:
+                    # Its time ran out as it was made: the loop closes it and reports no end of it.
+                    self._connection.close()
             else:
                 began = loop.time()
                 await self._closed.wait()

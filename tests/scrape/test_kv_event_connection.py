@@ -7,7 +7,7 @@ import random
 import pytest
 
 from extproc.scrape import kv_event_connection
-from extproc.scrape.kv_event_connection import EngineConnector
+from extproc.scrape.kv_event_connection import EngineConnection, EngineConnector
 from extproc.supervision import Supervisor
 from tests.scrape.kv_event_engines import HOST, run_async
 from tests.support.waiting import until
@@ -77,6 +77,48 @@ class PublisherPeer:
     def read(self):
         while self.connector.receive() is not None:
             pass
+
+
+class SentBytes:
+    """A transport whose peer reads nothing."""
+
+    def __init__(self):
+        self.is_aborted = False
+        self.num_waiting = 0
+
+    def get_extra_info(self, _):
+        return self
+
+    def setsockopt(self, *_):
+        pass
+
+    def get_write_buffer_size(self):
+        return self.num_waiting
+
+    def write(self, _):
+        pass
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+    def abort(self):
+        self.is_aborted = True
+
+
+class RecordingOwner:
+    """An owner that does nothing."""
+
+    def on_made(self, _):
+        pass
+
+    def on_readable(self, _):
+        pass
+
+    def on_closed(self, *_):
+        pass
 
 
 @pytest.mark.parametrize("sent", BROKEN)
@@ -180,6 +222,39 @@ def test_a_peer_that_never_greets_is_given_up():
             assert not peer.lost
 
     run_async(test())
+
+
+def test_a_connection_whose_time_runs_out_as_it_is_made_is_closed(monkeypatch):
+    """The loop closes its transport without a word to it."""
+    transport = SentBytes()
+
+    async def make(factory, *_):
+        factory().connection_made(transport)
+        raise TimeoutError
+
+    async def test():
+        async with PublisherPeer(b"").running() as peer:
+            monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", make)
+            await until(lambda: transport.is_aborted)
+            assert peer.connector.receive() is None
+            assert not peer.lost
+
+    asyncio.run(test())
+
+
+def test_a_connection_may_be_closed_while_it_goes_on_reading(monkeypatch):
+    """Its peer sent more than may wait, and then reads none of our answers."""
+    monkeypatch.setattr(kv_event_connection, "_MAX_BUFFERED", 1000)
+    transport = SentBytes()
+    connection = EngineConnection(RecordingOwner(), b"SUB", lambda: 0.0)
+    connection.connection_made(transport)
+    ping, message = b"\x04\x07\x04PING\x00\x00", b"\x02" + (990).to_bytes(8) + bytes(990)
+    for sent in (GREETING + READY, ping + message):
+        connection.get_buffer(-1)[: len(sent)] = sent
+        connection.buffer_updated(len(sent))
+    transport.num_waiting = 1001
+    assert connection.receive() == [bytes(990)]
+    assert transport.is_aborted
 
 
 @pytest.mark.parametrize(("host", "port"), [(HOST, 70_000), ("a..b", 5557), (HOST, 9)])
