@@ -165,6 +165,8 @@ class Director:
             may_defer=may_defer,
             with_prompt=prepared.with_prompt,
         )
+        if "prefer" in raw.headers:
+            outcome = request_preparer.reject_uncached(outcome, raw)
         model = prepared.upstream_model
         if not model:
             return outcome

@@ -28,6 +28,12 @@ from extproc.routing import scheduler
 #: (docs/spec/protocol.md#header-names).
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
+#: The chosen endpoint has no prefix of a request that is to run only where it is cached
+#: (docs/spec/protocol.md#conditional-requests).
+NOT_CACHED: Final = Rejection(
+    412, "the chosen endpoint is not predicted to have a cached prefix", cause="not-cached"
+)
+
 
 class PolicyResolver:
     """Resolves the priority and the model rewrite of each request.
@@ -262,6 +268,18 @@ def attach_model_rewrite(
     return msgspec.structs.replace(
         outcome, model_rewrite=sent, body_edit=splice, client_model=client_model
     )
+
+
+def reject_uncached(outcome: Outcome, raw: HttpRequest) -> Outcome:
+    """Replace the decision of a request with `Prefer: if-available` and no cached prefix by 412.
+
+    Requests without a body are no inference, and upstream has no condition for them.
+    """
+    if not isinstance(outcome, Decision) or outcome.matched_tokens or not raw.body:
+        return outcome
+    preferences = (part.partition(";")[0] for part in raw.headers.get("prefer", "").split(","))
+    is_conditional = any(name.strip().lower() == "if-available" for name in preferences)
+    return NOT_CACHED if is_conditional else outcome
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, gc=False):

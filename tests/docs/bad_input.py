@@ -176,6 +176,9 @@ ROWS: Mapping[str, Callable[[], str]] = {
         CHAT, b"x" * 75_001, budget=300_000
     ),
     "body that does not arrive within `limits.body_idle_s`": stalled,
+    "chat: `prefer: if-available`, and no cached prefix": lambda: ask(
+        CHAT, NAMED % b"m", headers={"prefer": "if-available"}
+    ),
     "subset hint that names no endpoint of the pool": lambda: ask(
         "/x", b"", subset=["10.9.9.9:8000"]
     ),

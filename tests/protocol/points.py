@@ -135,7 +135,7 @@ POINTS = (
     Point(75, "E", "R", "after a refusal the stream ends with OK"),
     Point(76, "E", "X", "an exception in a decision still answers"),
     Point(77, "E", "X", "errors never leak accounts"),
-    Point(78, "E", "R", "412 for Prefer: if-available, if the feature is on (it is not)"),
+    Point(78, "E", "R", "Prefer: if-available and no cached prefix: 412"),
     Point(79, "E", "E", "statuses are members of Envoy's enum"),
     Point(80, "E", "C", "picker down: fail closed 5xx, fail open 200", _E2E),
     Point(81, "F", "R", "objective header to priority"),

@@ -151,8 +151,20 @@ def test_075_no_reply_after_a_rejection():
     )
 
 
-def test_078_prefer_is_ignored_while_the_feature_is_off():
-    """Prefer: if-available does not refuse anybody, as the feature it belongs to is not on."""
+def test_078_prefer_if_available_without_a_cached_prefix():
+    """A conditional request is answered with 412 while the prediction has no cached prefix for it."""
+    queued = ext_proc_script.Talk(some().decide)
+    headers = {**ext_proc_script.PLAIN, ":path": CHAT, "prefer": "if-available"}
+    queued.hear(ext_proc_script.request_headers(headers))
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
+    reply = queued.hear(ext_proc_script.request_body(body, ends=True))[0]
+    queued.exchange.close()
+    assert reply.status == 412
+    assert message_of(reply).startswith("inference error: PreconditionFailed - ")
+
+
+def test_078_prefer_if_available_without_a_body():
+    """The header has no effect on a request without a body."""
     headers = {**ext_proc_script.PLAIN, "prefer": "if-available"}
     ext_proc_script.play(
         [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()],
