@@ -220,6 +220,12 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
         if known.is_unread and plugin.parameters:
             unread = ", ".join(plugin.parameters)
             yield f"plugin {name}: parameters {unread} have no effect, as upstream: remove them"
+        if plugin.parameters.get("ttftSource") == "latencyPredictor":
+            yield (
+                f"plugin {name}: ttftSource: latencyPredictor is not acted on: no latency predictor is "
+                "asked, and times are estimated by peakPrefillThroughput: measure that for your engines, "
+                "or write maxTTFTPenaltyMs: 0 for no bound"
+            )
         if plugin.parameters.get("insecureSkipVerify") is False:
             yield (
                 f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "

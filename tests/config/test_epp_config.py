@@ -129,6 +129,11 @@ def test_ignored_plugins_are_warnings():
         ),
         ("type: program-aware-fairness", "as `flow_control.fairness` says"),
         ("type: probabilistic-admitter", "priorities of objectives"),
+        ("type: slo-headroom-tier-filter", "let the strategy adaptive"),
+        (
+            "type: prefix-cache-affinity-filter, parameters: {ttftSource: latencyPredictor}",
+            "estimated by peakPrefillThroughput",
+        ),
         ("type: destination-endpoint-served-verifier", "with --conformance-testing only"),
         (
             "type: single-profile-handler, parameters: {foo: x}",
