@@ -1,12 +1,14 @@
 """Finds the profile of an EndpointPickerConfig that routes, by the handlers of its profiles.
 
 Upstream, a handler runs several profiles for a request, one for each engine that takes part. Here one
-engine does all of it.
+engine does all of it. A handler that needs several is refused, as is a screener that keeps requests
+to engines by a header.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final, Literal
 
 import msgspec
 
@@ -40,6 +42,10 @@ _HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
     "slo-aware-profile-handler": ((), "default", ""),
     "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
 }
+
+#: Type of the plugin that keeps requests to endpoints whose label equals a header, such as their
+#: revision.
+_SCREENER: Final = "disaggregatedset-rollout-screener"
 
 #: Words of `stageOrder`, in lower case without hyphens and underscores, and whether prefill comes first.
 _STAGE_ORDERS: Mapping[str, bool] = {
@@ -91,14 +97,27 @@ class _FlatStages(UpstreamParameters, frozen=True):
         )
 
 
+class _HeaderSelector(UpstreamParameters, frozen=True, kw_only=True):
+    name: str = ""
+    header_name: str
+    label_key: str
+    mode: Literal["strict", "prefer"]
+
+
+class _Screener(UpstreamParameters, frozen=True):
+    header_selectors: tuple[_HeaderSelector, ...] | None = None
+
+
 def check_supported(scheduling: EppPlugins, file: Place) -> None:
-    """Reject handlers that split requests over several engines, which is not supported here.
+    """Reject plugins that split requests over several engines, or keep them to some by a header.
 
     Raises:
-        ConfigError: Requests are to be split over several engines.
+        ConfigError: The file has such a plugin, which is not supported here.
     """
     profiles = [profile.name for profile in scheduling.scheduling_profiles]
     for index, plugin in enumerate(scheduling.plugins):
+        if plugin.type == _SCREENER:
+            _check_selectors(plugin, file / "plugins" / index / "parameters")
         _, _, missing = _HANDLERS.get(plugin.type, ((), "", ""))
         if (
             missing
@@ -113,6 +132,23 @@ def check_supported(scheduling: EppPlugins, file: Place) -> None:
                 f"{missing}, so engines of {others} would idle",
                 fix="route to engines that do all of it with one profile, or accept that engines "
                 f"of {_decoding(plugin)} do all of it with --allow-unsupported "
+                "(scheduling.allow_unsupported)",
+            )
+
+
+def _check_selectors(screener: NamedPlugin, place: Place) -> None:
+    """Reject selectors that upstream enforces; those of the mode `prefer` exclude no endpoint."""
+    parameters = {"headerSelectors": screener.parameters.get("headerSelectors")}
+    selectors = validation.to_struct(parameters, _Screener, where=place).header_selectors or ()
+    for at, selector in enumerate(selectors):
+        if selector.mode != "prefer":
+            raise ConfigError(
+                place / "headerSelectors" / at,
+                wanted="no strict selector",
+                got=f"{_SCREENER} with the header {selector.header_name}, which is not read here, so "
+                f"requests would reach endpoints with another {selector.label_key}",
+                fix="give each value a pool that matches the header, in pools of an ExtProcConfig, or "
+                "accept that all endpoints get all requests with --allow-unsupported "
                 "(scheduling.allow_unsupported)",
             )
 

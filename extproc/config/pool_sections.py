@@ -160,8 +160,9 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
             were answered, for comparison only; requests of models with rules of their own are not
             looked at. Null: none.
         allow_unsupported: Accept plugins of an EndpointPickerConfig that split requests over
-            several engines, such as separate prefill engines. False: the deployment would seem to
-            work while those engines are idle.
+            several engines, such as separate prefill engines, or keep them to some by a header, such as
+            those of a revision. False: the deployment would seem to work while engines are idle, or
+            get requests that are not for them.
         fallbacks: Further endpoints that Envoy tries if the chosen one fails (count). 0, because
             only a data plane with an override-host policy can use them.
         respect_subset: Choose only among the endpoints that a gateway allows (EPP protocol 004,

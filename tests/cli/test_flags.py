@@ -228,6 +228,35 @@ def test_separate_prefill_is_refused_unless_allowed(handler):
     assert resolved.settings.scheduling.allow_unsupported
 
 
+SCREENER = """apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: disaggregatedset-rollout-screener
+  parameters:
+    scope: {labelSelector: a=b}
+    headerSelectors: [{name: revision, headerName: x-revision, labelKey: revision, mode: MODE}]
+"""
+
+
+def test_strict_selectors_are_refused_unless_allowed():
+    """Requests for a revision would reach all of them."""
+    text = SCREENER.replace("MODE", "strict")
+    with pytest.raises(ConfigError) as raised:
+        resolve(ENDPOINTS, "--config-text", text)
+    assert raised.value.where.endswith("plugins[0].parameters.headerSelectors[0]")
+    assert "the header x-revision" in raised.value.got
+    assert "--allow-unsupported" in raised.value.fix
+    assert resolve(ENDPOINTS, "--config-text", text, "--allow-unsupported")
+
+
+def test_selectors_that_prefer_are_accepted():
+    """They exclude no endpoint upstream either."""
+    text = SCREENER.replace("MODE", "prefer")
+    assert resolve(ENDPOINTS, "--config-text", text)
+    with pytest.raises(ConfigError, match="strict"):
+        resolve(ENDPOINTS, "--config-text", text.replace("prefer", "other"))
+
+
 @pytest.mark.parametrize(
     "parameters", ["{}", '{deciders: {prefill: ""}}', "{stageOrder: decode-first}"]
 )
