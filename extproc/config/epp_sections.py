@@ -60,6 +60,9 @@ _FAIRNESS: Final = {
     "global-strict-fairness-policy": "none",
     "round-robin-fairness-policy": "round-robin",
 }
+#: Upstream policies that are not built, and the value of ours that comes nearest. A policy that shares
+#: engines between tenants must not become `none`, which serves them by arrival.
+_NEAREST_FAIRNESS: Final = {"program-aware-fairness": "round-robin"}
 _ORDER: Final = {
     "fcfs-ordering-policy": "fcfs",
     "edf-ordering-policy": "edf",
@@ -277,10 +280,11 @@ def _policy(
 ) -> str:
     """Convert the policy of priority 0, else of the default band; warn of bands that differ."""
     usual = next(iter(known))
+    nearest = _NEAREST_FAIRNESS if known is _FAIRNESS else {}
     chosen: dict[str, str] = {}
     for place, band in bands:
         kind = policy_type(band.get(key) or usual)
-        if kind not in known and kind not in _OTHER_POLICIES:
+        if kind not in known and kind not in nearest:
             raise ConfigError(
                 place / key,
                 wanted=f"a policy such as {', '.join(known)}",
@@ -294,7 +298,7 @@ def _policy(
             spot = other
     kind = chosen[spot]
     ours = "fairness" if known is _FAIRNESS else "order"
-    mapped = known.get(kind) or known[usual]
+    mapped = known.get(kind) or nearest[kind]
     if kind not in known:
         warnings.append(
             f"{spot}.{key}: {kind} is not built: flow_control.{ours} is {mapped} in its place"
@@ -306,10 +310,6 @@ def _policy(
         if different != kind and (other != default or bands[0][1].get(key))
     ]
     return mapped
-
-
-#: Upstream policies without a counterpart in flow control.
-_OTHER_POLICIES: Final = frozenset({"program-aware-fairness"})
 
 
 def _unmapped(

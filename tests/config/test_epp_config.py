@@ -127,7 +127,7 @@ def test_ignored_plugins_are_warnings():
             "type: metrics-data-source, parameters: {caCertPath: /ca, clientKeyPath: /key}",
             "caCertPath, clientKeyPath are not read",
         ),
-        ("type: program-aware-fairness", "as `flow_control.fairness` says"),
+        ("type: program-aware-fairness", "tenants take turns"),
         ("type: probabilistic-admitter", "priorities of objectives"),
         ("type: slo-headroom-tier-filter", "let the strategy adaptive"),
         (

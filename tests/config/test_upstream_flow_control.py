@@ -161,7 +161,7 @@ flowControl:
   - {priority: 7, maxRequests: 5, orderingPolicyRef: edf-ordering-policy}
 """
     )
-    assert (holding.timeout_s, holding.fairness, holding.order) == (3600.0, "none", "fcfs")
+    assert (holding.timeout_s, holding.fairness, holding.order) == (3600.0, "round-robin", "fcfs")
     begins = [
         "flowControl.defaultRequestTTL: 7200 s",
         "flowControl.noEndpointRequestTTL: 10800 s",
@@ -176,6 +176,7 @@ flowControl:
         "flowControl.usageLimitPolicyPluginRef: static-usage-limit-policy is not acted on",
     ]
     assert len(warnings) == len(begins)
+    assert warnings[2].endswith(": flow_control.fairness is round-robin in its place")
     for warning, begin in zip(warnings, begins, strict=True):
         assert warning.startswith(begin)
 
@@ -215,6 +216,10 @@ def test_the_priority_of_a_default_band_is_not_read():
         ("{priorityBands: [5]}", "flowControl.priorityBands[0]"),
         ("{priorityBands: [{prio: 5}]}", "flowControl.priorityBands[0].prio"),
         ("{defaultPriorityBand: {fairnessPolicyRef: x}}", "defaultPriorityBand.fairnessPolicyRef"),
+        (
+            "{defaultPriorityBand: {orderingPolicyRef: program-aware-fairness}}",
+            "defaultPriorityBand.orderingPolicyRef",
+        ),
         ("[1]", "flowControl"),
     ],
 )
