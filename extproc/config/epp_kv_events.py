@@ -213,6 +213,11 @@ def _convert_producer(
                 f"plugin {name}: speculativeTTL is not acted on: a prompt counts as on its way for "
                 f"{_SPECULATIVE_S:g} s"
             )
+    if (indexer.kv_block_index_config or {}).get("enableMetrics"):
+        warnings.append(
+            f"plugin {name}: enableMetrics is not acted on: no llm_d_epp_kv_cache_* series are served; "
+            "query extproc_kv_event_* and llm_d_epp_prefix_indexer_hit_ratio"
+        )
     section = _convert_events(
         producer.kv_events_config or _KvEvents(), name, warnings, place / "kvEventsConfig"
     )

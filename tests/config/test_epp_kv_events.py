@@ -64,12 +64,14 @@ PRODUCER = "type: precise-prefix-cache-producer"
 
 
 def test_the_split_pipeline_reads_events_and_renders():
-    """Ports, replay and renderer are taken over, and nothing is lost without a word."""
+    """Ports, replay and renderer are taken over, and only the metrics of the index are missing."""
     settings, warnings = read(SPLIT)
     events = settings.kv_events
     assert (events.enabled, events.port, events.replay_port) == (True, 6557, 6558)
     assert (events.render_url, events.render_model) == ("http://localhost:8000", "base/model")
-    assert not warnings
+    (warning,) = warnings
+    assert warning.startswith(f"plugin {PRODUCER[6:]}: enableMetrics is not acted on: ")
+    assert read(SPLIT.replace("enableMetrics: true", "enableMetrics: false"))[1] == []
     profile = profile_builder.build_profile(settings, where="x")
     assert [(scorer.kind, weight) for scorer, weight in profile.scorers] == [
         ("prefix-cache-scorer", 2.0)

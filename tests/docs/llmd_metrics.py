@@ -12,6 +12,12 @@ import re
 
 from tests.docs import metrics_reference
 
+#: Text of families of its index of KV blocks.
+_NO_BLOCK_INDEX = (
+    "not provided, nor under the earlier prefixes `llm_d_router_epp_` and `kvcache_`; `enableMetrics`"
+    " causes a warning"
+)
+
 #: Families of llm-d to the text in the table; metrics of extproc are in backticks, and empty text
 #: means that there is none.
 ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -131,29 +137,35 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         (
-            "llm_d_router_epp_kv_cache_index_admissions_total",
-            "llm_d_router_epp_kv_cache_index_evictions_total",
-            "llm_d_router_epp_kv_cache_index_lookup_requests_total",
-            "llm_d_router_epp_kv_cache_index_lookup_hits_total",
-            "llm_d_router_epp_kv_cache_index_max_pod_hit_count_total",
-            "llm_d_router_epp_kv_cache_index_lookup_latency_seconds",
+            "kv_cache_index_admissions_total",
+            "kv_cache_index_evictions_total",
+            "kv_cache_index_lookup_requests_total",
+            "kv_cache_index_lookup_hits_total",
+            "kv_cache_index_max_pod_hit_count_total",
+            "kv_cache_index_lookup_latency_seconds",
         ),
-        "",
+        _NO_BLOCK_INDEX,
     ),
     (
         (
-            "llm_d_router_epp_kv_cache_events_dedup_removed_hashes_suppressed_total",
-            "llm_d_router_epp_kv_cache_events_dedup_removed_hashes_forwarded_total",
-            "llm_d_router_epp_kv_cache_events_stores_skipped_total",
-            "llm_d_router_epp_kv_cache_events_removals_skipped_total",
-            "llm_d_router_epp_kv_cache_events_active_subscribers",
-            "llm_d_router_epp_kv_cache_events_subscriber_reconnections_total",
-            "llm_d_router_epp_kv_cache_events_messages_received_total",
-            "llm_d_router_epp_kv_cache_events_zmq_errors_total",
-            "llm_d_router_epp_kv_cache_events_pool_queue_depth",
-            "llm_d_router_epp_kv_cache_events_pool_capacity",
+            "kv_cache_events_dedup_removed_hashes_suppressed_total",
+            "kv_cache_events_dedup_removed_hashes_forwarded_total",
+            "kv_cache_events_stores_skipped_total",
+            "kv_cache_events_removals_skipped_total",
+            "kv_cache_events_subscriber_reconnections_total",
+            "kv_cache_events_zmq_errors_total",
+            "kv_cache_events_pool_queue_depth",
+            "kv_cache_events_pool_capacity",
         ),
-        "",
+        _NO_BLOCK_INDEX,
+    ),
+    (
+        ("kv_cache_events_active_subscribers",),
+        "`count(extproc_kv_event_subscription_state)`",
+    ),
+    (
+        ("kv_cache_events_messages_received_total",),
+        "`extproc_kv_event_batches_total` by pool and result",
     ),
 )
 
