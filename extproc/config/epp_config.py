@@ -16,6 +16,7 @@ from extproc.config import (
     epp_data_layer,
     epp_handlers,
     epp_kv_events,
+    epp_request_cost,
     epp_sections,
     epp_sessions,
     epp_sources,
@@ -152,6 +153,9 @@ def _convert_plugins(
     warnings += unread
     if events is not None:
         sections["kv_events"] = events
+    responses = epp_request_cost.convert_request_cost(plugins, file)
+    if responses:
+        sections["responses"] = responses
     return plugins, warnings
 
 
