@@ -70,7 +70,11 @@ networking.istio.io/v1alpha3 EnvoyFilter:
       patch!: {operation!: INSERT_FIRST|MERGE, value!: {name: text, typed_config!: envoy}}
 networking.istio.io/v1 DestinationRule:
   host!: text
-  trafficPolicy!: {tls!: {mode!: DISABLE|SIMPLE|MUTUAL|ISTIO_MUTUAL, insecureSkipVerify: flag}}
+  trafficPolicy!:
+    portLevelSettings:
+      - port!: {number!: port}
+        tls!: {mode!: DISABLE|SIMPLE|MUTUAL|ISTIO_MUTUAL, insecureSkipVerify: flag}
+    connectionPool: {http!: {idleTimeout: duration}}
 networking.gke.io/v1 HealthCheckPolicy:
   targetRef!: {group!: text, kind!: text, name!: text}
   default!:

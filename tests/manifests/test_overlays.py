@@ -1,5 +1,6 @@
 """Objects that kustomize renders from the base and from every overlay."""
 
+import hashlib
 import json
 import os
 import re
@@ -158,6 +159,22 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     assert {"access_log", "local_reply_config"} <= times.keys()
     gateway = parts.only(documents, "Gateway")["metadata"]["name"]
     assert gateway in spec["workloadSelector"]["labels"].values()
+
+
+def test_istio_rules_are_for_the_services_of_picker_and_pool():
+    """TLS on the port of the picker alone; the Service of the pool has the name that Istio gives it."""
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/istio")
+    pool = parts.only(documents, "InferencePool")
+    picker, name = pool["spec"]["endpointPickerRef"], pool["metadata"]["name"]
+    rules_by_host = {
+        item["spec"]["host"]: item["spec"]["trafficPolicy"]
+        for item in parts.of_kind(documents, "DestinationRule")
+    }
+    service = f"{name}-ip-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    assert rules_by_host.keys() == {picker["name"], service}
+    (port,) = rules_by_host[picker["name"]]["portLevelSettings"]
+    assert port["port"] == picker["port"]
+    assert set(rules_by_host[picker["name"]]) == {"portLevelSettings"}
 
 
 def test_gateways_write_the_access_log_of_the_shipped_files():
@@ -411,7 +428,9 @@ def _connected(documents):
     ]
     pool = parts.only(documents, "InferencePool")
     policy = parts.only(documents, "NetworkPolicy", "extproc")["spec"]
+    ((_, container),) = parts.pickers(documents)
     return {
+        "fallback": parts.parsed(container["args"]).fallback_endpoints,
         "injection": labels.get("sidecar.istio.io/inject"),
         "address": parts.only(documents, "Service", "extproc")["spec"].get("clusterIP"),
         "clients": policy["ingress"][0].get("from") or "all",
