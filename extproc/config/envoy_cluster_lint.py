@@ -63,6 +63,7 @@ def missing(names: Sequence[str]) -> Iterator[Finding]:
 def picker(cluster: YamlTree, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Check a cluster by which ext_proc filters reach extproc."""
     place = f"cluster {cluster['name']}"
+    yield from _tls(cluster, settings, place=place)
     yield from _breakers(cluster, settings, place=place, where=where)
     yield from _stream_duration(
         cluster, "the stream to extproc ends then", place=place, where=where
@@ -103,6 +104,25 @@ def picker(cluster: YamlTree, settings: Settings, *, where: str) -> Iterator[Fin
 
 def _is_http2(message: YamlTree) -> bool:
     return isinstance(message.get("http2_protocol_options"), Mapping)
+
+
+def _tls(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+    """Check that both ends speak TLS, or neither; endpoints may differ where there are matches."""
+    has_tls = any(is_a(part, "tls.v3.UpstreamTlsContext") for part in walk(cluster))
+    is_secure = settings.server.secure_serving
+    if has_tls == is_secure or cluster.get("transport_socket_matches"):
+        return
+    here, there = ("TLS" if is_tls else "plaintext" for is_tls in (has_tls, is_secure))
+    yield finding.warning(
+        "picker_tls",
+        place,
+        f"the cluster speaks {here}, and extproc {there} (server.secure_serving): no stream opens",
+        wanted=there,
+        fix="write transport_socket with an UpstreamTlsContext, a DestinationRule with Istio, or "
+        "secure_serving: false"
+        if is_secure
+        else "remove transport_socket, or write secure_serving: true",
+    )
 
 
 def _breakers(

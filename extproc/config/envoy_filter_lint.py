@@ -190,8 +190,8 @@ def retries(manager: YamlTree, processor: YamlTree, *, place: str) -> Iterator[F
         yield finding.warning(
             "failure_mode_allow",
             place,
-            f"failure_mode_allow has no effect on requests with a body in {_DUPLEX}: once a piece "
-            "was sent, a lost replica of extproc is a 500",
+            f"failure_mode_allow helps requests with a body in {_DUPLEX} only while Envoy knows that "
+            "no replica of extproc is there: once a piece was sent, a lost replica is a 500",
             wanted="off, or request_body_mode BUFFERED",
             fix="write failure_mode_allow: false, or request_body_mode: BUFFERED",
         )

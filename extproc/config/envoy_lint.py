@@ -14,6 +14,7 @@ from extproc.config import envoy_cluster_lint, envoy_filter_lint, finding
 from extproc.config.envoy_tree import (
     MANAGER,
     YamlTree,
+    action_clusters,
     cluster_name,
     effective_processors,
     find_managers,
@@ -27,6 +28,7 @@ from extproc.config.envoy_tree import (
     route_clusters,
     routes,
     seconds,
+    unseen_routes,
     walk,
 )
 from extproc.config.finding import Finding, Severity
@@ -102,6 +104,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         yield from _uploads(manager, place=place, where=where)
         yield from _clients(manager, place=place)
         yield from _routes(manager, hold_s, place=place, where=where)
+        yield from _unused_choices(manager, clusters, place=place)
         yield from _local_replies(manager, place=place)
     yield from envoy_cluster_lint.buffers(tree, settings, where=where)
     named = {name for manager in managers for name in route_clusters(manager)}
@@ -292,6 +295,37 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
                 fix="remove max_stream_duration of the route",
             )
         yield from _tries(route, spot=spot, where=where)
+
+
+def _unused_choices(
+    manager: YamlTree, clusters: Mapping[str, YamlTree], *, place: str
+) -> Iterator[Finding]:
+    """Check that every request to a cluster of engines goes to the endpoint of its picker."""
+    choosing = {
+        name for name, cluster in clusters.items() if envoy_cluster_lint.is_override_host(cluster)
+    }
+    unseen = {name for route in unseen_routes(manager) for name in action_clusters(route)}
+    for name in sorted(unseen & choosing):
+        yield finding.warning(
+            "ext_proc_bypassed",
+            f"{place}, cluster {name}",
+            "a route sends requests there that do not pass the ext_proc filter: Envoy chooses the "
+            "endpoint",
+            wanted="the filter enabled on every route to this cluster",
+            fix="remove disabled of the filter from typed_per_filter_config of the route; with Istio, "
+            "remove the filter CORS of the rule",
+        )
+    for route in routes(manager):
+        named = [name for name in action_clusters(route) if name in choosing]
+        if len(named) > 1:
+            yield finding.warning(
+                "weighted_clusters",
+                f"{place}, cluster {', '.join(named)}",
+                "a route divides requests over these clusters by weight, whichever endpoint extproc "
+                "chose: Envoy skips one that is in another cluster, and chooses itself",
+                wanted="one cluster of engines for each route",
+                fix="divide requests within one pool, by a rewrite of models",
+            )
 
 
 def _tries(route: YamlTree, *, spot: str, where: str) -> Iterator[Finding]:

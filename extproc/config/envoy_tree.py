@@ -71,6 +71,14 @@ def routes(manager: YamlTree) -> Iterator[YamlTree]:
     return (route for route, _ in _passing_routes(manager))
 
 
+def unseen_routes(manager: YamlTree) -> Iterator[YamlTree]:
+    """Yield the route actions of a connection manager whose requests no ext_proc filter sees."""
+    entries = _picker_filters(manager)
+    for route, overrides in _walk_routes(manager):
+        if not any(_is_in_use(entry, overrides) for entry in entries):
+            yield route
+
+
 def is_idle(manager: YamlTree) -> bool:
     """Return True if a connection manager has routes, and an ext_proc filter sees none of them."""
     has_routes = next(_walk_routes(manager), None) is not None
@@ -186,10 +194,15 @@ def _overridden(processor: YamlTree, overrides: YamlTree) -> YamlTree:
 def route_clusters(manager: YamlTree) -> Iterator[str]:
     """Yield the names of the clusters that routes of a connection manager name."""
     for route in routes(manager):
-        if isinstance(route.get("cluster"), str):
-            yield route["cluster"]
-        for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []:
-            yield weighted.get("name", "")
+        yield from action_clusters(route)
+
+
+def action_clusters(route: YamlTree) -> Iterator[str]:
+    """Yield the names of the clusters that a route action names."""
+    if isinstance(route.get("cluster"), str):
+        yield route["cluster"]
+    for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []:
+        yield weighted.get("name", "")
 
 
 def find_managers(tree: object) -> list[YamlTree]:

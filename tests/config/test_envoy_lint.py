@@ -454,10 +454,10 @@ def test_trusted_clients_are_named():
 
 
 def test_failing_open_in_full_duplex_is_named():
-    """It has no effect once a piece of a body was sent."""
+    """It does not help once a piece of a body was sent."""
     tree = load("original-dst.yaml")
     processor(tree)["failure_mode_allow"] = True
-    assert any("failure_mode_allow has no effect" in finding.text for finding in findings(tree))
+    assert any("failure_mode_allow helps requests" in finding.text for finding in findings(tree))
 
 
 def test_short_limits_without_flow_control_are_no_cut():
@@ -534,3 +534,52 @@ def test_a_dump_of_a_running_envoy_is_read(tmp_path, capsys):
     assert (
         "cut     connection manager inference, route 0: timeout is 15 s" in capsys.readouterr().out
     )
+
+
+def disable_filter(added):
+    added["typed_per_filter_config"] = {
+        "envoy.filters.http.ext_proc": {
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+            "disabled": True,
+        }
+    }
+
+
+def test_a_route_to_engines_around_the_picker_is_named():
+    """With a policy that chooses without extproc, nothing else shows it."""
+    tree = load("override-host.yaml")
+    added = copy.deepcopy(host(tree)["routes"][0])
+    disable_filter(added)
+    host(tree)["routes"].append(added)
+    (result,) = findings(tree)
+    assert (result.check, result.severity) == ("ext_proc_bypassed", "warning")
+    assert result.place.endswith("cluster engines")
+
+
+def test_a_route_that_divides_requests_over_pools_is_named():
+    """The cluster is chosen by weight, and the endpoint by the one picker."""
+    tree = load("override-host.yaml")
+    other = copy.deepcopy(cluster(tree, "engines"))
+    other["name"] = "others"
+    tree["static_resources"]["clusters"].append(other)
+    action = route(tree)
+    names = (action.pop("cluster"), "others")
+    action["weighted_clusters"] = {"clusters": [{"name": name, "weight": 1} for name in names]}
+    (result,) = findings(tree)
+    assert (result.check, result.severity) == ("weighted_clusters", "warning")
+
+
+@pytest.mark.parametrize("is_secure", [True, False])
+def test_tls_at_one_end_alone_is_named(is_secure):
+    """The finding says which end has it; where endpoints differ there is none."""
+    configured = settings.Settings(server=settings.ServerSection(secure_serving=is_secure))
+    tree = load()
+    socket = cluster(tree, "extproc")["transport_socket"]
+    if is_secure:
+        del cluster(tree, "extproc")["transport_socket"]
+    (result,) = findings(tree, configured)
+    assert (result.check, result.severity) == ("picker_tls", "warning")
+    assert result.wanted == ("TLS" if is_secure else "plaintext")
+    matches = [{"name": "some", "match": {}, "transport_socket": socket}]
+    cluster(tree, "extproc")["transport_socket_matches"] = matches
+    assert findings(tree, configured) == []
