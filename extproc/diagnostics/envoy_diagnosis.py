@@ -132,7 +132,7 @@ def _running(
     yield from _missing_clusters(tree, clusters, warming=frozenset(_warming_clusters(dump)))
     yield from _picker_hosts(tree, clusters)
     yield from _engine_hosts(tree, clusters, endpoints)
-    yield from _counters(pages.stats, named)
+    yield from _counters(pages.stats, _stat_names(tree, named), place=place)
 
 
 _NO_FILTER_FIX: Final = (
@@ -339,23 +339,47 @@ def _engine_hosts(
         yield finding.fine("endpoints_listed", place, "the cluster has every endpoint of the pool")
 
 
-def _counters(page: FetchedPage, named: Collection[str]) -> Iterator[Finding]:
-    """Check counters of ext_proc filters and of the circuit breakers of named clusters."""
+def _stat_names(tree: YamlTree, named: Collection[str]) -> Mapping[str, str]:
+    """Names of clusters by the names that their counters have, as Istio sets `alt_stat_name`."""
+    return {name: name for name in named} | {
+        str(part["alt_stat_name"]): name
+        for part in envoy_tree.walk(tree)
+        if (name := envoy_tree.cluster_name(part)) in named and part.get("alt_stat_name")
+    }
+
+
+def _counters(page: FetchedPage, named: Mapping[str, str], *, place: str) -> Iterator[Finding]:
+    """Check counters of ext_proc filters and of the circuit breakers of named clusters.
+
+    Args:
+        named: Names of clusters by the names that their counters have.
+    """
     if page.failure:
         return
-    for name, text in _COUNTER.findall(page.body.decode("latin-1")):
+    counters = _COUNTER.findall(page.body.decode("latin-1"))
+    owners = (".ext_proc.", *(f"cluster.{name}." for name in named))
+    if not any(owner in name for name, _ in counters for owner in owners):
+        yield finding.note(
+            "counters_recorded",
+            place,
+            "it keeps no counters of ext_proc and of clusters: none is examined",
+            wanted="counters",
+            fix="remove stats_matcher; with Istio, add .* to inclusionRegexps of proxyStatsMatcher",
+        )
+    for name, text in counters:
         count = int(text)
         if not count:
             continue
         owner, _, counter = name.rpartition(".")
-        cluster = owner.removeprefix("cluster.").removesuffix(".circuit_breakers.default")
+        owned = owner.removeprefix("cluster.").removesuffix(".circuit_breakers.default")
+        cluster = named.get(owned, "")
         row = FILTER_COUNTERS.get(counter)
         if row is not None and ".ext_proc" in owner:
             severity, effect, fix = row
             place = f"connection manager {owner.removeprefix('http.').partition('.ext_proc')[0]}"
             got = f"{effect}: {counter} is {count} since Envoy started"
             yield Finding(severity, counter, place, got, wanted="0", fix=fix)
-        elif cluster not in named:
+        elif not cluster:
             continue
         elif counter in ("rq_open", "rq_pending_open"):
             yield finding.error(

@@ -147,6 +147,10 @@ FAULTS = {
         )
         for counter, row in envoy_diagnosis.FILTER_COUNTERS.items()
     },
+    "no counters": (
+        {"stats": page("cluster.xds-grpc.circuit_breakers.default.rq_open: 0\n")},
+        ("note", "counters_recorded", ENVOY),
+    ),
     "open": (
         {"stats": page("cluster.extproc.circuit_breakers.default.rq_open: 1\n")},
         ("error", "breakers_open", "cluster extproc"),
@@ -186,9 +190,20 @@ def test_a_cluster_that_xds_did_not_bring_is_a_finding():
     assert findings(msgspec.structs.replace(GOOD, config_dump=eds)) == []
 
 
+def test_counters_with_names_of_their_own_are_those_of_the_cluster():
+    """Istio ends the names of clusters in its statistics with a semicolon."""
+    config_dump = dump(change=lambda static: static["clusters"][0].update(alt_stat_name="a|b;"))
+    stats = page("cluster.a|b;.circuit_breakers.default.rq_open: 1\n")
+    pages = msgspec.structs.replace(GOOD, config_dump=config_dump, stats=stats)
+    assert findings(pages) == [("error", "breakers_open", "cluster engines")]
+
+
 def test_other_clusters_are_left_alone():
     """Their circuit breakers are none of ours."""
-    stats = page("cluster.web.circuit_breakers.default.rq_open: 1\n")
+    stats = page(
+        "cluster.web.circuit_breakers.default.rq_open: 1\n"
+        "cluster.extproc.circuit_breakers.default.rq_open: 0\n"
+    )
     assert findings(msgspec.structs.replace(GOOD, stats=stats)) == []
 
 
