@@ -18,6 +18,7 @@ from extproc.cli import flags, main, serve
 from extproc.config import (
     autoscaling,
     envoy_lint,
+    epp_handlers,
     finding,
     kubernetes_plan,
     lint,
@@ -311,6 +312,11 @@ def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Itera
     yield f"  picker    {_describe_plugin(profile.picker)}"
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
+    epp = settings.scheduling.epp
+    header = "" if epp is None else epp_handlers.find_profile_header(epp, validation.Place(""))
+    if epp is not None and header:
+        names = ", ".join(written.name for written in epp.scheduling_profiles)
+        yield f"by header   {header} names one of {names}"
     shadow = settings.scheduling.shadow
     if shadow is not None:
         name = shadow.strategy if shadow.profile is None else shadow.profile.name

@@ -160,16 +160,19 @@ def _convert_plugins(
 
 
 def by_reference(
-    scheduling: EppPlugins, tables: registry.PluginRegistry, file: Place
+    scheduling: EppPlugins, tables: registry.PluginRegistry, file: Place, *, name: str = ""
 ) -> ProfileSpec:
-    """Return the specification of the profile that plugins and scheduling profiles describe.
+    """Return the specification of a profile that plugins and scheduling profiles describe.
+
+    Args:
+        name: Name of the profile; empty for the one that routes where no header names another.
 
     Raises:
         ConfigError: A type or reference is unknown, a name stands twice, or it is not clear which
             profile routes.
     """
     named = _named(scheduling.plugins, tables, file)
-    chosen, at = epp_handlers.find_profile(scheduling, file)
+    chosen, at = epp_handlers.find_profile(scheduling, file, name=name)
     profile = file / "schedulingProfiles" / at
     parts: list[PluginSpec] = []
     for number, reference in enumerate(_with_picker(chosen, named, tables.pickers)):

@@ -1,8 +1,8 @@
-"""Finds the profile of an EndpointPickerConfig that routes, by the handlers of its profiles.
+"""Finds the profiles of an EndpointPickerConfig that route, by the handlers of its profiles.
 
-Upstream, a handler runs several profiles for a request, one for each engine that takes part. Here one
-engine does all of it. A handler that needs several is refused, as is a screener that keeps requests
-to engines by a header.
+Upstream, some handlers run several profiles for a request, one for each engine that takes part. Here
+one engine does all of it; a header may name the profile that picks it. A handler that needs several is
+refused, as is a screener that keeps requests to engines by a header.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
         _NOT_SPLIT,
     ),
     "pd-profile-handler": ((("decodeProfile",),), "decode", _NOT_SPLIT),
-    "header-profile-handler": (
-        (("defaultProfile",),),
-        "decode",
-        "no header chooses a profile here",
-    ),
+    "header-profile-handler": ((("defaultProfile",),), "decode", ""),
     "data-parallel-profile-handler": ((), "decode", ""),
     "slo-aware-profile-handler": ((), "default", ""),
     "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
@@ -52,6 +48,17 @@ _STAGE_ORDERS: Mapping[str, bool] = {
     **dict.fromkeys(("", "decode", "decodefirst"), False),
     **dict.fromkeys(("prefill", "prefillfirst"), True),
 }
+
+
+#: Handler that runs the profile that a header of the request names.
+_BY_HEADER = "header-profile-handler"
+
+
+class _HeaderChoice(UpstreamParameters, frozen=True):
+    """Parameters of `header-profile-handler`."""
+
+    header_name: str = ""
+    default_profile: str = ""
 
 
 class _StageProfiles(UpstreamParameters, frozen=True):
@@ -153,8 +160,30 @@ def _check_selectors(screener: NamedPlugin, place: Place) -> None:
             )
 
 
-def find_profile(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
+def find_profile_header(scheduling: EppPlugins, file: Place) -> str:
+    """Return the header that names the profile of a request, in lower case; empty for none.
+
+    As upstream, nothing is chosen where there is a single profile.
+
+    Raises:
+        ConfigError: The parameters of the handler cannot be read.
+    """
+    if len(scheduling.scheduling_profiles) < 2:
+        return ""
+    handlers = ((at, p) for at, p in enumerate(scheduling.plugins) if p.type in _HANDLERS)
+    at, handler = next(handlers, (0, None))
+    if handler is None or handler.type != _BY_HEADER:
+        return ""
+    place = file / "plugins" / at / "parameters"
+    chosen = validation.to_struct(handler.parameters, _HeaderChoice, where=place)
+    return chosen.header_name.strip().lower() or "epp-profile"
+
+
+def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tuple[EppProfile, int]:
     """Return the profile that picks the serving endpoint, and its index.
+
+    Args:
+        name: Name of the profile; empty for the one that the handler names.
 
     Raises:
         ConfigError: It is not clear which one does.
@@ -167,7 +196,7 @@ def find_profile(scheduling: EppPlugins, file: Place) -> tuple[EppProfile, int]:
         return EppProfile(name="default", plugins=refs), 0
     if len(profiles) == 1:
         return profiles[0], 0
-    wanted = next(
+    wanted = name or next(
         (_decoding(plugin) for plugin in scheduling.plugins if plugin.type in _HANDLERS), ""
     )
     for at, profile in enumerate(profiles):

@@ -92,7 +92,7 @@ def build(
     shadow = build_shadow(settings, resolved, guards, on_shadow_pending)
     router = director.Director(
         store=store,
-        routing=build_routing_config(settings, resolved.profile, resolved.by_model, shadow=shadow),
+        routing=_routing_of(settings, resolved, shadow),
         index=index,
         cache_model=model,
         schedule=settings.prefix.schedule,
@@ -195,8 +195,18 @@ def rebuild_routing(
         and running.sample_ratio == built.sample_ratio
     ):
         built = running
-    routing = build_routing_config(settings, resolved.profile, resolved.by_model, shadow=built)
-    return routing, resolved
+    return _routing_of(settings, resolved, built), resolved
+
+
+def _routing_of(
+    settings: Settings,
+    resolved: profile_builder.ResolvedProfiles,
+    shadow: ShadowScheduler | None,
+) -> scheduler.RoutingConfig:
+    routing = build_routing_config(settings, resolved.profile, resolved.by_model, shadow=shadow)
+    if resolved.by_header is None:
+        return routing
+    return msgspec.structs.replace(routing, by_header=resolved.by_header)
 
 
 def build_shadow(

@@ -10,7 +10,14 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.config import epp_config, filter_tree_syntax, plugin_loader, pool_sections, validation
+from extproc.config import (
+    epp_config,
+    epp_handlers,
+    filter_tree_syntax,
+    plugin_loader,
+    pool_sections,
+    validation,
+)
 from extproc.config.pool_sections import PluginSpec, ProfileSpec
 from extproc.config.settings import Settings
 from extproc.config.validation import Place
@@ -18,7 +25,7 @@ from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, registry
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
-from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 
 PluginT = TypeVar("PluginT", bound=Plugin)
 
@@ -41,6 +48,7 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
         profile: Profile of models without rules of their own.
         origins: Inputs of the profiles by model name; None is the key of `profile`.
         shadow: Profile of the shadow; None without one.
+        by_header: Profiles that a header of the request names; None where none does.
     """
 
     profile: SchedulerProfile
@@ -48,6 +56,7 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
     origins: Mapping[str | None, ProfileOrigin]
     shadow: SchedulerProfile | None = None
     shadow_origin: ProfileOrigin | None = None
+    by_header: HeaderProfiles | None = None
 
 
 class ProfileOrigin(msgspec.Struct, frozen=True):
@@ -116,8 +125,10 @@ def resolve_all(
     place = Place(where) / "scheduling"
     origins: dict[str | None, ProfileOrigin] = {}
 
-    def checked(rules: pool_sections.SchedulingRules, spot: Place) -> SchedulerProfile:
-        profile = _ruled(rules, spot, tables)
+    def checked(
+        rules: pool_sections.SchedulingRules, spot: Place, name: str = ""
+    ) -> SchedulerProfile:
+        profile = _ruled(rules, spot, tables, name)
         _require(profile, signals, spot)
         _require_metrics(profile, settings.scrape.extra_metrics, spot)
         return profile
@@ -144,7 +155,16 @@ def resolve_all(
         if before is not None and before.shadow_origin == shadow_origin:
             shadow = before.shadow
     profile = ruled(scheduling, None, place)
-    return ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
+    resolved = ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
+    if before is not None and before.profile is profile:
+        return msgspec.structs.replace(resolved, by_header=before.by_header)
+    epp = scheduling.epp if scheduling.profile is None else None
+    header = "" if epp is None else epp_handlers.find_profile_header(epp, Place(place.file))
+    if epp is None or not header:
+        return resolved
+    names = [written.name for written in epp.scheduling_profiles]
+    profiles = {n: profile if n == profile.name else checked(scheduling, place, n) for n in names}
+    return msgspec.structs.replace(resolved, by_header=HeaderProfiles(header, profiles))
 
 
 def _origin(
@@ -170,13 +190,21 @@ def _words(tree: object) -> Iterator[str]:
 
 
 def _ruled(
-    rules: pool_sections.SchedulingRules, place: Place, tables: registry.PluginRegistry
+    rules: pool_sections.SchedulingRules,
+    place: Place,
+    tables: registry.PluginRegistry,
+    name: str,
 ) -> SchedulerProfile:
-    """Build the profile of rules: written out, of an EndpointPickerConfig, or a strategy."""
+    """Build the profile of rules: written out, of an EndpointPickerConfig, or a strategy.
+
+    Args:
+        name: Name among the profiles of an EndpointPickerConfig; see `epp_config.by_reference`.
+    """
     if rules.profile is not None:
         profile = _build(by_roles(rules.profile, place / "profile"), tables)
     elif isinstance(rules, pool_sections.SchedulingSection) and rules.epp is not None:
-        profile = _build(epp_config.by_reference(rules.epp, tables, Place(place.file)), tables)
+        file = Place(place.file)
+        profile = _build(epp_config.by_reference(rules.epp, tables, file, name=name), tables)
     else:
         profile = _named(rules.strategy, place)
     if rules.goal == "balanced":

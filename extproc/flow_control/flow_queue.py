@@ -20,12 +20,15 @@ class EndpointBits(msgspec.Struct, frozen=True):
         for_target: Bits of the endpoints that can serve a target; 0 where none can.
         version: Source of the bits; the driver compares it to detect changes.
         adapter_of: LoRA adapter of a target; empty for a base model.
+        profile_of: Scheduling profile that a target names; empty for none. Another profile may choose
+            among other endpoints of the same bits.
     """
 
     for_target: Callable[[Any], int]
     for_addresses: Callable[[Sequence[str]], int]
     version: object = None
     adapter_of: Callable[[Any], str] = lambda _: ""
+    profile_of: Callable[[Any], str] = lambda _: ""
 
 
 class EndpointSet:
@@ -33,14 +36,16 @@ class EndpointSet:
 
     Attributes:
         adapter: Adapter that the requests ask for; empty for a base model.
+        profile: Scheduling profile that the requests name; empty for none.
         bits: A bit for each of these endpoints; 0 if unknown, or if none can serve them.
         targets: Targets that are waited for and can be served by them (count).
     """
 
-    __slots__ = ("adapter", "bits", "targets")
+    __slots__ = ("adapter", "bits", "profile", "targets")
 
-    def __init__(self, adapter: str = "", bits: int = 0) -> None:
+    def __init__(self, adapter: str = "", bits: int = 0, profile: str = "") -> None:
         self.adapter = adapter
+        self.profile = profile
         self.bits = bits
         self.targets = 0
 
@@ -64,7 +69,7 @@ class EndpointSets:
     def __init__(self) -> None:
         self._bits: EndpointBits | None = None
         self._targets: dict[Hashable, _TargetEntry] = {}
-        self._by_bits: dict[tuple[str, int], EndpointSet] = {}
+        self._by_bits: dict[tuple[str, int, str], EndpointSet] = {}
 
     def enter(self, target: Hashable) -> EndpointSet:
         """Count a request that joins the queue, and find its endpoint set."""
@@ -84,7 +89,7 @@ class EndpointSets:
             endpoints = entry.endpoints
             endpoints.targets -= 1
             if not endpoints.targets:
-                self._by_bits.pop((endpoints.adapter, endpoints.bits), None)
+                self._by_bits.pop((endpoints.adapter, endpoints.bits, endpoints.profile), None)
 
     def current(self, target: Hashable) -> EndpointSet:
         """The endpoint set of a target that has queued requests."""
@@ -103,14 +108,15 @@ class EndpointSets:
         inherited: set[EndpointSet] = set()
         for target, entry in self._targets.items():
             before = entry.endpoints
-            adapter, wanted = _group_of(target, bits)
-            endpoint_set = None if bits is None else self._by_bits.get((adapter, wanted))
+            group = _group_of(target, bits)
+            endpoint_set = None if bits is None else self._by_bits.get(group)
             if endpoint_set is None:
                 endpoint_set = EndpointSet() if before in inherited else before
                 inherited.add(endpoint_set)
-                endpoint_set.adapter, endpoint_set.bits, endpoint_set.targets = adapter, wanted, 0
+                endpoint_set.adapter, endpoint_set.bits, endpoint_set.profile = group
+                endpoint_set.targets = 0
                 if bits is not None:
-                    self._by_bits[adapter, wanted] = endpoint_set
+                    self._by_bits[group] = endpoint_set
             endpoint_set.targets += 1
             entry.endpoints = endpoint_set
         return True
@@ -122,16 +128,18 @@ class EndpointSets:
     def _find(self, target: Hashable) -> EndpointSet:
         if self._bits is None:
             return EndpointSet()
-        adapter, bits = _group_of(target, self._bits)
-        endpoint_set = self._by_bits.get((adapter, bits))
+        group = _group_of(target, self._bits)
+        endpoint_set = self._by_bits.get(group)
         if endpoint_set is None:
-            endpoint_set = self._by_bits[adapter, bits] = EndpointSet(adapter, bits)
+            endpoint_set = self._by_bits[group] = EndpointSet(*group)
         return endpoint_set
 
 
-def _group_of(target: Hashable, bits: EndpointBits | None) -> tuple[str, int]:
-    """Adapter and endpoint bits of a target."""
-    return ("", 0) if bits is None else (bits.adapter_of(target), bits.for_target(target))
+def _group_of(target: Hashable, bits: EndpointBits | None) -> tuple[str, int, str]:
+    """Adapter, endpoint bits and profile of a target."""
+    if bits is None:
+        return "", 0, ""
+    return bits.adapter_of(target), bits.for_target(target), bits.profile_of(target)
 
 
 #: In which order requests of one tenant go on.

@@ -247,7 +247,11 @@ def admit(
         )
     if may_defer and _costs_less(outcome, candidates[index], free, limit_s):
         return all_busy(excess_s[index], preferred_endpoint=address)
-    return run_profile(free)
+    chosen = run_profile(free)
+    if isinstance(chosen, Rejection):
+        # Such as where the profile takes decode engines alone, and prefill engines are free.
+        return all_busy(excess_s[index], busy_endpoints=_addresses(outcome.scored_candidates))
+    return chosen
 
 
 def _slot_wait_s(candidate: Candidate) -> float:

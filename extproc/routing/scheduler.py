@@ -29,7 +29,7 @@ from extproc.request import BYTES_PER_TOKEN, InferenceRequest, hash_affinity_key
 from extproc.routing import admission, eligibility, rendezvous_affinity
 from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
-from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
 
 
@@ -62,7 +62,9 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     Attributes:
         profile: Profile of models without one of their own.
         by_model: Profiles of single models.
-        shadow: Second profile that looks at routed requests; None for none.
+        by_header: Profiles of requests that name one in a header, `profile` among them; None
+            where no header is read.
+        shadow: Second profile that looks at requests routed by `profile`; None for none.
         hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
             the next ones.
         credits_prefixes: Whether endpoints are charged for uncached tokens only: not where the shadow
@@ -77,6 +79,7 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     settings: RoutingSettings
     policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
     shadow: ShadowScheduler | None = None
+    by_header: HeaderProfiles | None = None
     hashes_prompts: bool = False
     credits_prefixes: bool = False
     tracks_conversations: bool = False
@@ -90,14 +93,23 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         force(self, "credits_prefixes", self.shadow is None or Signal.PREFIX in needs)
         force(self, "tracks_conversations", Signal.CONVERSATIONS in needs)
         force(self, "reads_first_message", Signal.FIRST_USER_MESSAGE in read)
-        profiles = (self.profile, *self.by_model.values())
-        force(self, "observers", {profile.name: profile.observers for profile in profiles})
+        observers = {profile.name: profile.observers for profile in self.profiles}
+        force(self, "observers", observers)
+
+    def find_profile_name(self, headers: Mapping[str, str]) -> str:
+        """The profile that headers name; empty for none."""
+        return "" if self.by_header is None else self.by_header.find_name(headers)
+
+    @property
+    def profiles(self) -> Sequence[SchedulerProfile]:
+        """Every profile that routes."""
+        named = () if self.by_header is None else self.by_header.profiles.values()
+        return (self.profile, *self.by_model.values(), *named)
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal any profile reads that routes."""
-        profiles = (self.profile, *self.by_model.values())
-        return frozenset().union(*(profile.needs for profile in profiles))
+        return frozenset().union(*(profile.needs for profile in self.profiles))
 
 
 #: Reads a text out of a request, as text or as its bytes in UTF-8.
@@ -181,6 +193,12 @@ class Scheduler:
             with_prompt: Returns the request with its prompt, where `request` has none.
         """
         pool, routing = self._store.pool, self._routing
+        profile = routing.by_model.get(request.model, routing.profile)
+        if routing.by_header is not None:
+            named = routing.by_header.choose(headers, profile)
+            if isinstance(named, Rejection):
+                return named
+            profile = named
         read_first_message: _ReadText = surfaces.no_user_message
         if routing.reads_first_message:
             read_first_message = surfaces.find_first_user_message
@@ -217,7 +235,6 @@ class Scheduler:
             ),
             last_account=last_account,
         )
-        profile = routing.by_model.get(request.model, routing.profile)
         context = SchedulingContext(
             request,
             now,

@@ -330,6 +330,31 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         return keys, tuple(headers.items())
 
 
+class HeaderProfiles(msgspec.Struct, frozen=True):
+    """Profiles of a pool of which a header of each request names one.
+
+    Attributes:
+        header: Name of the header, in lower case.
+        profiles: Profiles by name.
+    """
+
+    header: str
+    profiles: Mapping[str, SchedulerProfile]
+
+    def find_name(self, headers: Mapping[str, str]) -> str:
+        """The name that the header has; empty without one."""
+        return headers.get(self.header, "").strip()
+
+    def choose(
+        self, headers: Mapping[str, str], default: SchedulerProfile
+    ) -> SchedulerProfile | Rejection:
+        """The profile that the header names; `default` without one, 400 for an unknown one."""
+        name = self.find_name(headers)
+        if not name:
+            return default
+        return self.profiles.get(name) or decision.unknown_profile(self.header, self.profiles)
+
+
 def _distinct_engines(candidates: Sequence[Candidate], order: Sequence[int]) -> list[int]:
     """The first endpoint, and of those after it one per engine.
 

@@ -255,7 +255,12 @@ class AsyncFlowController:
             tenant=tenant,
             priority=request.priority,
             objective=request.objective,
-            target=(request.model, request.adapter, request.subset),
+            target=(
+                request.model,
+                request.adapter,
+                request.subset,
+                self._director.routing.find_profile_name(headers),
+            ),
             size=len(prepared.raw.body),
             tokens=request.prompt_tokens,
             timeout_s=self._flow_headers.timeout_s(headers),
@@ -318,10 +323,11 @@ class AsyncFlowController:
         serving = self._director.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
-                for_target=lambda target: serving.bits_for(*target),
+                for_target=lambda target: serving.bits_for(*target[:3]),
                 for_addresses=serving.bits_of_addresses,
                 version=serving,
                 adapter_of=lambda target: self._director.pool.adapter_of(*target[:2]),
+                profile_of=lambda target: target[3],
             )
         return self._bits
 

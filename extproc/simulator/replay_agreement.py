@@ -57,13 +57,17 @@ class AgreementMeter:
         resolved = profile_builder.resolve_all(settings, where=strategy)
         self._strategy = strategy
         self._profile, self._by_model = resolved.profile, resolved.by_model
+        by_header = resolved.by_header
+        self._by_name = {} if by_header is None else by_header.profiles
         self._count = 1 + settings.scheduling.fallbacks
         self._decisions = self._agreed = self._by_chance = self._skipped = 0
 
     def add(self, event: RecordedDecision) -> None:
         """Make a decision again, and compare."""
         row = event.row
-        profile = self._by_model.get(row.model, self._profile)
+        profile = self._by_name.get(row.profile)
+        if profile is None:
+            profile = self._by_model.get(row.model, self._profile)
         if row.degraded or not event.candidates:
             self._skipped += 1
             decision = Decision(_request_of(row), [event.chosen], matched_tokens=row.matched_tokens)

@@ -214,7 +214,6 @@ def with_handler(handler):
         "disagg-profile-handler, parameters: {stageOrder: prefill-first}",
         "disagg-profile-handler, parameters: {stageOrder: PREFILL_FIRST}",
         "pd-profile-handler",
-        "header-profile-handler",
     ],
 )
 def test_separate_prefill_is_refused_unless_allowed(handler):

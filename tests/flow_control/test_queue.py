@@ -403,6 +403,27 @@ def test_a_busy_endpoint_holds_up_all_adapters():
     assert looked == ["a"]
 
 
+def test_requests_of_a_profile_hold_up_no_other_profile():
+    """Another profile may choose among endpoints that the first one leaves out."""
+    requests = Queue(FlowControlSettings())
+    requests.replace_bits(
+        EndpointBits(
+            for_target=lambda _: 3, for_addresses=lambda _: 1, profile_of=lambda name: name
+        )
+    )
+    for at, name in enumerate("dpdp"):
+        requests.join(waiter(name, arrived=at, target=name), 0.0)
+    looked = []
+
+    def go(item):
+        looked.append(names[item])
+        return Blocked(busy=1) if item.target == "d" else DepartureCause.DISPATCHED
+
+    requests.pump(go, 1.0)
+    assert "".join(looked) == "dpp"
+    assert order(requests) == "dd"
+
+
 def test_a_slot_that_a_higher_priority_waits_for_becomes_free():
     """Lower priorities send no adapter there until it has gone on, only requests without one."""
     requests = of_adapters("b.bab", priorities=[0, 0, 0, 1, 0])

@@ -160,6 +160,22 @@ def test_a_request_that_a_page_shows_as_waiting_closes_no_engine(waiting, facts,
     assert (excess_s <= 0.0) is is_free
 
 
+@pytest.mark.parametrize("may_defer", [True, False])
+def test_a_request_waits_where_the_profile_takes_none_of_the_free_endpoints(may_defer):
+    """Its filters leave the busy one alone, such as the only engine that decodes."""
+
+    def run(some):
+        left = [place for place in some if place is BUSY]
+        if not left:
+            return SATURATED
+        request = InferenceRequest(api="completions")
+        return Decision(request=request, endpoints=(BUSY.endpoint,), scored_candidates=left)
+
+    waits = admission.admit(run, [BUSY, FREE], 0.1, priority=0, may_defer=may_defer)
+    assert isinstance(waits, Deferral)
+    assert (waits.rejection.cause, list(waits.busy_endpoints)) == ("busy", ["a"])
+
+
 def test_a_rejection_of_the_profile_is_returned():
     """A request that the profile rejects does not wait."""
     refused = admission.admit(lambda _: SATURATED, [BUSY, FREE], 0.1, priority=0, may_defer=True)

@@ -10,9 +10,13 @@ import pytest
 
 from extproc.config.settings import FlowControlSection
 from extproc.decision import NO_ENDPOINTS, Decision, Rejection
+from extproc.endpoint import Endpoint
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.pool.endpoint_health import HealthState, RequestOutcome
 from extproc.request import HttpRequest, RequestLabels
+from extproc.scheduling.labels import DecodeFilter, PrefillFilter
+from extproc.scheduling.pickers import RandomPicker
+from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 from extproc.server.flow_control_shell import Admission, QueuedRequest, RateReservation
 from tests.server.flow_control_fixture import A, B, FlowControlFixture, answered
 
@@ -385,3 +389,29 @@ async def test_the_prompt_of_a_request_that_did_not_wait_counts():
     assert fixture.flow_controller.admit(prepared, outcome, fixture.now, tenant="t") is None
     attained = fixture.flow_controller.queue.fair_share.attained("t", fixture.now)
     assert attained == pytest.approx(1000.0)
+
+
+async def test_a_profile_without_capacity_holds_up_no_other_profile():
+    """While the engine for decoding is busy, prefill goes on behind a request that waits for it."""
+    fixture = FlowControlFixture()
+    director, store = fixture.pool_fixture.director, fixture.pool_fixture.store
+    profiles = {
+        name: SchedulerProfile(name, (role_filter,), (), RandomPicker())
+        for name, role_filter in (("prefill", PrefillFilter()), ("decode", DecodeFilter()))
+    }
+    routing = msgspec.structs.replace(
+        director.routing, by_header=HeaderProfiles("epp-profile", profiles)
+    )
+    director.reconfigure(routing)
+    roles = {A: "prefill", B: "decode"}
+    store.set_endpoints([Endpoint(at, labels={"llm-d.ai/role": roles[at]}) for at in roles], 0.0)
+    for address in roles:
+        fixture.load(address, waiting=20, running=8)
+    decoding, prefilling = (fixture.ask(epp_profile=name) for name in ("decode", "prefill"))
+    fixture.load(A, waiting=0, running=0)
+    (granted,) = await answered(prefilling)
+    assert granted.decision.profile == "prefill"
+    assert granted.decision.endpoints[0].address == A
+    assert not decoding.admission.done()
+    fixture.load(B, waiting=0, running=0)
+    assert (await answered(decoding))[0].decision.profile == "decode"
