@@ -238,6 +238,12 @@ FLAGS: Sequence[Flag] = (
     Flag("grpc-port", "server.grpc_port", "ext_proc; 0 picks a free one", "PORT"),
     Flag("grpc-health-port", "server.grpc_health_port", "gRPC health", "PORT"),
     Flag("metrics-port", "server.metrics_port", "metrics and debug pages", "PORT"),
+    Flag(
+        "metrics-endpoint-auth",
+        "server.metrics_endpoint_auth",
+        "let only tokens that Kubernetes accepts read /metrics; off by default, unlike upstream",
+        read=boolean,
+    ),
     Flag("xds", "xds.enabled", "serve the endpoints to Envoy over xDS"),
     Flag("xds-port", "xds.port", "xDS; 0 picks a free one", "PORT"),
     Flag("secure-serving", "server.secure_serving", "ext_proc over TLS"),
@@ -361,7 +367,7 @@ class CompatibleFlag(msgspec.Struct, frozen=True):
 
 
 _EMPTY = frozenset({""})
-_NO_AUTH = "/metrics has no authentication; guard its port with a NetworkPolicy"
+_NO_METRICS_TLS = "/metrics is served without TLS; guard its port with a NetworkPolicy"
 _OTHER_METRIC = (
     "engines are recognised by the metrics they export, and another name is not looked for; it is "
     "deprecated upstream, too: remove it"
@@ -376,9 +382,8 @@ COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
         _EMPTY,
         "the metrics page is made when it is asked for",
     ),
-    CompatibleFlag("metrics-endpoint-auth", _FALSE, _NO_AUTH, refused=True),
-    CompatibleFlag("metrics-cert-dir", _EMPTY, _NO_AUTH, refused=True),
-    CompatibleFlag("metrics-client-ca-file", _EMPTY, _NO_AUTH, refused=True),
+    CompatibleFlag("metrics-cert-dir", _EMPTY, _NO_METRICS_TLS, refused=True),
+    CompatibleFlag("metrics-client-ca-file", _EMPTY, _NO_METRICS_TLS, refused=True),
     CompatibleFlag(
         "model-server-metrics-port",
         frozenset({"", "0"}),

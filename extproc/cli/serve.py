@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from extproc.cli import flags, main
-from extproc.config import pools, tracing
+from extproc.config import kubernetes_plan, pools, tracing
 from extproc.config.settings import ServerSection, Settings
 from extproc.discovery.static_discovery import FileStamp
 from extproc.errors import ConfigError
@@ -124,6 +124,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
         lambda: peer_addresses.PeerDirectory(settings, str),
         lambda: kv_event_subscriber.require(settings.kv_events),
         lambda: tracing.plan_traces(settings.tracing, os.environ),
+        lambda: kubernetes_plan.plan_metrics_auth(settings, environment=os.environ),
     ]
     record = settings.decisions.record
     if record is not None:

@@ -176,8 +176,33 @@ def plan_election(
         )
     return ElectionPlan(
         msgspec.structs.replace(wanted.lease, name=name, namespace=wanted.lease.namespace or here),
-        KubernetesSettings(sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context),
+        _access_settings(settings),
     )
+
+
+def plan_metrics_auth(
+    settings: Settings, *, environment: Mapping[str, str]
+) -> KubernetesSettings | None:
+    """Resolve the access to the API server that reviews tokens; None if /metrics is open.
+
+    Raises:
+        ConfigError: No API server is configured.
+    """
+    if not settings.server.metrics_endpoint_auth:
+        return None
+    if not (pools.from_kubernetes(settings) or settings.cluster.kubeconfig or is_pod(environment)):
+        raise ConfigError(
+            "server.metrics_endpoint_auth (--metrics-endpoint-auth)",
+            wanted="a Kubernetes cluster that reviews tokens",
+            got="no pool from Kubernetes, no kubeconfig and no pod around",
+            fix="set cluster.kubeconfig, or leave it off and restrict who reaches the metrics port",
+        )
+    return _access_settings(settings)
+
+
+def _access_settings(settings: Settings) -> KubernetesSettings:
+    cluster = settings.cluster
+    return KubernetesSettings(sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context)
 
 
 def _lease_name(settings: Settings, followed: KubernetesPlan | None, here: str) -> str:

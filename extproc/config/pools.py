@@ -294,6 +294,11 @@ def serves_llmd_metrics(settings: Settings) -> bool:
     """Return True if metrics are served under the names of the EPP of llm-d as well."""
     if settings.server.llmd_metrics is not None:
         return settings.server.llmd_metrics
+    return follows_inference_pool(settings)
+
+
+def follows_inference_pool(settings: Settings) -> bool:
+    """Return True if the pool is an InferencePool, as of an EPP of llm-d."""
     kubernetes = settings.pool.kubernetes
     return kubernetes is not None and bool(kubernetes.inference_pool)
 

@@ -66,6 +66,9 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             counters need the same. Empty: these paths answer the machine
             (pod) of extproc only, and /internal also the addresses of `peer_sync.peers` and
             `autoscaling.peers`.
+        metrics_endpoint_auth: Let only bearer tokens read /metrics that the Kubernetes API accepts, and
+            that of `admin_token_file`. Null: off, because network policies restrict the port; as
+            picker of an InferencePool a line of the log says so.
         llmd_metrics: Also serve metrics under the names of the EPP of llm-d. Null: if the pool is
             an InferencePool, as with `--pool-name`, because charts for that EPP then find them.
     """
@@ -81,6 +84,7 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_timeout_s: validation.Seconds = 30.0
     transport: Literal["native", "grpcio"] = "native"
     admin_token_file: str = ""
+    metrics_endpoint_auth: bool | None = None
     llmd_metrics: bool | None = None
 
     def grpc_address(self, port: int) -> str:

@@ -78,6 +78,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
     def application(self) -> web.Application:
         """Build the web application with all routes."""
         application = web.Application(middlewares=[self.access.middleware()])
+        application.cleanup_ctx.append(self.access.run)
         application.add_routes(
             [
                 web.get("/metrics", self.metrics),

@@ -1,9 +1,10 @@
 """Access to the metrics port: who may read debug pages and exchange with peers, and connections.
 
-`/metrics`, `/healthz` and `/readyz` are open, as Prometheus and probes expect. Everything else wants
-the bearer token of `server.admin_token_file`; without a token it is for this machine, and what
-pickers exchange is for the addresses of `peer_sync.peers` and `autoscaling.peers` as well. Whatever
-reaches the port may connect, and send nothing, so connections are bounded.
+`/healthz` and `/readyz` are open, as probes expect, and so is `/metrics`, unless
+`server.metrics_endpoint_auth` lets Kubernetes decide on it. Everything else wants the bearer token
+of `server.admin_token_file`; without a token it is for this machine, and what pickers exchange is for
+the addresses of `peer_sync.peers` and `autoscaling.peers` as well. Whatever reaches the port may
+connect, and send nothing, so connections are bounded.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ import hmac
 import ipaddress
 import logging
 import math
+import os
 import resource
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from extproc.config import kubernetes_plan, pools
+from extproc.config.settings import Settings
 from extproc.discovery.static_discovery import FileStamp, file_stamp, open_regular
 from extproc.errors import ConfigError
+from extproc.server.metrics_access import KubernetesReviewer, MetricsAccess
 
 _log = logging.getLogger("extproc.server")
 
-_OPEN = frozenset({"/", "/metrics", "/healthz", "/readyz"})
+_METRICS = "/metrics"
+_OPEN = frozenset({"/", _METRICS, "/healthz", "/readyz"})
 
 #: Beginning of the paths by which pickers exchange what they count.
 _INTERNAL = "/internal/"
@@ -123,11 +129,31 @@ class AdminAccess:
 
     Args:
         token: Returns the token in force; empty where none is configured.
+        metrics: Access to `/metrics`; None where it is open.
     """
 
-    def __init__(self, token: Callable[[], str], is_peer: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        token: Callable[[], str],
+        is_peer: Callable[[str], Awaitable[bool]],
+        metrics: MetricsAccess | None = None,
+    ) -> None:
         self._token = token
         self._is_peer = is_peer
+        self._metrics = metrics
+
+    async def run(self, _: web.Application) -> AsyncIterator[None]:
+        """Prepare before an application listens, and end connections after it.
+
+        Raises:
+            ConfigError: The address or credentials of the API server are missing or broken.
+        """
+        if self._metrics is None:
+            yield
+            return
+        await self._metrics.open()
+        yield
+        await self._metrics.close()
 
     async def refusal(
         self, path: str, *, remote: str, authorization: str, host: str = "", site: str = ""
@@ -141,13 +167,12 @@ class AdminAccess:
             site: Header `Sec-Fetch-Site` of a browser; empty without one.
         """
         if path in _OPEN:
-            return None
+            return await self._find_open_page_refusal(path, authorization)
         token = self._token()
         if token:
             if path.startswith(_CONSOLE):
                 return None  # no data; the page sends the token when it reads some
-            sent, wanted = authorization.encode(errors="replace"), f"Bearer {token}".encode()
-            if hmac.compare_digest(sent, wanted):
+            if _is_bearer(token, authorization):
                 return None
             return 401, "expected the token of server.admin_token_file"
         address = normalize_address(remote)
@@ -166,6 +191,17 @@ class AdminAccess:
             "without server.admin_token_file this page is for the machine of the picker"
             + (" and the peers of the configuration" if path.startswith(_INTERNAL) else "")
         )
+
+    async def _find_open_page_refusal(
+        self, path: str, authorization: str
+    ) -> tuple[int, str] | None:
+        if path != _METRICS or self._metrics is None:
+            return None
+        token = self._token()
+        # The API server is not shown the token of extproc's own pages, which its audit may log.
+        if token and _is_bearer(token, authorization):
+            return None
+        return await self._metrics.refusal(authorization)
 
     def middleware(self) -> Middleware:
         """Build the middleware that applies `refusal` to a web application."""
@@ -188,6 +224,33 @@ class AdminAccess:
             return web.Response(status=status, text=f"{reason}\n", headers=headers)
 
         return check
+
+
+def build_access(
+    settings: Settings, token: Callable[[], str], is_peer: Callable[[str], Awaitable[bool]]
+) -> AdminAccess:
+    """Build the access that settings describe; logs if /metrics is open where upstream guards it.
+
+    Raises:
+        ConfigError: Kubernetes is to review tokens, and there is none.
+    """
+    server = settings.server
+    plan = kubernetes_plan.plan_metrics_auth(settings, environment=os.environ)
+    if server.metrics_endpoint_auth is None and pools.follows_inference_pool(settings):
+        _log.info(
+            "/metrics on port %d is open to every client that reaches it, unlike that of llm-d: "
+            "--metrics-endpoint-auth makes it require a token, and "
+            "--metrics-endpoint-auth=false omits this line",
+            server.metrics_port,
+        )
+    metrics = None if plan is None else MetricsAccess(KubernetesReviewer(plan))
+    return AdminAccess(token, is_peer, metrics)
+
+
+def _is_bearer(token: str, authorization: str) -> bool:
+    """True if a header `Authorization` has this token; compared in constant time."""
+    sent, wanted = authorization.encode(errors="replace"), f"Bearer {token}".encode()
+    return hmac.compare_digest(sent, wanted)
 
 
 def _is_literal(host: str) -> bool:

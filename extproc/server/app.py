@@ -417,6 +417,7 @@ class EndpointPickerProcess:
         Raises:
             ConfigError: The port is taken.
         """
+        settings = self._settings
         pages = admin.AdminPages(
             exposition=Exposition(
                 self.counters,
@@ -426,7 +427,7 @@ class EndpointPickerProcess:
                 about=self.pool_registry.labels,
                 scaling=self.autoscaler.metrics,
                 watches=self._watch_metrics,
-                has_llmd_names=pools.serves_llmd_metrics(self._settings),
+                has_llmd_names=pools.serves_llmd_metrics(settings),
             ),
             readiness=self.readiness,
             pools=self.pool_registry.pools,
@@ -434,7 +435,7 @@ class EndpointPickerProcess:
             decisions=self.decisions,
             decision_recorder=self.decision_recorder,
             clock=self._clock,
-            access=admin_access.AdminAccess(self._current_token, self._peers.is_peer),
+            access=admin_access.build_access(settings, self._current_token, self._peers.is_peer),
             max_body_bytes=lambda: self.servicer.shared.exchange_settings.max_body_bytes,
             shadows=self.pool_registry.shadows,
         )
@@ -453,9 +454,8 @@ class EndpointPickerProcess:
             clock=self._clock,
         )
         application.add_routes(console_pages.routes())
-        server = self._settings.server
         return await self.admin_server.start(
-            application, host=server.host, port=server.metrics_port
+            application, host=settings.server.host, port=settings.server.metrics_port
         )
 
     def _current_token(self) -> str:

@@ -113,10 +113,10 @@ def test_help_shows_defaults_choices_and_examples(capsys, monkeypatch):
     assert "logged: debug, info, warning, error (default: info)" in output
     assert "scheduling strategy: " in output
     assert "(default: adaptive)" in output
-    assert "--metrics-endpoint-auth" not in output
+    assert "--metrics-cert-dir" not in output
     assert main.main(["serve", "--help-all"]) == 0
     output = capsys.readouterr().out
-    assert "--metrics-endpoint-auth" in output
+    assert "--metrics-cert-dir" in output
     assert "Taken so that a Deployment need not be edited." in output
     assert main.main(["--help"]) == 0
     assert "examples:" in capsys.readouterr().out

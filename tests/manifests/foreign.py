@@ -94,7 +94,12 @@ agentgateway.dev/v1alpha1 AgentgatewayPolicy:
 monitoring.coreos.com/v1 ServiceMonitor:
   selector!: {matchLabels!: labels}
   namespaceSelector: {matchNames: [text]}
-  endpoints!: [{port!: text, path: text, interval: duration, scrapeTimeout: duration}]
+  endpoints!:
+    - port!: text
+      path: text
+      interval: duration
+      scrapeTimeout: duration
+      authorization: {type: text, credentials!: {name!: text, key!: text}}
 monitoring.coreos.com/v1 PrometheusRule:
   groups!:
     - name!: text

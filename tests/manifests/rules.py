@@ -35,6 +35,10 @@ SCALES = {
     ("", "events"): frozenset({"create"}),
     **LEASES,
 }
+REVIEWS = {
+    ("authentication.k8s.io", "tokenreviews"): frozenset({"create"}),
+    ("authorization.k8s.io", "subjectaccessreviews"): frozenset({"create"}),
+}
 
 #: Seconds between the end of the drain and the end of the process that we leave at least.
 _AIR_S = 5
@@ -59,7 +63,7 @@ def granted(documents: Sequence[Document]) -> dict[tuple[str, str], frozenset[st
     result: dict[tuple[str, str], frozenset[str]] = {}
     for role in (*parts.of_kind(documents, "Role"), *parts.of_kind(documents, "ClusterRole")):
         for rule in role["rules"]:
-            for group in rule["apiGroups"]:
+            for group in rule.get("apiGroups", ()):
                 for resource in rule["resources"]:
                     key = (group, resource)
                     result[key] = result.get(key, frozenset()) | set(rule["verbs"])
@@ -72,6 +76,28 @@ def named(documents: Sequence[Document]) -> list[list[str]]:
     return [
         rule["resourceNames"] for role in roles for rule in role["rules"] if "resourceNames" in rule
     ]
+
+
+def scraped_paths(documents: Sequence[Document]) -> list[str]:
+    """Paths that the account may get whose token a ServiceMonitor sends; it may do nothing else."""
+    monitor = parts.only(documents, "ServiceMonitor")
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"]["key"] == "token"
+    name = endpoint["authorization"]["credentials"]["name"]
+    secret = parts.only(documents, "Secret", name)
+    assert secret["type"] == "kubernetes.io/service-account-token"
+    account = secret["metadata"]["annotations"]["kubernetes.io/service-account.name"]
+    bindings = [
+        binding
+        for kind in ("RoleBinding", "ClusterRoleBinding")
+        for binding in parts.of_kind(documents, kind)
+        if account in {subject["name"] for subject in binding["subjects"]}
+    ]
+    (binding,) = bindings
+    (rule,) = parts.only(documents, "ClusterRole", binding["roleRef"]["name"])["rules"]
+    assert rule["verbs"] == ["get"]
+    paths: list[str] = rule["nonResourceURLs"]
+    return paths
 
 
 def _twice(documents: Sequence[Document]) -> Iterator[str]:
@@ -205,6 +231,18 @@ def _of_route(route: Document) -> Iterator[Document]:
         yield from rule["backendRefs"]
 
 
+def _of_monitor(monitor: Document) -> Iterator[Document]:
+    for endpoint in monitor["spec"]["endpoints"]:
+        if "authorization" in endpoint:
+            yield {"kind": "Secret", "name": endpoint["authorization"]["credentials"]["name"]}
+
+
+def _of_secret(secret: Document) -> Iterator[Document]:
+    account = secret["metadata"].get("annotations", {}).get("kubernetes.io/service-account.name")
+    if account:
+        yield {"kind": "ServiceAccount", "name": account}
+
+
 def _of_deployment(deployment: Document) -> Iterator[Document]:
     account = deployment["spec"]["template"]["spec"].get("serviceAccountName")
     if account:
@@ -215,6 +253,8 @@ def _of_deployment(deployment: Document) -> Iterator[Document]:
 _NAMES: Mapping[str, Callable[[Document], Iterable[Document]]] = {
     "HTTPRoute": _of_route,
     "Deployment": _of_deployment,
+    "ServiceMonitor": _of_monitor,
+    "Secret": _of_secret,
     "ClientTrafficPolicy": lambda item: item["spec"]["targetRefs"],
     "HealthCheckPolicy": lambda item: [item["spec"]["targetRef"]],
     "GCPBackendPolicy": lambda item: [item["spec"]["targetRef"]],

@@ -74,10 +74,20 @@ def test_permissions_are_minimal(arguments, documents):
     slices = rules.SLICES if arguments == SETS["all on"] else {}
     leases = rules.LEASES if "leaderElection.enabled=true" in arguments or slices else {}
     scales = rules.SCALES if arguments in (SETS["all on"], SETS["every engine"]) else {}
-    assert rules.granted(documents) == {**rules.ALLOWED, **slices, **leases, **scales}
-    wide = {rule["resources"][0] for item in clusterwide(documents) for rule in item["rules"]}
+    reviews = rules.REVIEWS if arguments == SETS["all on"] else {}
+    granted = {**rules.ALLOWED, **slices, **leases, **scales, **reviews}
+    assert rules.granted(documents) == granted
+    wide = {
+        rule["resources"][0]
+        for item in clusterwide(documents)
+        for rule in item["rules"]
+        if "resources" in rule
+    }
     assert not wide & {"leases", "configmaps"}
-    assert bool(wide) == ("pool.every=cluster" in arguments)
+    everywhere = {"pods"} if "pool.every=cluster" in arguments else set()
+    assert wide & {"pods"} == everywhere
+    assert not reviews or wide == {resource for _, resource in rules.REVIEWS}
+    assert bool(wide) == bool(everywhere or reviews)
 
 
 def test_the_configuration_is_valid(documents):
@@ -139,6 +149,19 @@ def test_a_token_of_a_secret_guards_debug_pages():
     settings = parts.resolved(documents, *picker(*values))
     assert settings.server.admin_token_file == f"{mount['mountPath']}/token"
     assert not settings.server.enable_cert_reload
+
+
+def test_a_value_guards_metrics_by_tokens():
+    """The picker reviews tokens, and Prometheus sends one of an account that may read the path only."""
+    values = ("--set", "monitoring.auth.enabled=true,monitoring.serviceMonitor.enabled=true")
+    documents = tools.charted(*values)
+    assert parts.resolved(documents, *picker(*values)).server.metrics_endpoint_auth
+    assert rules.scraped_paths(documents) == ["/metrics"]
+    assert not parts.of_kind(tools.charted(*values, "--set", "rbac.create=false"), "ClusterRole")
+    (monitor,) = parts.of_kind(
+        tools.charted("--set", "monitoring.serviceMonitor.enabled=true"), "ServiceMonitor"
+    )
+    assert "authorization" not in monitor["spec"]["endpoints"][0]
 
 
 @pytest.mark.parametrize(
@@ -409,6 +432,7 @@ def test_values_outside_the_schema_are_refused(value, says):
         ("server.metrics_port=9190", "fixes port 9090"),
         ("server.secure_serving=false", "set tls.enabled"),
         ("server.drain_timeout_s=90", "set drainTimeoutSeconds"),
+        ("server.metrics_endpoint_auth=true", "set monitoring.auth.enabled"),
         ("cluster.leader_election=true", "set leaderElection.enabled"),
         ("xds.enabled=true", "set xds.enabled of the chart"),
         ("xds.port=18001", "set xds.port of the chart"),

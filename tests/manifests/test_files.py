@@ -96,4 +96,4 @@ def test_the_page_of_security_has_the_table_of_rights():
         for group in groups.replace("`", "").replace("core", "").split(", "):
             for kind in kinds.split(", "):
                 result[group, kind] = frozenset(verbs.split(", "))
-    assert result == {**rules.ALLOWED, **rules.SLICES, **rules.SCALES}
+    assert result == {**rules.ALLOWED, **rules.SLICES, **rules.SCALES, **rules.REVIEWS}

@@ -262,6 +262,17 @@ def test_cluster_wide_scaling_may_write_replicas_only():
     assert rule.annotations
 
 
+def test_component_metrics_auth_guards_metrics_by_tokens(tmp_path):
+    """The picker reviews tokens, and Prometheus sends one of an account that may read the path only."""
+    folder = place(tmp_path / "one", "monitoring", "metrics-auth", namespace="one")
+    documents = tools.kustomized(folder)
+    assert not list(rules.wrong(documents))
+    assert rules.granted(documents) == {**rules.ALLOWED, **rules.REVIEWS}
+    ((pod, container),) = parts.pickers(documents)
+    assert parts.resolved(documents, pod, container).server.metrics_endpoint_auth
+    assert rules.scraped_paths(documents) == ["/metrics"]
+
+
 def test_component_peer_sync_redis_lets_extproc_reach_redis(tmp_path):
     """The policy of the base does not allow the port of a store, the component does."""
     usual, with_store = (
@@ -294,13 +305,14 @@ def place(folder, *components, namespace="", names=True):
 
 NAMES = tools.MANIFESTS / "components/cluster-wide/names"
 CLUSTER_WIDE = ("cluster-wide", "cluster-wide-engine-autoscaling")
+WITHOUT_NAMESPACE = (*CLUSTER_WIDE, "metrics-auth")
 
 
 def test_cluster_wide_installations_share_no_names(tmp_path):
     """Objects without a namespace end with that of their installation, and so do references."""
     shown = []
     for namespace in ("one", "other"):
-        folder = place(tmp_path / namespace, *CLUSTER_WIDE, namespace=namespace)
+        folder = place(tmp_path / namespace, *WITHOUT_NAMESPACE, namespace=namespace)
         documents = tools.kustomized(folder)
         assert not list(rules.wrong(documents))
         names = [(document["kind"], document["metadata"]["name"]) for document in documents]
@@ -308,7 +320,7 @@ def test_cluster_wide_installations_share_no_names(tmp_path):
         for binding in parts.of_kind(documents, "ClusterRoleBinding"):
             assert ("ClusterRole", binding["roleRef"]["name"]) in names
             assert binding["subjects"][0]["namespace"] == namespace
-    assert [len(item) for item in shown] == [4, 4]
+    assert [len(item) for item in shown] == [8, 8]
     assert not shown[0] & shown[1]
     assert ("ClusterRole", "extproc:one") in shown[0]
 

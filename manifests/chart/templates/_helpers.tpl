@@ -95,6 +95,11 @@ true
 {{- printf "%s-peers" (include "extproc.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
 
+{{- /* The account, and the Secret with the token, by which Prometheus reads /metrics. */ -}}
+{{- define "extproc.metricsReader" -}}
+{{- printf "%s-metrics-reader" (include "extproc.fullname" . | trunc 48 | trimSuffix "-") -}}
+{{- end -}}
+
 {{- /* The ConfigMap in which they keep what they learned. */ -}}
 {{- define "extproc.scalingState" -}}
 {{- $own := dig "autoscaling" "state" "" .Values.config -}}
@@ -126,6 +131,7 @@ true
   "server.metrics_port" "the chart fixes port 9090; remove it"
   "server.secure_serving" "set tls.enabled in its place"
   "server.drain_timeout_s" "set drainTimeoutSeconds in its place"
+  "server.metrics_endpoint_auth" "set monitoring.auth.enabled in its place"
   "cluster.leader_election" "set leaderElection.enabled in its place"
   "xds.enabled" "set xds.enabled of the chart in its place"
   "xds.port" "set xds.port of the chart in its place"
