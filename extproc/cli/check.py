@@ -28,6 +28,7 @@ from extproc.config import (
     pools,
     reloading,
     validation,
+    yaml_documents,
 )
 from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
@@ -160,7 +161,7 @@ def _read_envoy(name: str, settings: Settings) -> EnvoyReport:
     Raises:
         ConfigError: It is no Envoy configuration.
     """
-    tree = loader.parse_tree(loader.read_text(Path(name)), where=name)
+    tree = yaml_documents.parse_tree(loader.read_text(Path(name)), where=name)
     try:
         findings = tuple(envoy_lint.read(tree, settings, where=name))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:

@@ -317,7 +317,7 @@ def _explain_offline(
     args: argparse.Namespace, headers: Mapping[str, str], body: bytes
 ) -> dict[str, Any]:
     from extproc.cli import offline_explain
-    from extproc.config import loader, profile_builder, validation
+    from extproc.config import loader, profile_builder, validation, yaml_documents
     from extproc.request import HttpRequest
     from extproc.telemetry import explanation
     from extproc.telemetry.pool_state import PoolState
@@ -332,7 +332,7 @@ def _explain_offline(
     if args.allow_unsupported:
         path = ("scheduling", "allow_unsupported")
         overrides.append(loader.FlagOverride(path, value=True, flag="--allow-unsupported"))
-    tree = loader.parse_tree(loader.read_text(Path(args.state)), where=args.state)
+    tree = yaml_documents.parse_tree(loader.read_text(Path(args.state)), where=args.state)
     pool = validation.to_struct(tree, PoolState, where=args.state)
     raw = HttpRequest({":method": "POST", **headers}, body)
     settings = loader.settings(document, overrides)

@@ -122,6 +122,79 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     return EppDocument({**ours, **sections}, plugins, tuple(warnings))
 
 
+def split_documents(
+    trees: Sequence[dict[str, object]], file: Place
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the document of ours, and the EndpointPickerConfig that it adds settings to.
+
+    Raises:
+        ConfigError: A document is of another kind, or a kind stands twice.
+    """
+    by_kind: dict[object, dict[str, object]] = {}
+    for number, tree in enumerate(trees, 1):
+        kind = tree.get("kind")
+        name = kind if isinstance(kind, str) else validation.show(kind)
+        if name not in (settings.KIND, KIND) or name in by_kind:
+            raise ConfigError(
+                f"{file}, document {number}: kind",
+                wanted=f"one {KIND} and one {settings.KIND}, separated by ---",
+                got=f"a second {name}" if name in by_kind else name,
+                fix="put everything of a kind into one document",
+            )
+        by_kind[name] = tree
+    return by_kind[settings.KIND], by_kind[KIND]
+
+
+#: Keys of our section `scheduling` whose work the plugins of an EndpointPickerConfig do.
+_CHOICES = ("strategy", "goal", "profile")
+
+
+def merge_settings(
+    document: EppDocument, ours: Mapping[str, object], file: Place
+) -> dict[str, object]:
+    """Return the settings of an EndpointPickerConfig with those of a document of ours.
+
+    Raises:
+        ConfigError: Both set the same.
+    """
+    scheduling = ours.get("scheduling")
+    written = scheduling if isinstance(scheduling, dict) else {}
+    chosen = [key for key in _CHOICES if written.get(key) is not None]
+    theirs = dict(document.tree)
+    if chosen and document.plugins is not None:
+        raise _set_twice(file / "scheduling" / chosen[0], "its plugins")
+    if chosen:
+        # Upstream's default, which nothing in the EndpointPickerConfig asks for.
+        theirs.pop("scheduling")
+    for key in ours.keys() & {"apiVersion", "kind"}:
+        theirs.pop(key)
+    return _merge(theirs, ours, file)
+
+
+def _merge(
+    theirs: Mapping[str, object], ours: Mapping[str, object], place: Place
+) -> dict[str, object]:
+    merged = dict(theirs)
+    for key, value in ours.items():
+        present = theirs.get(key)
+        if isinstance(present, dict) and isinstance(value, dict):
+            merged[key] = _merge(present, value, place / key)
+        elif present is not None and present != value:
+            raise _set_twice(place / key, validation.show(present))
+        else:
+            merged[key] = value
+    return merged
+
+
+def _set_twice(place: Place, theirs: str) -> ConfigError:
+    return ConfigError(
+        place,
+        wanted="no setting that the EndpointPickerConfig beside it has or implies",
+        got=f"both; there it is {theirs}",
+        fix=f"remove it from the {settings.KIND}, or what sets it from the {KIND}",
+    )
+
+
 def _convert_plugins(
     plugins: EppPlugins,
     tree: Mapping[str, object],
@@ -236,7 +309,7 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
         if plugin.parameters.get("insecureSkipVerify") is False:
             yield (
                 f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
-                "of an ExtProcConfig where engines are scraped over https"
+                "of an ExtProcConfig behind --- where engines are scraped over https"
             )
         certificates = [key for key in _CERTIFICATES if plugin.parameters.get(key)]
         if certificates:

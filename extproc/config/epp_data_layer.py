@@ -172,12 +172,12 @@ def _warn_without_effect(name: str, section: _DataLayer | None) -> Iterator[str]
     if section.peer_discovery is not None:
         yield (
             f"{name}.peerDiscovery is not acted on: replicas find each other as peer_sync.peers of an "
-            "ExtProcConfig says"
+            "ExtProcConfig behind --- says"
         )
     if section.cross_replica_syncer_plugin_ref:
         yield (
             f"{name}.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as the "
-            "section peer_sync of an ExtProcConfig says"
+            "section peer_sync of an ExtProcConfig behind --- says"
         )
 
 

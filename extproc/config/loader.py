@@ -6,30 +6,19 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import json
-import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import yaml
 
-from extproc.config import epp_config, pools, validation
+from extproc.config import epp_config, pools, validation, yaml_documents
 from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import API_VERSION, KIND, Settings
-from extproc.discovery.static_discovery import YAML_FAILURES, open_regular
+from extproc.discovery.static_discovery import open_regular
 from extproc.errors import ConfigError, file_error
 from extproc.protocol import body_buffer
-
-#: Levels a tree may have; the deepest setting stands at seven.
-_MAX_DEPTH = 20
-
-#: Values a tree may have (count), as often as anchors repeat them: a few lines of YAML can mean
-#: billions.
-_MAX_VALUES = 500_000
 
 
 class ConfigDocument(msgspec.Struct, frozen=True):
@@ -40,7 +29,7 @@ class ConfigDocument(msgspec.Struct, frozen=True):
         tree: Mappings, lists and scalars.
         folder: Directory that relative file names in it start from; empty for the working
             directory.
-        epp: The document as an EndpointPickerConfig; None for a file of ours.
+        epp: The EndpointPickerConfig among the documents; None for a file of ours alone.
     """
 
     where: str
@@ -119,25 +108,35 @@ def read_text(path: Path, *, again: bool = False) -> str:
 def parse(text: str, *, where: str) -> ConfigDocument:
     """Parse a configuration without checking its fields.
 
-    The upstream picker's file is converted to a tree of ours.
+    The upstream picker's file is converted to a tree of ours, to which a second document of the text
+    may add settings.
 
     Raises:
-        ConfigError: It is no mapping, or has a duplicate key.
+        ConfigError: It is no mapping, has a duplicate key, or documents that do not fit together.
     """
-    tree = parse_tree(text, where=where)
     place = validation.Place(where)
-    check_tree(tree, place)
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            where,
-            wanted="a mapping with apiVersion and kind",
-            got=validation.show(tree),
-            fix=f"begin with 'apiVersion: {API_VERSION}'",
-        )
-    if tree.get("kind") == epp_config.KIND:
-        epp = epp_config.from_endpoint_picker_config(tree, place)
-        return ConfigDocument(where, epp.tree, epp=epp)
-    return ConfigDocument(where, _restore_off(tree))
+    trees: list[dict[str, object]] = []
+    for tree in yaml_documents.parse_documents(text, where=where) or [None]:
+        yaml_documents.check_tree(tree, place)
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                where,
+                wanted="a mapping with apiVersion and kind",
+                got=validation.show(tree),
+                fix=f"begin with 'apiVersion: {API_VERSION}'",
+            )
+        trees.append(tree)
+    ours, theirs = trees[0], None
+    if len(trees) > 1:
+        ours, theirs = epp_config.split_documents(trees, place)
+        _check_kind(where, ours)
+    elif ours.get("kind") == epp_config.KIND:
+        ours, theirs = {}, ours
+    ours = _restore_off(ours)
+    if theirs is None:
+        return ConfigDocument(where, ours)
+    epp = epp_config.from_endpoint_picker_config(theirs, place)
+    return ConfigDocument(where, epp_config.merge_settings(epp, ours, place), epp=epp)
 
 
 def _restore_off(tree: dict[str, object]) -> dict[str, object]:
@@ -148,30 +147,6 @@ def _restore_off(tree: dict[str, object]) -> dict[str, object]:
     return tree
 
 
-def parse_tree(text: str, *, where: str) -> object:
-    """Parse YAML or JSON to mappings, lists and scalars.
-
-    Raises:
-        ConfigError: It is neither, or has a duplicate key.
-    """
-    if text.lstrip().startswith(("{", "[")):
-        try:
-            return json.loads(
-                text, object_pairs_hook=lambda pairs: _reject_duplicates(pairs, where)
-            )
-        except (ValueError, RecursionError):
-            pass  # a flow mapping of YAML begins the same way; what is neither, YAML will say
-    try:
-        loader = _Loader(text)  # which looks for characters that YAML does not have
-        loader.where = where
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except YAML_FAILURES as error:
-        raise _syntax_error(error, where) from None
-
-
 def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -> Settings:
     """Build settings from a document and the flags that override it.
 
@@ -180,7 +155,7 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
             fields contradict each other.
     """
     where = document.where
-    _check_kind(document)
+    _check_kind(where, document.tree)
     _refuse_references(document)
     validation.to_struct(document.tree, Settings, where=where)
     tree: Mapping[str, object] = document.tree
@@ -215,12 +190,11 @@ def _resolve_paths(merged: Settings, folder: str) -> Settings:
     return msgspec.structs.replace(merged, scheduling=resolve(merged.scheduling), pools=sections)
 
 
-def _check_kind(document: ConfigDocument) -> None:
-    tree = document.tree
+def _check_kind(where: str, tree: Mapping[str, object]) -> None:
     for key, value in (("apiVersion", API_VERSION), ("kind", KIND)):
         if key not in tree:
             raise ConfigError(
-                document.where,
+                where,
                 wanted=f"the key {key}",
                 got="none",
                 fix=f"begin with '{key}: {value}'",
@@ -303,92 +277,6 @@ def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> di
     return {**tree, head: inner}
 
 
-def check_tree(tree: object, place: validation.Place) -> None:
-    """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML.
-
-    Raises:
-        ConfigError: It has one of them.
-    """
-    _check_subtree(tree, place, itertools.count())
-
-
-def _check_subtree(tree: object, place: validation.Place, counter: Iterator[int]) -> None:
-    if next(counter) > _MAX_VALUES:
-        raise ConfigError(
-            place.file,
-            wanted=f"at most {_MAX_VALUES} values",
-            got="more",
-            fix="anchors refer to anchors; write the values out",
-        )
-    if len(place.path) > _MAX_DEPTH:
-        raise ConfigError(
-            place.file,
-            wanted=f"at most {_MAX_DEPTH} levels",
-            got=f"more, below {validation.format_path(place.path[:3])}",
-            fix="an anchor refers to what it stands in; write the value out",
-        )
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            _check_subtree(value, place / str(key), counter)
-    elif isinstance(tree, list):
-        for at, value in enumerate(tree):
-            _check_subtree(value, place / at, counter)
-    elif isinstance(tree, float) and not math.isfinite(tree):
-        raise ConfigError(
-            place,
-            wanted="a finite number",
-            got=str(tree),
-            fix="write a number; a very large one is as good as infinity",
-        )
-
-
-def _duplicate_key_error(where: str, key: object, line: str) -> ConfigError:
-    return ConfigError(
-        where,
-        wanted="every key once in its mapping",
-        got=f"{key} twice{line}",
-        fix="keep one; the other would be lost without a word",
-    )
-
-
-def _reject_duplicates(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _duplicate_key_error(where, next(key for key in keys if keys.count(key) > 1), "")
-    return tree
-
-
-def _syntax_error(error: Exception, where: str) -> ConfigError:
-    mark = getattr(error, "problem_mark", None)
-    spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
-    problem = problem or type(error).__name__
-    return ConfigError(spot, wanted="YAML or JSON", got=problem, fix="correct the syntax there")
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that rejects duplicate keys."""
-
-    where = ""
-
-    def construct_mapping(
-        self,
-        node: yaml.MappingNode,
-        deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's signature, called by position
-    ) -> dict[Hashable, object]:
-        """Build a mapping; PyYAML would silently keep the last of equal keys."""
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.value in keys:
-                line = f" (again in line {key.start_mark.line + 1})"
-                raise _duplicate_key_error(self.where, key.value, line)
-            keys.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
 #: Errors that are shown (count); a file with more is another kind of file.
 _MOST_ERRORS = 20
 
@@ -433,13 +321,18 @@ def collect(
 
 
 def _path_of(error: ConfigError, document: ConfigDocument) -> validation.Path:
-    """Return the path of an error in the tree of a file; empty if it is unknown."""
+    """Return the path of an error in the tree of a file; empty if it is unknown.
+
+    Places in an EndpointPickerConfig are none in the tree.
+    """
     head = f"{document.where}: "
-    if document.epp is not None or not error.where.startswith(head):
+    if not error.where.startswith(head):
         return ()
     steps: list[validation.Step] = []
     for key, index in _STEP.findall(error.where.removeprefix(head).replace(": ", ".")):
         steps.append(int(index) if index else key)
+    if document.epp is not None and _without(document.tree, tuple(steps)) is None:
+        return ()
     return tuple(steps)
 
 

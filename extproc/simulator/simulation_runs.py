@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from extproc.config import loader, profile_builder, validation
+from extproc.config import loader, profile_builder, validation, yaml_documents
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
@@ -111,8 +111,8 @@ def read(path: Path) -> scenario.Scenario:
         ConfigError: It cannot be read, or something in it is unknown, missing or out of range.
     """
     where = str(path)
-    tree = loader.parse_tree(loader.read_text(path), where=where)
-    loader.check_tree(tree, validation.Place(where))
+    tree = yaml_documents.parse_tree(loader.read_text(path), where=where)
+    yaml_documents.check_tree(tree, validation.Place(where))
     return validation.to_struct(tree, scenario.Scenario, where=where)
 
 
