@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from extproc.cli import tls_names
 from extproc.config import validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -202,6 +203,10 @@ def _zap_encoder(flag: str, text: str) -> str:
     )
 
 
+#: Readers of flags whose values have other words than the setting.
+_WITHOUT_DEFAULT = frozenset({_verbosity, _zap_development, tls_names.read_version})
+
+
 def default(flag: Flag) -> str:
     """The value of a flag that is not set, as it would be written; empty for none."""
     value = _default_value(flag)
@@ -209,7 +214,7 @@ def default(flag: Flag) -> str:
         value = not value
     if isinstance(value, bool):
         return str(value).lower()
-    if value is None or value == "" or flag.read in {_verbosity, _zap_development}:
+    if value is None or value == "" or flag.read in _WITHOUT_DEFAULT:
         return ""
     return f"{value:g}s" if isinstance(value, float) else str(value)
 
@@ -252,6 +257,20 @@ FLAGS: Sequence[Flag] = (
         "enable-cert-reload",
         "server.enable_cert_reload",
         "read the certificate again when it changes",
+    ),
+    Flag(
+        "tls-min-version",
+        "server.tls_min_version",
+        "oldest version of TLS: VersionTLS12, the default, or VersionTLS13",
+        "VERSION",
+        read=tls_names.read_version,
+    ),
+    Flag(
+        "tls-cipher-suites",
+        "server.tls_cipher_suites",
+        "cipher suites of TLS 1.2, as Go names them, between commas",
+        "NAMES",
+        read=tls_names.read_suites,
     ),
     Flag("health-checking", "server.health_checking", "gRPC health on the ext_proc port too"),
     Flag("transport", "server.transport", "implementation of gRPC", "NAME"),
@@ -399,18 +418,6 @@ COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
     CompatibleFlag("enable-pprof", _FALSE, "there is no profiler page"),
     CompatibleFlag("enable-grpc-stream-metrics", _TRUE | _FALSE, "streams are always counted"),
     CompatibleFlag("allow-experimental-plugins", _FALSE, "every plugin is allowed"),
-    CompatibleFlag(
-        "tls-min-version",
-        frozenset({"", "VersionTLS12"}),
-        "TLS 1.2 and 1.3 are served",
-        refused=True,
-    ),
-    CompatibleFlag(
-        "tls-cipher-suites",
-        _EMPTY,
-        "set the environment variable GRPC_SSL_CIPHER_SUITES",
-        refused=True,
-    ),
     CompatibleFlag("total-queued-requests-metric", frozenset(), _OTHER_METRIC),
     CompatibleFlag("total-running-requests-metric", frozenset(), _OTHER_METRIC),
     CompatibleFlag("kv-cache-usage-percentage-metric", frozenset(), _OTHER_METRIC),

@@ -191,7 +191,11 @@ def _check_tls(server: ServerSection) -> None:
     # grpcio takes every pair that can be read.
     build: Callable[[tuple[bytes, bytes]], object] = tuple
     if server.transport == "native":
-        build = tls.build_context
+        options = tls.TlsOptions(server.tls_min_version, server.tls_cipher_suites)
+
+        def build(pair: tuple[bytes, bytes]) -> object:
+            return tls.build_context(pair, options)
+
     if server.cert_path:
         tls.KeyPair(Path(server.cert_path), build).read()
     else:

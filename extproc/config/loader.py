@@ -257,6 +257,16 @@ def check_compatible(merged: Settings, *, where: str) -> None:
             got=merged.server.cert_path,
             fix="set secure_serving to true or remove cert_path",
         )
+    server = merged.server
+    if server.transport != "native" and (
+        server.tls_min_version != "1.2" or server.tls_cipher_suites
+    ):
+        raise ConfigError(
+            place / "server" / "transport",
+            wanted="native with tls_min_version or tls_cipher_suites",
+            got=server.transport,
+            fix="set it to native; grpcio reads suites from the variable GRPC_SSL_CIPHER_SUITES",
+        )
     keda = merged.autoscaling.keda
     if keda.enabled and keda.tls and not merged.server.secure_serving:
         raise ConfigError(

@@ -51,6 +51,11 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             start, because gateways do not verify it.
         enable_cert_reload: Read the certificate again when the files change. True: mounted Secrets
             are renewed while the process runs, and the check costs one stat per connection.
+        tls_min_version: Oldest version of TLS that ext_proc is served with. 1.2, because every
+            gateway has it; 1.3 with the transport `native` only.
+        tls_cipher_suites: Cipher suites of TLS 1.2 between colons, as OpenSSL names them, with the
+            transport `native` only; without any but those of TLS 1.3, TLS 1.2 is not served. Empty:
+            those of `GRPC_SSL_CIPHER_SUITES`, or else ECDHE with AES-GCM or ChaCha20.
         health_checking: Also answer gRPC health on `grpc_port`. True: Envoy's gRPC health checks
             use the port that it routes to.
         drain_timeout_s: Seconds from SIGTERM, at most, in which streams are served, new ones too. A
@@ -80,6 +85,8 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     secure_serving: bool = True
     cert_path: str = ""
     enable_cert_reload: bool = True
+    tls_min_version: Literal["1.2", "1.3"] = "1.2"
+    tls_cipher_suites: str = ""
     health_checking: bool = True
     drain_timeout_s: validation.Seconds = 30.0
     transport: Literal["native", "grpcio"] = "native"

@@ -354,19 +354,20 @@ def bind(server: Http2Server, address: str, *, flag: str, tls: TlsSource | None 
 
 
 def load_tls_context(server: ServerSection) -> TlsSource | None:
-    """Load TLS contexts by `secure_serving` and `cert_path`; None serves plaintext.
+    """Load TLS contexts by the settings of TLS; None serves plaintext.
 
     Raises:
-        ConfigError: A certificate cannot be read.
+        ConfigError: A certificate cannot be read, or a cipher suite is unknown.
     """
     if not server.secure_serving:
         return None
     from extproc.server import tls  # noqa: PLC0415 - what it signs with is heavy, and not for everybody
 
+    options = tls.TlsOptions(server.tls_min_version, server.tls_cipher_suites)
     if not server.cert_path:
-        context = tls.build_context(tls.self_signed_pair())
+        context = tls.build_context(tls.self_signed_pair(), options)
         return lambda: context
-    return tls.load_context(server.cert_path, reload=server.enable_cert_reload)
+    return tls.load_context(server.cert_path, reload=server.enable_cert_reload, options=options)
 
 
 class UnaryCall(ServerCall):

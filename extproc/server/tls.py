@@ -8,10 +8,11 @@ import fcntl
 import logging
 import os
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
+import msgspec
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -65,39 +66,66 @@ def self_signed_pair() -> tuple[bytes, bytes]:
     return private, public
 
 
-def find_cipher_suites(environment: Mapping[str, str]) -> str:
-    """Return the suites of TLS 1.2, in the order of preference; those of TLS 1.3 are OpenSSL's."""
-    return environment.get(CIPHER_SUITES, "") or _DEFAULT_CIPHER_SUITES
+class TlsOptions(msgspec.Struct, frozen=True):
+    """TLS versions and cipher suites of a server.
+
+    Attributes:
+        min_version: Oldest version, `1.2` or `1.3`.
+        cipher_suites: Suites of TLS 1.2 between colons, as OpenSSL names them. Names of TLS 1.3 do
+            not count, as OpenSSL chooses among them; without any other, TLS 1.2 is not served.
+            Empty: those of the environment, or usual ones.
+    """
+
+    min_version: str = "1.2"
+    cipher_suites: str = ""
 
 
-def build_context(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
+DEFAULT_OPTIONS: Final = TlsOptions()
+
+
+def build_context(
+    pair: tuple[bytes, bytes], options: TlsOptions = DEFAULT_OPTIONS
+) -> ssl.SSLContext:
     """Build the TLS context of a server of HTTP/2.
 
     Args:
         pair: Key and certificate, PEM.
 
     Raises:
-        ConfigError: The environment names unknown cipher suites.
+        ConfigError: The options or the environment name unknown cipher suites.
         OSError: OpenSSL refuses the pair (`ssl.SSLError`), or no file can be opened.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    cipher_suites = find_cipher_suites(os.environ)
-    try:
-        context.set_ciphers(cipher_suites)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            CIPHER_SUITES,
-            wanted="cipher suites of TLS 1.2, as OpenSSL names them",
-            got=cipher_suites,
-            fix="correct it, or unset it; grpcio (server.transport) may know other names",
-        ) from error
+    _restrict(context, options)
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2"])
     private, public = pair
     with contextlib.ExitStack() as stack:
         context.load_cert_chain(_open_pipe(stack, public), _open_pipe(stack, private))
     return context
+
+
+def _restrict(context: ssl.SSLContext, options: TlsOptions) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if options.min_version == "1.3":
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+    names, place = options.cipher_suites, "server.tls_cipher_suites"
+    fix = "correct it, or leave it empty"
+    if names:
+        older = [name for name in names.split(":") if not name.startswith("TLS_")]
+        if not older:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            return
+        names = ":".join(older)
+    else:
+        names, place = os.environ.get(CIPHER_SUITES, "") or _DEFAULT_CIPHER_SUITES, CIPHER_SUITES
+        fix = "correct it, or unset it; grpcio (server.transport) may know other names"
+    try:
+        context.set_ciphers(names)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            place, wanted="cipher suites of TLS 1.2, as OpenSSL names them", got=names, fix=fix
+        ) from error
 
 
 def _open_pipe(stack: contextlib.ExitStack, data: bytes) -> str:
@@ -114,7 +142,9 @@ def _open_pipe(stack: contextlib.ExitStack, data: bytes) -> str:
     return f"/proc/self/fd/{reader}"
 
 
-def load_context(folder: str, *, reload: bool) -> Callable[[], ssl.SSLContext]:
+def load_context(
+    folder: str, *, reload: bool, options: TlsOptions = DEFAULT_OPTIONS
+) -> Callable[[], ssl.SSLContext]:
     """Load `tls.crt` and `tls.key` of a folder; returns the source of contexts for connections.
 
     Args:
@@ -125,7 +155,7 @@ def load_context(folder: str, *, reload: bool) -> Callable[[], ssl.SSLContext]:
     Raises:
         ConfigError: The files are missing, or no key pair that OpenSSL serves.
     """
-    files = KeyPair(Path(folder), build_context)
+    files = KeyPair(Path(folder), lambda pair: build_context(pair, options))
     latest = files.read()
 
     # No `sni_callback`: ssl prints a traceback for each name of a server that is not ASCII.

@@ -6,10 +6,13 @@ import datetime as dt
 import errno
 import logging
 import os
+import ssl
 
 import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
 
+from extproc.cli import tls_names
+from extproc.errors import ConfigError
 from extproc.server import tls
 
 
@@ -43,6 +46,36 @@ def test_a_chain_larger_than_a_usual_pipe_is_read():
     private, public = tls.self_signed_pair()
     chain = public * (1 + (1 << 16) // len(public))
     assert tls.build_context((private, chain)).get_ciphers()
+
+
+def suites_of(names):
+    """Cipher suites of TLS 1.2 of a context, and its oldest version."""
+    context = tls.build_context(tls.self_signed_pair(), tls.TlsOptions(cipher_suites=names))
+    suites = [suite["name"] for suite in context.get_ciphers() if suite["protocol"] != "TLSv1.3"]
+    return suites, context.minimum_version
+
+
+def test_every_cipher_suite_of_the_flag_is_served():
+    """OpenSSL has all, in the order of the flag; TLS 1.2 is served if one is of it."""
+    names = tls_names.read_suites("--tls-cipher-suites", ", ".join(tls_names.SUITES) + ",")
+    older = [name for name in names.split(":") if not name.startswith("TLS_")]
+    assert suites_of(names) == (older, ssl.TLSVersion.TLSv1_2)
+    assert len(older) == 17
+
+
+def test_cipher_suites_of_tls_1_3_alone_serve_no_earlier_version():
+    """As in Go, where TLS 1.2 then has no suite."""
+    names = tls_names.read_suites("--tls-cipher-suites", "TLS_AES_128_GCM_SHA256")
+    assert suites_of(names)[1] == ssl.TLSVersion.TLSv1_3
+
+
+def test_the_setting_of_cipher_suites_counts_before_the_environment(monkeypatch):
+    """And an unknown name is reported by its place."""
+    monkeypatch.setenv(tls.CIPHER_SUITES, "ECDHE-ECDSA-CHACHA20-POLY1305")
+    assert suites_of("AES128-GCM-SHA256")[0] == ["AES128-GCM-SHA256"]
+    assert suites_of("")[0] == ["ECDHE-ECDSA-CHACHA20-POLY1305"]
+    with pytest.raises(ConfigError, match=r"server\.tls_cipher_suites"):
+        suites_of("nothing")
 
 
 #: End of a chain that begins with a good certificate.

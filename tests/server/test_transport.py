@@ -220,6 +220,29 @@ async def test_native_serves_the_cipher_suites_of_the_environment(monkeypatch):
             writer.close()
 
 
+async def test_native_serves_the_least_version_of_tls(tmp_path):
+    """A client of TLS 1.2 is refused, also with a certificate from files."""
+    from tests.protocol import test_points_a_serving  # noqa: PLC0415 - its helpers only
+
+    test_points_a_serving.write_pair(tmp_path)
+    for folder in ("", str(tmp_path)):
+        settings = serving.settings(
+            FIRST,
+            transport="native",
+            secure_serving=True,
+            tls_min_version="1.3",
+            cert_path=folder,
+        )
+        async with serving.running(settings) as picker:
+            context = http2_serving.client_context()
+            _, writer = await asyncio.open_connection(serving.LOCAL, picker.ports.grpc, ssl=context)
+            assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+            writer.close()
+            context.maximum_version = ssl.TLSVersion.TLSv1_2
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.open_connection(serving.LOCAL, picker.ports.grpc, ssl=context)
+
+
 class LookingServicer(transport.ExtProcServicer):
     """Notes when it looks at the bodies that arrive."""
 
