@@ -7,14 +7,12 @@ upstream picker's others with them.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from extproc.cli import flag_table
+from extproc.cli import flag_table, label_selector
 from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -283,6 +281,10 @@ def _kubernetes_overrides(
         yield loader.FlagOverride(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
 
 
+#: Keys of `pool.kubernetes` that name engines without an InferencePool.
+_POD_SOURCES = ("selector", "selector_expressions", "service")
+
+
 def _kubernetes_section(
     args: argparse.Namespace, before: Mapping[str, object]
 ) -> dict[str, object]:
@@ -291,10 +293,12 @@ def _kubernetes_section(
     if args.endpoint_selector:
         section.pop("inference_pool", None)
         section.pop("service", None)
-        section["selector"] = _parse_labels(args.endpoint_selector)
-    elif args.pool_name and not (section.get("selector") or section.get("service")):
+        section["selector"], section["selector_expressions"] = label_selector.read_selector(
+            "--endpoint-selector", args.endpoint_selector
+        )
+    elif args.pool_name and not any(section.get(key) for key in _POD_SOURCES):
         section["inference_pool"] = args.pool_name
-    if not any(section.get(key) for key in ("inference_pool", "selector", "service")):
+    if not any(section.get(key) for key in ("inference_pool", *_POD_SOURCES)):
         return {}
     if args.endpoint_target_ports and args.endpoint_target_ports != "[]":
         section["ports"] = _parse_ports(args.endpoint_target_ports)
@@ -313,27 +317,6 @@ def _warn_unused_kubernetes_flags(args: argparse.Namespace, *, followed: bool) -
         value = flag_text(args, name)
         if value and value != "[]":
             yield f"--{name} has no effect: no endpoints come from Kubernetes"
-
-
-#: One requirement of a selector by equality.
-_LABEL: Final = re.compile(r"\s*([\w./-]+)\s*==?\s*([\w.-]*)\s*", re.ASCII)
-
-
-def _parse_labels(text: str) -> dict[str, str]:
-    """`a=b,c=d` to a mapping; pods are matched by equality only."""
-    pairs = {}
-    for word in flag_table.listed("--endpoint-selector", text):
-        label = _LABEL.fullmatch(word)
-        if label is None:
-            raise ConfigError(
-                "--endpoint-selector",
-                wanted="labels as key=value, separated by commas, without in, notin, != and existence",
-                got=text,
-                fix="write app=vllm,tier=gpu, with a label that only the engines have",
-            )
-        key, value = label.groups()
-        pairs[key] = value
-    return pairs
 
 
 def _parse_ports(text: str) -> list[int]:

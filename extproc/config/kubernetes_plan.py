@@ -121,7 +121,9 @@ def _with_namespace(
         return InferencePoolRef(place, wanted.inference_pool, wanted.group)
     if wanted.service:
         return ServiceRef(place, wanted.service, wanted.port)
-    return PodSelector(place, name, dict(wanted.selector), wanted.ports)
+    return PodSelector(
+        place, name, dict(wanted.selector), wanted.ports, wanted.selector_expressions
+    )
 
 
 #: Says that this is a pod (Kubernetes sets it in every container).

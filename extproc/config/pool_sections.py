@@ -10,7 +10,7 @@ import msgspec
 from extproc.config import validation
 from extproc.config.autoscaling import ScalingSection
 from extproc.config.pool_annotations import MatchRule
-from extproc.discovery.kubernetes.settings import MAX_PORTS
+from extproc.discovery.kubernetes.settings import MAX_PORTS, LabelExpression
 from extproc.election import ElectionSettings
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
@@ -335,19 +335,21 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     Attributes:
         inference_pool: Name of an InferencePool, whose selector and target ports are used.
         selector: Labels that pods must have, for clusters without the CRD. None.
+        selector_expressions: Further conditions on labels of pods, with or without `selector`. None.
         service: Name of a Service whose EndpointSlices are used; labels of pods are then unknown.
             Empty for none.
         namespace: Namespace of these objects. Empty: the one this process runs in, from the
             environment variable NAMESPACE or the service account, else `default`.
         group: API group of the InferencePool. `inference.networking.k8s.io` is v1; the older
             `inference.networking.x-k8s.io` is v1alpha2.
-        ports: Ports of the pods that `selector` matches, each an endpoint of its own. None: pods
+        ports: Ports of the pods that the selector matches, each an endpoint of its own. None: pods
             name their port in the annotation `model-pod-port`, as those of KubeAI do.
         port: Name of the port of the Service, or its number on the pods. Empty: its only port.
     """
 
     inference_pool: str = ""
     selector: Mapping[validation.Name, str] = {}
+    selector_expressions: tuple[LabelExpression, ...] = ()
     service: str = ""
     namespace: str = ""
     group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = (

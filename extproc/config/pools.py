@@ -129,7 +129,7 @@ def _check_single_object(pool: pool_sections.PoolSource, place: Place) -> None:
         name
         for name, value in (
             ("inference_pool", section.inference_pool),
-            ("selector", section.selector),
+            ("selector", section.selector or section.selector_expressions),
             ("service", section.service),
         )
         if value
@@ -202,7 +202,8 @@ def _describe_object(section: pool_sections.KubernetesSection) -> str:
     if section.service:
         port = f", port {section.port}" if section.port else ""
         return f"EndpointSlices of Service {section.service}{port}{place}"
-    labels = ",".join(f"{key}={value}" for key, value in sorted(section.selector.items()))
+    pairs = [f"{key}={value}" for key, value in sorted(section.selector.items())]
+    labels = ",".join([*pairs, *map(str, section.selector_expressions)])
     ports = ", ".join(map(str, section.ports)) or "of their annotations"
     return f"pods with {labels}, ports {ports}{place}"
 

@@ -53,6 +53,27 @@ def test_a_selector_with_ports_needs_no_pool():
     assert kubernetes(*words[:2], "--endpoint-target-ports", "[8000 8001]").ports == (8000, 8001)
 
 
+@pytest.mark.parametrize(
+    ("selector", "labels", "in_the_api"),
+    [
+        ("app == vllm,tier=", {"app": "vllm", "tier": ""}, ""),
+        ("a=b,a=b", {"a": "b"}, ""),
+        ("a=b,a=c", {"a": "b"}, "a in (c)"),
+        ("tier in (gpu, tpu),app=x", {"app": "x"}, "tier in (gpu,tpu)"),
+        ("tier notin(gpu)", {}, "tier notin (gpu)"),
+        ("llm-d.ai/role,!old", {}, "llm-d.ai/role,!old"),
+        ("a!=b , ! c", {}, "a notin (b),!c"),
+        ("in in (),notin", {}, "in in (),notin"),
+    ],
+)
+def test_a_selector_takes_expressions(selector, labels, in_the_api):
+    """All that `kubectl get pods -l` takes, but comparisons of numbers."""
+    section = kubernetes("--endpoint-selector", selector)
+    assert section.selector == labels
+    assert ",".join(map(str, section.selector_expressions)) == in_the_api
+    assert section.inference_pool == ""
+
+
 def test_the_name_is_a_label_where_endpoints_are_listed():
     """With endpoints on the command line or in the file nothing is followed."""
     for words, text in (
@@ -94,10 +115,12 @@ def test_companions_without_kubernetes_are_named():
 @pytest.mark.parametrize(
     ("words", "where", "wanted"),
     [
-        (["--endpoint-selector=app"], "--endpoint-selector", "key=value"),
-        (["--endpoint-selector=env in (a,b)"], "--endpoint-selector", "without in"),
-        (["--endpoint-selector=a=b,tier!=gpu"], "--endpoint-selector", "without in"),
-        (["--endpoint-selector=!old,a=b"], "--endpoint-selector", "existence"),
+        (["--endpoint-selector=app vllm"], "--endpoint-selector", "key=value"),
+        (["--endpoint-selector=env in a,b"], "--endpoint-selector", "key in (a,b)"),
+        (["--endpoint-selector=env in (a,b"], "--endpoint-selector", "key in (a,b)"),
+        (["--endpoint-selector=gpus>3"], "--endpoint-selector", "key in (a,b)"),
+        (["--endpoint-selector=!old=x"], "--endpoint-selector", "!key"),
+        (["--endpoint-selector=,"], "--endpoint-selector", "!key"),
         (
             ["--endpoint-selector=a=b", "--endpoint-target-ports=x"],
             "--endpoint-target-ports",

@@ -79,6 +79,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
         namespace: Namespace of the object and of its pods.
         group: API group it was read from; empty for pods that the configuration selects.
         selector: Labels a pod must carry, all of them.
+        expressions: Further conditions on its labels; an InferencePool has none.
         ports: Target ports in their order; none when each pod names its own.
         app_protocol: `appProtocol` of the pool; empty when not set.
         annotations: All but what kubectl leaves behind.
@@ -90,6 +91,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     selector: Mapping[str, str]
     ports: tuple[int, ...]
+    expressions: tuple[settings.LabelExpression, ...] = ()
     app_protocol: str = ""
     annotations: Mapping[str, str] = NO_LABELS
     created: str = ""

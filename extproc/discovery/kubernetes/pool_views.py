@@ -14,9 +14,11 @@ MODEL_LABEL = "model"
 ADAPTER_PREFIX = "adapter.kubeai.org/"
 
 
-def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Returns True if a pod carries all labels of a selector."""
-    return selector.items() <= labels.items()
+def selects(pool: objects.InferencePool, labels: Mapping[str, str]) -> bool:
+    """Returns True if the selector of a pool matches the labels of a pod."""
+    if not pool.selector.items() <= labels.items():
+        return False
+    return not pool.expressions or all(condition.is_met(labels) for condition in pool.expressions)
 
 
 def pod_endpoints(pod: objects.Pod, ports: Sequence[int]) -> tuple[Endpoint, ...]:
@@ -207,7 +209,7 @@ class PodView:
         """Applies a changed or deleted pod; returns whether that changes the pool."""
         pool = self.pool
         before = self._members.get(name)
-        if pod is None or pool is None or not selects(pool.selector, pod.labels):
+        if pod is None or pool is None or not selects(pool, pod.labels):
             self._members.pop(name, None)
             return before is not None and bool(before[1])
         endpoints = pod_endpoints(pod, pool.ports)

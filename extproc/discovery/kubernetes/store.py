@@ -88,7 +88,8 @@ class ObjectStore:
             if isinstance(ref, settings.InferencePoolRef)
         }
         self._views: dict[str, pool_views.View] = {}
-        #: One label of every selector, to find the pools a pod may belong to.
+        #: One label of every selector, to find the pools a pod may belong to; `_ANY_LABEL` of one
+        #: without labels.
         self._views_by_label: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = (
             defaultdict(dict)
         )
@@ -224,6 +225,7 @@ class ObjectStore:
                     group="",
                     selector=source.labels,
                     ports=source.ports,
+                    expressions=source.expressions,
                 )
                 view = pool_views.PodView(source.namespace, pool)
                 self._views[source.key] = view
@@ -240,7 +242,7 @@ class ObjectStore:
         namespace, name = key
         pod = new if isinstance(new, objects.Pod) else None
         _set_or_remove(self._pods, namespace, name, pod)
-        labels: set[tuple[str, str]] = set()
+        labels = {_ANY_LABEL}
         for version in (old, pod):
             if isinstance(version, objects.Pod):
                 labels.update(version.labels.items())
@@ -306,7 +308,8 @@ class ObjectStore:
 
     def _rarest_label(self, namespace: str, selector: Mapping[str, str]) -> tuple[str, str, str]:
         """Returns the label that the fewest pools share, so that few pools are checked per pod."""
-        label_keys = [(namespace, label, text) for label, text in sorted(selector.items())]
+        labels = sorted(selector.items()) or [_ANY_LABEL]
+        label_keys = [(namespace, label, text) for label, text in labels]
         return min(
             label_keys, key=lambda label_key: len(self._views_by_label.get(label_key, _NO_POOLS))
         )
@@ -386,6 +389,9 @@ class ObjectStore:
         self._complete_pools.add(key)
         return True
 
+
+#: Stands for the labels of every pod; no label has an empty name.
+_ANY_LABEL: tuple[str, str] = ("", "")
 
 _NO_POOLS: dict[str, pool_views.PodView] = {}
 

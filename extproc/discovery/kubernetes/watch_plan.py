@@ -131,7 +131,7 @@ def check_sources(sources: Sequence[settings.KubernetesSource]) -> None:
 
 
 def _check_selector(source: settings.PodSelector, where: str) -> None:
-    if not source.labels:
+    if not (source.labels or source.expressions):
         raise ConfigError(
             where,
             wanted="at least one label",
@@ -187,7 +187,8 @@ def plan_watches(
             sum(candidate.namespace == selector.namespace for candidate in selectors) == 1
         )
         namespaces.setdefault(
-            selector.namespace, _label_selector(selector.labels) if single_objects else ""
+            selector.namespace,
+            _label_selector(selector.labels, selector.expressions) if single_objects else "",
         )
     collections += [
         WatchedCollection(PODS, namespace, labels=labels)
@@ -214,8 +215,11 @@ def _name_selector(names: set[str]) -> str:
     return f"metadata.name={next(iter(names))}" if len(names) == 1 else ""
 
 
-def _label_selector(labels: Mapping[str, str]) -> str:
-    return ",".join(f"{key}={text}" for key, text in sorted(labels.items()))
+def _label_selector(
+    labels: Mapping[str, str], expressions: Sequence[settings.LabelExpression] = ()
+) -> str:
+    pairs = [f"{key}={text}" for key, text in sorted(labels.items())]
+    return ",".join([*pairs, *map(str, expressions)])
 
 
 #: States of a watch. `connected`: listed, and its changes arrive. The next three are about the

@@ -119,6 +119,35 @@ def test_only_changed_pools_are_reported():
     assert world.addresses("default/other") == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
 
+def expression(key, operator, *values):
+    return settings.LabelExpression(key, operator, values)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expressions", "members", "watched"),
+    [
+        ({}, [expression("tier", "In", "gpu", "tpu")], "ab", "tier in (gpu,tpu)"),
+        ({}, [expression("tier", "NotIn", "gpu")], "bc", "tier notin (gpu)"),
+        ({"app": "vllm"}, [expression("tier", "Exists")], "ab", "app=vllm,tier"),
+        ({"app": "vllm"}, [expression("tier", "DoesNotExist")], "c", "app=vllm,!tier"),
+    ],
+)
+def test_expressions_select_pods_as_the_server_does(labels, expressions, members, watched):
+    """With and without labels, in the store and in the query; a pod may come and go by its labels."""
+    source = settings.PodSelector("default", "sel", labels, (8000,), tuple(expressions))
+    world = StoreWorld(source)
+    (pods,) = world.subject.collections
+    assert pods.labels == watched
+    tiers = {"a": {"tier": "gpu"}, "b": {"tier": "tpu"}, "c": {}}
+    for at, (name, tier) in enumerate(tiers.items()):
+        world.put(builders.pod(name, ip=f"10.0.0.{at}", labels=tier))
+    assert "".join(endpoint.name for endpoint in world.pools["default/sel"].endpoints) == members
+    others = next(tier for name, tier in tiers.items() if name not in members)
+    for name in members:
+        world.put(builders.pod(name, labels=others))
+    assert world.addresses("default/sel") == []
+
+
 def test_a_pod_of_another_namespace_is_not_a_member():
     """Selectors look at their own namespace (docs/reference/protocol-conformance.md#point-60)."""
     world = StoreWorld(settings.AllPools())
