@@ -82,8 +82,9 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
             whether it may wait for its preferred endpoint while others have capacity.
         on_waiting: The request stays queued for the endpoint of this address; empty for any.
         dispatch: The request is dispatched with this decision, and charged at once.
-        on_departed: The request left the queue, with its outcome (see `FlowController`) and the
-            seconds of its wait; called before `reject` and after `dispatch`.
+        on_departed: The request left the queue, with its outcome (see `FlowController`), the
+            seconds of its wait, and why it was rejected, if so; called before `reject` and after
+            `dispatch`.
         on_item_failed: A call for the queued request raised this exception. None propagates the exception.
         on_pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
             propagates the exception.
@@ -95,7 +96,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     on_waiting: Callable[[ItemT, str], None]
     dispatch: Callable[[ItemT, GrantT], None]
     reject: Callable[[ItemT, Rejection], None]
-    on_departed: Callable[[ItemT, str, float], None] | None = None
+    on_departed: Callable[[ItemT, str, float, Rejection | None], None] | None = None
     on_item_failed: Callable[[ItemT, Exception], None] | None = None
     on_pump_failed: Callable[[Exception], None] | None = None
     endpoint_bits: Callable[[], EndpointBits] | None = None
@@ -369,16 +370,17 @@ class FlowController(Generic[ItemT, GrantT]):
         return msgspec.structs.replace(rejection, retry_after_s=self.queue.wait_s(now))
 
     def _reject(self, queued: QueuedItem, cause: str, rejection: Rejection) -> None:
-        self._callbacks.reject(self._forget(queued, cause), rejection)
+        self._callbacks.reject(self._forget(queued, cause, rejection), rejection)
 
-    def _forget(self, queued: QueuedItem, cause: str) -> ItemT:
+    def _forget(self, queued: QueuedItem, cause: str, rejection: Rejection | None = None) -> ItemT:
         items = self._items
         item, _ = items.pop(queued)
         if not items:
             items.clear()  # its empty table stays as large as it was
         self.outcomes[cause] += 1
         if self._callbacks.on_departed is not None:
-            self._callbacks.on_departed(item, cause, self._timer.now() - queued.arrived)
+            wait_s = self._timer.now() - queued.arrived
+            self._callbacks.on_departed(item, cause, wait_s, rejection)
         return item
 
     def _expired_rejection(self, why: Rejection, now: float) -> Rejection:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from extproc.config.settings import FlowControlSection
-from extproc.decision import Decision, Deferral, Outcome, Rejection
+from extproc.decision import NO_ENDPOINTS, Decision, Deferral, Outcome, Rejection
 from extproc.flow_control.controller import (
     SHUTTING_DOWN,
     FlowCallbacks,
@@ -269,8 +269,9 @@ class AsyncFlowController:
         queued = QueuedRequest(prepared.without_prompt())
         item = self._controller.enqueue(queued, properties, outcome, now)
         if isinstance(item, Rejection):
-            if item.cause == "queue-full":
-                self._counters.record_full(_label(prepared, tenant))
+            if isinstance(outcome, Deferral):
+                name = _name_refusal(item, outcome.rejection)
+                self._counters.record_refused(_label(prepared, tenant), name)
             return item
         queued.item = item
         queued.record_queued(self._counters, tenant)
@@ -337,8 +338,12 @@ class AsyncFlowController:
         message = f"the decision failed ({type(error).__name__})"
         _reject(queued, Rejection(500, message, cause="bug"))
 
-    def _on_departed(self, queued: QueuedRequest, outcome: str, wait_s: float) -> None:
+    def _on_departed(
+        self, queued: QueuedRequest, outcome: str, wait_s: float, rejection: Rejection | None
+    ) -> None:
         if queued.labels is not None:
+            if outcome == "expired" and rejection is not None and _is_unserved(rejection):
+                outcome = "expired-unserved"
             self._counters.record_departed(
                 queued.labels, queued.item.bytes, outcome=outcome, wait_s=wait_s
             )
@@ -366,6 +371,22 @@ def _label(prepared: PreparedRequest, tenant: str) -> RequestLabels:
     return RequestLabels(
         client_model or target, target, tenant or UNNAMED, prepared.request.priority
     )
+
+
+def _is_unserved(rejection: Rejection) -> bool:
+    """True if a request had no endpoint, rather than a busy one."""
+    return rejection.cause == NO_ENDPOINTS.cause
+
+
+def _name_refusal(refusal: Rejection, why: Rejection) -> str:
+    """Outcome for `QueueCounters` of a request that did not join the queue.
+
+    Args:
+        why: Why it could not be dispatched.
+    """
+    if refusal.cause != "queue-full":
+        return "refused"
+    return "full-unserved" if _is_unserved(why) else "full"
 
 
 def _reject(queued: QueuedRequest, rejection: Rejection) -> None:

@@ -53,7 +53,10 @@ _SATURATED_KV_USAGE: Final = 0.8
 _OUTCOMES: Final = {
     "dispatched": "Dispatched",
     "full": "RejectedCapacity",
+    "full-unserved": "RejectedNoEndpoints",
+    "refused": "RejectedOther",
     "expired": "EvictedTTL",
+    "expired-unserved": "EvictedNoEndpoints",
     "cancelled": "EvictedContextCancelled",
 }
 _EVICTED_OTHER: Final = "EvictedOther"

@@ -43,7 +43,8 @@ class QueueCounters:
     Attributes:
         queued: Requests that wait, by labels; 0 stays for labels that have histograms.
         waits_s: Waits of requests that left, by labels and outcome. Outcomes are those of
-            `FlowController`, and `full` for requests that found no room.
+            `FlowController`, `full` for requests that found no room, and `refused` for others that
+            did not join. `full-unserved` and `expired-unserved` are of requests without an endpoint.
     """
 
     def __init__(self, bound_labels: Callable[[RequestLabels], RequestLabels]) -> None:
@@ -77,9 +78,9 @@ class QueueCounters:
         if not load.requests and labels not in self.waits_s:
             del self.queued[labels]
 
-    def record_full(self, labels: RequestLabels) -> None:
-        """Count a request that found no room in the queue."""
-        self._record_wait(self._find_labels(labels), "full", 0.0)
+    def record_refused(self, labels: RequestLabels, outcome: str) -> None:
+        """Count a request that did not join the queue."""
+        self._record_wait(self._find_labels(labels), outcome, 0.0)
 
     def _find_labels(self, labels: RequestLabels) -> RequestLabels:
         """The bounded labels of a request, with its own priority."""

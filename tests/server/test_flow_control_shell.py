@@ -178,14 +178,33 @@ async def test_every_departure_is_counted_with_its_wait():
     fixture.come(A)
     await answered(stays)
     assert list_departures(fixture) == {
-        ("full", "late", "none", -2): 0.0,
+        ("full-unserved", "late", "none", -2): 0.0,
         ("displaced", "low", "none", -1): 0.0,
-        ("expired", "short", "none", 0): 1.5,
+        ("expired-unserved", "short", "none", 0): 1.5,
         ("cancelled", "gone", "ann", 0): 1.5,
         ("dispatched", "high", "none", 7): 1.5,
         ("dispatched", "stays", "none", 3): 1.5,
     }
     assert not any(load.requests or load.bytes for load in fixture.counters.queue.queued.values())
+
+
+async def test_requests_without_an_endpoint_are_not_counted_as_those_of_busy_ones():
+    """Alerts for pools that scale from zero look for the former."""
+    fixture = FlowControlFixture(A, timeout_s=9, max_requests=1)
+    fixture.load(A, waiting=20, running=8)
+    fixture.ask("short")
+    fixture.ask("late")
+    fixture.ask("hasty", x_extproc_queue_timeout_ms="0")
+    fixture.pool_fixture.now += 9.0
+    fixture.flow_controller.pump()
+    fixture.flow_controller.close()
+    fixture.ask("last")
+    assert list_departures(fixture) == {
+        ("expired", "short", "none", 0): 9.0,
+        ("full", "late", "none", 0): 0.0,
+        ("refused", "hasty", "none", 0): 0.0,
+        ("refused", "last", "none", 0): 0.0,
+    }
 
 
 async def test_a_rewritten_request_waits_under_both_names():

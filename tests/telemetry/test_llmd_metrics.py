@@ -57,7 +57,10 @@ def exported(**more):
     for outcome, wait_s in (("dispatched", 0.2), ("dispatched", 0.2), ("expired", 30.0)):
         left = queue.record_queued(labels, 10)
         queue.record_departed(left, 10, outcome=outcome, wait_s=wait_s)
-    queue.record_full(labels)
+    for refusal in ("full", "full-unserved", "refused"):
+        queue.record_refused(labels, refusal)
+    left = queue.record_queued(labels, 10)
+    queue.record_departed(left, 10, outcome="expired-unserved", wait_s=60.0)
     loads = {
         FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
         SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),
@@ -161,11 +164,17 @@ def value(name, /, **labels):
             {"outcome": "EvictedTTL", "priority": "2", "inference_pool": "pool"},
             1,
         ),
-        (
-            "flow_control_requests_total",
-            {"outcome": "RejectedCapacity", "priority": "2", "inference_pool": "pool"},
-            1,
-        ),
+        *[
+            (
+                "flow_control_requests_total",
+                {"outcome": outcome, "priority": "2", "inference_pool": "pool"},
+                1,
+            )
+            for outcome in (
+                *("RejectedCapacity", "RejectedNoEndpoints", "RejectedOther"),
+                "EvictedNoEndpoints",
+            )
+        ],
         (
             "flow_control_pool_saturation",
             {"inference_pool": "pool", "stage": "effective"},

@@ -54,7 +54,7 @@ def test_requests_of_further_models_keep_their_priority(is_full):
     for number in range(MAX_UNANSWERED_MODELS):
         leave(queue, labels_of(f"m{number}"))
     if is_full:
-        queue.record_full(labels_of("further", priority=7))
+        queue.record_refused(labels_of("further", priority=7), "full")
         outcome = "full"
     else:
         leave(queue, labels_of("further", priority=7))
