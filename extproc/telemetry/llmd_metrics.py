@@ -1,8 +1,7 @@
 """Metric families under the names, labels and buckets of llm-d's endpoint picker (v0.10).
 
 They are other views of the counts behind our own families, for dashboards, alerts and autoscalers
-that know the EPP. Names with the prefixes `inference_objective_`, `inference_pool_` and
-`inference_extension_` are deprecated there; those that are still queried are served as well.
+that know the EPP; `llmd_names` adds those with deprecated names.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -19,7 +18,8 @@ from extproc.endpoint import Load
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
-from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
+from extproc.telemetry.llmd_names import build_histograms, build_values
+from extproc.telemetry.metric_family import MetricFamily, Sample
 from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.queue_counters import QueueCounters
 from extproc.telemetry.request_series import (
@@ -74,39 +74,39 @@ _REQUEST_HISTOGRAMS: Final[
     tuple[tuple[str, str, Callable[[Sequence[RequestSeries]], MetricHistogram | None]], ...]
 ] = (
     (
-        "llm_d_epp_request_duration_seconds",
+        "request_duration_seconds",
         "Seconds from the start of a request to the end of its response.",
         lambda members: merge_histogram(
             members, *dict.fromkeys(status for series in members for status in series.statuses)
         ),
     ),
     (
-        "llm_d_epp_request_streaming_tpot_seconds",
+        "request_streaming_tpot_seconds",
         "Seconds per output token after the first, of streams whose chunks are shown.",
         lambda members: merge_histogram(members, "tpot"),
     ),
     (
-        "llm_d_epp_request_streaming_itl_seconds",
+        "request_streaming_itl_seconds",
         "Seconds between two chunks of a stream, where they are shown.",
         lambda members: merge_histogram(members, "itl"),
     ),
     (
-        "llm_d_epp_request_predicted_ttft_seconds",
+        "request_predicted_ttft_seconds",
         "Predicted seconds from the choice of the endpoint to the first token of a stream.",
         lambda members: merge_histogram(members, "predicted_ttft"),
     ),
     (
-        "llm_d_epp_request_input_tokens",
+        "request_input_tokens",
         "Prompt tokens of a request, as its response reported them.",
         lambda members: merge_histogram(members, "prompt"),
     ),
     (
-        "llm_d_epp_request_output_tokens",
+        "request_output_tokens",
         "Output tokens of a request, as its response reported them.",
         lambda members: rebucket(merge_histogram(members, "completion"), _OUTPUT_BOUNDS),
     ),
     (
-        "llm_d_epp_request_cached_tokens",
+        "request_cached_tokens",
         "Prompt tokens of a request that the engine found in its cache, as its response reported them.",
         lambda members: merge_histogram(members, "cached"),
     ),
@@ -118,14 +118,6 @@ _POOL_LOADS: Final[tuple[tuple[str, Callable[[Load], float | None]], ...]] = (
     ("queue_size", attrgetter("waiting")),
     ("running_requests", attrgetter("running")),
 )
-
-#: Deprecated names that are still queried, by the present ones.
-_DEPRECATED: Final = {
-    "llm_d_epp_average_kv_cache_utilization": "inference_pool_average_kv_cache_utilization",
-    "llm_d_epp_average_queue_size": "inference_pool_average_queue_size",
-    "llm_d_epp_ready_endpoints": "inference_pool_ready_pods",
-    "llm_d_epp_flow_control_queue_size": "inference_extension_flow_control_queue_size",
-}
 
 
 def llmd_families(
@@ -142,46 +134,37 @@ def llmd_families(
         profile: Name of the scheduling profile, which stands for all plugins.
     """
     yield from _request_families(pools)
-    for family in (*_pool_families(views), *_queue_families(pools, views)):
-        yield family
-        if family.name in _DEPRECATED:
-            yield family.renamed(_DEPRECATED[family.name])
+    yield from _pool_families(views)
+    yield from _queue_families(pools, views)
     yield from _scheduler_families(pools, views, routing_s=routing_s, profile=profile)
     labels = ("commit", "build_ref")
     samples = [((version, "extproc"), 1)]
-    yield MetricFamily("gauge", "llm_d_epp_info", "Version of extproc.", labels, samples)
+    yield from build_values("gauge", "info", "Version of extproc.", labels, samples)
 
 
 def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
     by_labels: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
-    running: Counter[str] = Counter()
     for counters in pools.values():
         for series in counters.series:
             by_labels[_request_values(series.labels)].append(series)
-            running[series.labels.client_model] += series.running
     yield from _count_families(by_labels)
     by_labels = _merge_later_labels(by_labels)
     for name, text, read in _REQUEST_HISTOGRAMS:
-        family = MetricFamily("histogram", name, text, _REQUEST_LABELS)
-        for values, members in by_labels.items():
-            family.add_histogram(values, read(members))
-        yield family
-    family = MetricFamily(
-        "histogram",
-        "llm_d_epp_request_ttft_seconds",
+        yield from build_histograms(
+            name,
+            text,
+            _REQUEST_LABELS,
+            ((values, read(members)) for values, members in by_labels.items()),
+        )
+    yield from build_histograms(
+        "request_ttft_seconds",
         "Seconds from the start of a request to its first token, or to response headers where chunks are not shown.",
         (*_REQUEST_LABELS, "streaming"),
-    )
-    for values, members in by_labels.items():
-        for streaming, name in (("true", "stream_ttft"), ("false", "complete_ttft")):
-            family.add_histogram((*values, streaming), merge_histogram(members, name))
-    yield family
-    yield _family(
-        "gauge",
-        "inference_objective_running_requests",
-        "Requests that are running.",
-        ("model_name",),
-        (((model,), count) for model, count in running.items()),
+        (
+            ((*values, streaming), merge_histogram(members, name))
+            for values, members in by_labels.items()
+            for streaming, name in (("true", "stream_ttft"), ("false", "complete_ttft"))
+        ),
     )
 
 
@@ -196,9 +179,9 @@ def _merge_later_labels(
 
 
 def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
-    yield _family(
+    yield from build_values(
         "counter",
-        "llm_d_epp_request",
+        "request",
         "Requests that were routed or refused.",
         _REQUEST_LABELS,
         ((values, sum(map(_count_routed, members))) for values, members in by_labels.items()),
@@ -210,16 +193,16 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
                 if status[:1] in {"4", "5"}:
                     code = CANONICAL_CODES.get(int(status), "Unknown")
                     errors[*values, code] += count
-    yield _family(
+    yield from build_values(
         "counter",
-        "llm_d_epp_request_error",
+        "request_error",
         "Requests that were refused or failed.",
         (*_REQUEST_LABELS, "error_code"),
         errors.items(),
     )
-    yield _family(
+    yield from build_values(
         "gauge",
-        "llm_d_epp_request_running",
+        "request_running",
         "Requests that are running.",
         _REQUEST_LABELS,
         (
@@ -245,16 +228,16 @@ def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
             ("average", "Mean over the endpoints of a pool.", statistics.fmean),
             ("std_dev", "Standard deviation over the endpoints of a pool.", _deviation),
         ):
-            yield _family(
+            yield from build_values(
                 "gauge",
-                f"llm_d_epp_{name}_{suffix}",
+                f"{name}_{suffix}",
                 text,
                 ("name",),
                 (((pool,), summarize(values) if values else 0.0) for pool, values in known.items()),
             )
-    yield _family(
+    yield from build_values(
         "gauge",
-        "llm_d_epp_ready_endpoints",
+        "ready_endpoints",
         "Endpoints of a pool that are not ejected.",
         ("name",),
         (
@@ -268,9 +251,9 @@ def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
             waiting[pool, member.endpoint.name or member.endpoint.address] += int(
                 member.load.waiting or 0
             )
-    yield _family(
+    yield from build_values(
         "gauge",
-        "llm_d_epp_per_endpoint_queue_size",
+        "per_endpoint_queue_size",
         "Requests queued in the engine at the last scrape.",
         ("name", "model_server_endpoint"),
         waiting.items(),
@@ -292,8 +275,8 @@ def _queue_families(
                 model, target, tenant, priority = _request_values(labels)
                 count = load.requests if name == "size" else load.bytes
                 sizes[tenant, priority, pool, model, target] += count
-        yield _family(
-            "gauge", f"llm_d_epp_flow_control_queue_{name}", text, _QUEUE_LABELS, sizes.items()
+        yield from build_values(
+            "gauge", f"flow_control_queue_{name}", text, _QUEUE_LABELS, sizes.items()
         )
     yield from _departure_families(queues)
     yield from _capacity_families(queues, views)
@@ -309,18 +292,15 @@ def _departure_families(queues: Mapping[str, QueueCounters]) -> Iterator[MetricF
                 outcome = _OUTCOMES.get(ours, _EVICTED_OTHER)
                 waits[tenant, priority, outcome, pool, model, target].append(histogram)
                 outcomes[outcome, priority, pool] += histogram.count
-    family = MetricFamily(
-        "histogram",
-        "llm_d_epp_flow_control_request_queue_duration_seconds",
+    yield from build_histograms(
+        "flow_control_request_queue_duration_seconds",
         "Seconds in the queue, of requests that left it.",
         ("fairness_id", "priority", "outcome", "inference_pool", "model_name", "target_model_name"),
+        ((values, merge(histograms)) for values, histograms in waits.items()),
     )
-    for values, histograms in waits.items():
-        family.add_histogram(values, merge(histograms))
-    yield family
-    yield _family(
+    yield from build_values(
         "counter",
-        "llm_d_epp_flow_control_requests",
+        "flow_control_requests",
         "Requests that left the queue or found no room in it, by outcome.",
         ("outcome", "priority", "inference_pool"),
         outcomes.items(),
@@ -330,16 +310,16 @@ def _departure_families(queues: Mapping[str, QueueCounters]) -> Iterator[MetricF
 def _capacity_families(
     queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView]
 ) -> Iterator[MetricFamily]:
-    yield _family(
+    yield from build_values(
         "gauge",
-        "llm_d_epp_flow_control_pool_saturation",
+        "flow_control_pool_saturation",
         "Mean over endpoints of the larger of waiting requests over 5 and KV cache usage over 0.8.",
         ("inference_pool", "stage"),
         (((pool, "effective"), _saturation(view.pool.members)) for pool, view in views.items()),
     )
-    yield _family(
+    yield from build_values(
         "gauge",
-        "llm_d_epp_flow_control_global_capacity_utilization_requests",
+        "flow_control_global_capacity_utilization_requests",
         "Requests in the queue over those that may wait.",
         ("inference_pool",),
         (
@@ -348,9 +328,9 @@ def _capacity_families(
             if view.queue is not None
         ),
     )
-    yield _family(
+    yield from build_values(
         "gauge",
-        "llm_d_epp_flow_control_capacity_utilization_requests",
+        "flow_control_capacity_utilization_requests",
         "Requests of a priority in the queue over those that may wait.",
         ("priority", "inference_pool"),
         _capacity_by_priority(queues, views),
@@ -365,19 +345,15 @@ def _scheduler_families(
     profile: str,
 ) -> Iterator[MetricFamily]:
     scheduled = rebucket(routing_s, _SCHEDULER_BOUNDS_S)
-    family = MetricFamily(
-        "histogram", "llm_d_epp_scheduler_e2e_duration_seconds", "Seconds to route a request."
+    yield from build_histograms(
+        "scheduler_e2e_duration_seconds", "Seconds to route a request.", (), [((), scheduled)]
     )
-    family.add_histogram((), scheduled)
-    yield family
-    family = MetricFamily(
-        "histogram",
-        "llm_d_epp_plugin_duration_seconds",
+    yield from build_histograms(
+        "plugin_duration_seconds",
         "Seconds to route a request, with all plugins of the profile as one.",
         ("extension_point", "plugin_type", "plugin_name"),
+        [(("Scheduling", profile, profile), scheduled)],
     )
-    family.add_histogram(("Scheduling", profile, profile), scheduled)
-    yield family
     attempts: Counter[tuple[str, ...]] = Counter()
     for pool, counters in pools.items():
         view = views.get(pool)
@@ -387,29 +363,20 @@ def _scheduler_families(
             port = address.rpartition(":")[2].partition("@")[0]
             attempts["success", "", name, "", port] += count
         attempts["failure", "", "", "", ""] += counters.rejections.total()
-    yield _family(
+    yield from build_values(
         "counter",
-        "llm_d_epp_scheduler_attempts",
+        "scheduler_attempts",
         "Requests that were routed or refused.",
         ("status", "target_model_name", "endpoint_name", "namespace", "port"),
         attempts.items(),
     )
-    family = MetricFamily(
-        "histogram",
-        "llm_d_epp_prefix_indexer_hit_ratio",
+    hit_ratios = merge(map(attrgetter("prefix_hit_ratio"), pools.values()))
+    yield from build_histograms(
+        "prefix_indexer_hit_ratio",
         "Share of a prompt that is predicted to be cached on the chosen endpoint.",
         ("plugin_name", "plugin_type"),
+        [((profile, profile), hit_ratios)],
     )
-    family.add_histogram(
-        (profile, profile), merge(map(attrgetter("prefix_hit_ratio"), pools.values()))
-    )
-    yield family
-
-
-def _family(
-    kind: FamilyType, name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]
-) -> MetricFamily:
-    return MetricFamily(kind, name, text, labels, samples)
 
 
 def _request_values(labels: RequestLabels) -> tuple[str, ...]:

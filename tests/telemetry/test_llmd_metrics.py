@@ -49,8 +49,10 @@ def exported(**more):
         request.on_response_chunk(0.9)
         request.on_usage({"prompt": 10, "cached": 4, "completion": 3})
         request.on_finished(endpoint=FIRST, status=status, duration_s=1.0)
-    refused = recorder.observe_request("pool")
-    refused.on_rejected(NO_ENDPOINTS, request_id="", labels=labels, now=0.0)
+    for tenant in ("ann", "bob"):
+        refused = recorder.observe_request("pool")
+        named = RequestLabels("chat", "llama", tenant, 2)
+        refused.on_rejected(NO_ENDPOINTS, request_id="", labels=named, now=0.0)
     queue = counters.for_pool("pool").queue
     for queued in (labels, labels, RequestLabels("chat", "llama", "none", 0)):
         queue.record_queued(queued, 10)
@@ -217,18 +219,60 @@ def test_histograms_have_the_buckets_of_llmd(name, first, last, count):
     assert (bounds[0], bounds[-1], len(bounds), infinity) == (first, last, count, float("inf"))
 
 
-def test_deprecated_names_that_are_still_queried_are_served():
-    """As autoscalers and older dashboards know them."""
-    assert value("inference_objective_running_requests", model_name="chat") == 0
-    assert value("inference_pool_average_kv_cache_utilization", name="pool") == pytest.approx(0.3)
-    assert value("inference_pool_average_queue_size", name="pool") == 5
-    assert value("inference_pool_ready_pods", name="pool") == 2
-    queued = [
-        number
-        for (name, *_), number in SAMPLES.items()
-        if name == "inference_extension_flow_control_queue_size"
-    ]
-    assert sum(queued) == 3
+MODELS = {"model_name": "chat", "target_model_name": "llama"}
+ATTEMPT = {"status": "success", "target_model_name": "", "namespace": "", "port": "8000"}
+QUEUED = {**REQUEST, "inference_pool": "pool"}
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("inference_objective_request_total", {**MODELS, "priority": "2"}, 4),
+        (
+            "inference_objective_request_error_total",
+            {**MODELS, "error_code": "ServiceUnavailable"},
+            3,
+        ),
+        ("inference_objective_running_requests", {"model_name": "chat"}, 0),
+        ("inference_objective_request_duration_seconds_count", MODELS, 2),
+        ("inference_objective_request_ttft_seconds_sum", MODELS, 0.5),
+        ("inference_objective_request_tpot_seconds_sum", MODELS, 0.2),
+        ("inference_objective_input_tokens_sum", MODELS, 20),
+        ("inference_objective_output_tokens_sum", MODELS, 6),
+        ("inference_objective_prompt_cached_tokens_sum", MODELS, 8),
+        ("inference_pool_average_kv_cache_utilization", {"name": "pool"}, 0.3),
+        ("inference_pool_average_queue_size", {"name": "pool"}, 5),
+        ("inference_pool_average_running_requests", {"name": "pool"}, 3),
+        ("inference_pool_ready_pods", {"name": "pool"}, 2),
+        ("inference_extension_scheduler_e2e_duration_seconds_sum", {}, 0.03),
+        (
+            "inference_extension_plugin_duration_seconds_count",
+            {
+                "extension_point": "Scheduling",
+                "plugin_type": "adaptive",
+                "plugin_name": "adaptive",
+            },
+            2,
+        ),
+        ("inference_extension_scheduler_attempts_total", {**ATTEMPT, "pod_name": FIRST}, 2),
+        ("inference_extension_flow_control_queue_size", QUEUED, 2),
+        ("inference_extension_flow_control_queue_bytes", QUEUED, 20),
+        (
+            "inference_extension_flow_control_request_queue_duration_seconds_sum",
+            {**QUEUED, "outcome": "EvictedTTL"},
+            30,
+        ),
+        (
+            "inference_extension_flow_control_pool_saturation",
+            {"inference_pool": "pool", "stage": "effective"},
+            1.25,
+        ),
+        ("inference_extension_prefix_indexer_hit_ratio_sum", {}, 1.0),
+    ],
+)
+def test_deprecated_names_have_the_labels_that_they_have_there(name, labels, expected):
+    """Dashboards and autoscalers of earlier releases go on working; other labels are added up."""
+    assert value(name, **labels) == pytest.approx(expected)
 
 
 def test_these_names_are_served_only_when_wanted():
