@@ -8,7 +8,8 @@ is an endpoint that may serve the request of one scheduling turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -97,14 +98,27 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         return int(self.host_port.rpartition(":")[2])
 
     @property
-    def metrics_port(self) -> int:
-        """The port of its metrics page: the one of its label, if that is a port, else its own."""
-        return parse_port(self.labels.get(METRICS_PORT, "")) or self.port
-
-    @property
     def ip(self) -> str:
         """The host part, without brackets."""
         return self.address.rpartition(":")[0].strip("[]")
+
+
+def find_metrics_ports(endpoints: Iterable[Endpoint], default: int | None) -> Mapping[str, int]:
+    """Ports of metrics pages, by `host_port`: that of a label, else `default`, else its own.
+
+    Args:
+        endpoints: All endpoints of a pool. Several engines at one IP address have pages of their own,
+            so `default` is none of theirs.
+        default: Port of every page (TCP); None for none.
+    """
+    engines = {endpoint.host_port: endpoint for endpoint in endpoints}
+    num_by_ip = Counter([endpoint.ip for endpoint in engines.values()])
+    return {
+        address: parse_port(endpoint.labels.get(METRICS_PORT, ""))
+        or (num_by_ip[endpoint.ip] == 1 and default)
+        or endpoint.port
+        for address, endpoint in engines.items()
+    }
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -325,9 +325,10 @@ def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Itera
     yield from _describe_models(settings)
     yield f"signals     {', '.join(sorted(signal.value for signal in profile.needs)) or 'none'}"
     scrape = settings.scrape
+    port = f" on port {scrape.port}" if scrape.port else ""
     if scrape.enabled:
         yield (
-            f"scrape      {scrape.scheme} {scrape.path} every {scrape.busy_interval_s:g} s where "
+            f"scrape      {scrape.scheme} {scrape.path}{port} every {scrape.busy_interval_s:g} s where "
             f"requests are, {scrape.idle_interval_s:g} s elsewhere;"
         )
         yield f"            loads count for {scrape.stale_after_s:g} s"

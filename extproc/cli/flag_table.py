@@ -171,6 +171,10 @@ def _size_if_any(flag: str, text: str) -> int | None:
     return size_bytes(flag, text) if text else None
 
 
+def _port_if_any(flag: str, text: str) -> int | None:
+    return (whole_number(flag, text) or None) if text else None
+
+
 def _verbosity(flag: str, text: str) -> str:
     return "debug" if whole_number(flag, text) >= _DEBUG_VERBOSITY else "info"
 
@@ -322,6 +326,13 @@ FLAGS: Sequence[Flag] = (
         "DURATION",
     ),
     Flag("model-server-metrics-path", "scrape.path", "page to scrape", "PATH"),
+    Flag(
+        "model-server-metrics-port",
+        "scrape.port",
+        "port of that page; 0 for that of the endpoint",
+        "PORT",
+        read=_port_if_any,
+    ),
     Flag("model-server-metrics-scheme", "scrape.scheme", "scheme of that page", "SCHEME"),
     Flag(
         "grpc-max-recv-msg-size",
@@ -403,12 +414,6 @@ COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
     ),
     CompatibleFlag("metrics-cert-dir", _EMPTY, _NO_METRICS_TLS, refused=True),
     CompatibleFlag("metrics-client-ca-file", _EMPTY, _NO_METRICS_TLS, refused=True),
-    CompatibleFlag(
-        "model-server-metrics-port",
-        frozenset({"", "0"}),
-        "label the endpoint with metrics-port instead",
-        refused=True,
-    ),
     CompatibleFlag(
         "model-server-metrics-https-insecure-skip-verify",
         _TRUE,

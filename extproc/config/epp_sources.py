@@ -1,6 +1,6 @@
 """Converts plugins of an EndpointPickerConfig that find endpoints and read them.
 
-A `metrics-data-source` becomes scheme and path of our section `scrape`, a `file-discovery` that
+A `metrics-data-source` becomes keys of our section `scrape`, a `file-discovery` that
 `dataLayer.discovery` names our `pool.endpoints_file`, and labels of a `topology-extractor` parameters of
 the topology plugins that read what it extracts.
 """
@@ -12,9 +12,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from extproc.config import epp_data_layer, validation
-from extproc.config.pool_sections import EppPlugins, NamedPlugin
+from extproc.config import epp_data_layer, settings, validation
+from extproc.config.pool_sections import EnginePort, EppPlugins, NamedPlugin
 from extproc.config.validation import Place
+from extproc.errors import ConfigError
 from extproc.scheduling.framework import UpstreamParameters
 
 #: Upstream's types of sources.
@@ -28,9 +29,15 @@ _EXTRACTOR_KEY: Final = "topologyProducerName"
 _TOPOLOGY_READERS: Final = frozenset({"topology-affinity-filter", "topology-affinity-scorer"})
 
 
+#: Upstream's tick, of which intervals are multiples (seconds).
+_SHORTEST_S: Final = 0.05
+
+
 class _SourcePage(UpstreamParameters, frozen=True):
     scheme: Literal["http", "https"] = "http"
     path: str = ""
+    port: EnginePort | None = None
+    interval: str = ""
 
 
 class _File(UpstreamParameters, frozen=True, kw_only=True):
@@ -83,8 +90,8 @@ def convert_sources(
                 scrape = page
             elif scrape != page:
                 warnings.append(
-                    f"plugin {name}: scheme and path are not acted on: an endpoint is scraped at one "
-                    "page, that of the first source"
+                    f"plugin {name}: its parameters are not acted on: an endpoint is scraped at one page, "
+                    "that of the first source"
                 )
         elif plugin.type == _FILE and name == named.discovery:
             pool["endpoints_file"] = validation.to_struct(
@@ -97,12 +104,45 @@ def convert_sources(
 
 def _read_page(plugin: NamedPlugin, place: Place) -> dict[str, object]:
     """Keys of our section `scrape` that the parameters of a source name."""
-    keys = [key for key in ("scheme", "path") if plugin.parameters.get(key) is not None]
+    keys = [
+        field.encode_name
+        for field in msgspec.structs.fields(_SourcePage)
+        if plugin.parameters.get(field.encode_name) is not None
+    ]
     page = validation.to_struct(
         {key: plugin.parameters[key] for key in keys}, _SourcePage, where=place
     )
-    values = {"scheme": page.scheme, "path": "/" + page.path.removeprefix("/")}
-    return {key: values[key] for key in keys}
+    values = {
+        "scheme": page.scheme,
+        "path": "/" + page.path.removeprefix("/"),
+        "port": page.port,
+    }
+    return {key: values[key] for key in keys if key in values} | _to_intervals(
+        page.interval, place / "interval"
+    )
+
+
+def _to_intervals(interval: str, place: Place) -> dict[str, object]:
+    """Keys of our section `scrape` for an interval, as far as it is not that of upstream's ticks.
+
+    Idle endpoints keep their own interval, as long as it is the longer one; loads stay known for three
+    scrapes, as by default.
+    """
+    interval_s = validation.parse_duration(interval) if interval not in ("", "0") else 0.0
+    if interval_s is None:
+        raise ConfigError(
+            place,
+            wanted="a duration of 0 or more",
+            got=validation.show(interval),
+            fix="write 500ms or 2s",
+        )
+    if not interval_s:
+        return {}
+    usual = settings.ScrapeSection()
+    intervals: dict[str, object] = {"busy_interval_s": max(_SHORTEST_S, interval_s)}
+    if interval_s > usual.idle_interval_s:
+        intervals |= {"idle_interval_s": interval_s, "stale_after_s": 3.0 * interval_s}
+    return intervals
 
 
 def _warn_model_schemes(

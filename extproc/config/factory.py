@@ -319,6 +319,7 @@ def build_scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
     """Return the settings of the scraper of a pool."""
     return scraper.ScraperSettings(
         path=scrape.path,
+        port=scrape.port,
         timeout_s=scrape.timeout_s,
         cap_bytes=scrape.max_page_bytes,
         schedule=schedule.ScrapeSchedule(

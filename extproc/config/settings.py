@@ -106,6 +106,9 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         enabled: Scrape engines at all. True; without it, only the requests and prefixes of this
             process are known.
         path: HTTP path of the metrics page. /metrics is the path of every supported engine.
+        port: Port of the metrics page (TCP), such as that of a sidecar; the label `metrics-port` of an
+            endpoint names another. Several engines at one IP address are read at their own ports. Null:
+            the port of the endpoint, where engines serve it.
         scheme: `http`, because engines serve metrics on their API port without TLS; or `https`.
         verify_tls: Check certificates with `https`, by the authorities of the system or of the file
             `SSL_CERT_FILE`, which are read at the start. False: those of engines rarely name an IP
@@ -151,6 +154,7 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     enabled: bool = True
     path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
+    port: pool_sections.EnginePort | None = None
     scheme: Literal["http", "https"] = "http"
     verify_tls: bool = False
     busy_interval_s: validation.PositiveSeconds = 0.2

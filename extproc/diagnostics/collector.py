@@ -26,7 +26,7 @@ from extproc.diagnostics.pages import (
     EnvoyPages,
     PickerPages,
 )
-from extproc.endpoint import Endpoint, join_host_port
+from extproc.endpoint import Endpoint, find_metrics_ports, join_host_port
 from extproc.errors import TOO_MANY_FILES, ConfigError
 from extproc.scrape import client, model_list
 from extproc.scrape.client import FetchedPage, ScrapeClient
@@ -192,7 +192,12 @@ class Collector:
         envoy_pages = await self._read_envoy(envoy) if envoy else None
         picker_pages = await self._read_picker(picker, token) if picker else None
         endpoints = await self._find_endpoints(picker_pages)
-        listed = [(pool, member) for pool, members in endpoints.items() for member in members]
+        listed = [
+            (pool, member, ports[member.host_port])
+            for pool, members in endpoints.items()
+            for ports in (find_metrics_ports(members, self._settings.scrape.port),)
+            for member in members
+        ]
         return InstallationPages(
             envoy=envoy_pages,
             picker=picker_pages,
@@ -265,7 +270,7 @@ class Collector:
         return endpoints
 
     async def _read_engines(
-        self, listed: Sequence[tuple[str, Endpoint]], deadline: float
+        self, listed: Sequence[tuple[str, Endpoint, int]], deadline: float
     ) -> Sequence[engine_diagnosis.EngineExamination]:
         """Examine engines, `_AT_ONCE` at a time; what is not done by the deadline is left out."""
         scrape = self._settings.scrape
@@ -276,8 +281,8 @@ class Collector:
         queue = iter(enumerate(listed))
 
         async def work() -> None:
-            for index, (pool, endpoint) in queue:
-                pages = await self._read_engine(metrics, others, pool, endpoint)
+            for index, (pool, endpoint, port) in queue:
+                pages = await self._read_engine(metrics, others, pool, endpoint, port)
                 results[index] = engine_diagnosis.examine(pages, self._settings)
 
         with contextlib.suppress(TimeoutError):
@@ -292,7 +297,12 @@ class Collector:
         return [results[index] for index in sorted(results)]
 
     async def _read_engine(
-        self, metrics: ScrapeClient, others: ScrapeClient, pool: str, endpoint: Endpoint
+        self,
+        metrics: ScrapeClient,
+        others: ScrapeClient,
+        pool: str,
+        endpoint: Endpoint,
+        metrics_port: int,
     ) -> EnginePages:
         port = endpoint.port
 
@@ -302,7 +312,7 @@ class Collector:
 
         began = self._clock()
         page = await metrics.get_page(
-            client.target(endpoint.ip, endpoint.metrics_port, path=self._settings.scrape.path)
+            client.target(endpoint.ip, metrics_port, path=self._settings.scrape.path)
         )
         pages = EnginePages(
             pool=pool,

@@ -250,7 +250,7 @@ def _metrics(pages: EnginePages, facts: EngineFacts, settings: Settings) -> Iter
             place,
             f"{scrape.path} has no metrics of a known engine; its load is unknown",
             wanted=f"metrics of {', '.join(dict.fromkeys(spec.kind for spec in engines.TABLE))}",
-            fix="correct the port, or the label metrics-port, of the endpoint",
+            fix="correct scrape.port, or the port or label metrics-port of the endpoint",
         )
     else:
         yield from _missing_metrics(place, facts.load)

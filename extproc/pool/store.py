@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from extproc.endpoint import METRICS_PORT, Endpoint, Load, ServedModels, split_ranks
+from extproc.endpoint import Endpoint, Load, ServedModels, split_ranks
 from extproc.errors import TOO_MANY_FILES
 from extproc.pool import (
     endpoint_health,
@@ -288,11 +288,13 @@ class PoolStore:
         if members is not self.pool.members:
             self.pool = msgspec.structs.replace(self.pool, members=members)
 
-    def scrape_failed(self, token: ScrapeToken, reason: str, now: float) -> None:
+    def scrape_failed(
+        self, token: ScrapeToken, reason: str, now: float, *, is_own_port: bool = True
+    ) -> None:
         """Count a failed scrape; the last load stays and ages.
 
         Only a connection that was refused or timed out says that the engine is down. A page that
-        is missing or unreadable says nothing about its ability to serve, but that it can be reached.
+        is missing or unreadable, or refused at another port than requests go to, says nothing of that.
         """
         member = self._current(token)
         if member is None:
@@ -306,11 +308,9 @@ class PoolStore:
         self._share_step_times(now, has_shown=member.rates.evidence > 0.0)
         if member.endpoint.rank is not None and member.endpoint.rank.index:
             return  # the health of the engine, which its first rank reports
+        refused = is_own_port and reason == "refused"
         self.outlier_detector.record_scrape_failure(
-            member.endpoint.engine,
-            now,
-            connected=not lost,
-            refused=reason == "refused" and METRICS_PORT not in member.endpoint.labels,
+            member.endpoint.engine, now, connected=not lost, refused=refused
         )
         self._publish_conditions()
 

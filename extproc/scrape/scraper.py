@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint, Load, find_metrics_ports
 from extproc.errors import TOO_MANY_FILES
 from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.snapshot import EndpointSnapshot, Pool
@@ -43,6 +43,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the scrape loops.
 
     Attributes:
+        port: Port of the pages, as `find_metrics_ports` has it; None for those of the endpoints.
         timeout_s: Time limit of a scrape, from connect to last byte (seconds). A real vLLM answers
             in 44 ms at worst under load; ten times that and more is an engine in trouble.
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
@@ -53,6 +54,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     path: str = "/metrics"
+    port: int | None = None
     timeout_s: float = 1.0
     cap_bytes: int = 4 * 1024 * 1024
     follow_s: float = 0.2
@@ -83,12 +85,13 @@ class EndpointScraper:
     Args:
         members: The endpoint, or one of each of its data-parallel ranks, in order; replaced when
             there are others.
+        port: Of its metrics page (TCP).
 
     Attributes:
         is_resting: Whether the next scrape was set while the process was at rest.
     """
 
-    def __init__(self, scraper: Scraper, members: Sequence[EndpointSnapshot]) -> None:
+    def __init__(self, scraper: Scraper, members: Sequence[EndpointSnapshot], port: int) -> None:
         self.members = members
         endpoint = members[0].endpoint
         self.address = endpoint.host_port
@@ -103,7 +106,7 @@ class EndpointScraper:
         self._began = -math.inf
         self._sleep: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.target = client.target(endpoint.ip, endpoint.metrics_port, path=scraper.settings.path)
+        self.target = client.target(endpoint.ip, port, path=scraper.settings.path)
         self._reader = metrics_page.MetricsPageReader()
         self._model_list = model_list.ModelListPoller(scraper, endpoint)
 
@@ -180,7 +183,8 @@ class EndpointScraper:
             # A lack of files is a fault of this machine: longer waits would spare no engine.
             self._set_failures(self.failures + (outcome != TOO_MANY_FILES))
             for token in tokens:
-                scraper.store.scrape_failed(token, outcome, now)
+                is_own_port = self.target.port == token.endpoint.port
+                scraper.store.scrape_failed(token, outcome, now, is_own_port=is_own_port)
         self.is_refused = outcome == REFUSED
         scraper.on_result(ScrapeResult(self.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
@@ -274,6 +278,12 @@ class EndpointScraper:
             for member in members
         ]
 
+    def is_target(self, endpoint: Endpoint, port: int) -> bool:
+        """Returns True if the loop may go on: same incarnation of the engine, labels and port."""
+        current = self.members[0].endpoint
+        is_same = current.engine == endpoint.engine and current.labels == endpoint.labels
+        return is_same and self.target.port == port
+
     @property
     def targets(self) -> Iterator[client.ScrapeTarget]:
         """Scrape targets, one per keep-alive connection."""
@@ -364,17 +374,20 @@ class Scraper:
     def _follow(self, pool: Pool, tasks: asyncio.TaskGroup) -> bool:
         """Starts and stops loops; returns False if one could not be started."""
         left, is_complete = dict(self.watches), True
+        endpoints = [member.endpoint for member in pool.members]
+        ports = find_metrics_ports(endpoints, self.settings.port)
         for member in pool.members:
             rank, address = member.endpoint.rank, member.endpoint.host_port
             if rank is not None and rank.index:
                 continue  # of the engine that its first rank stands for
             watch, members = left.pop(address, None), pool.ranks_at(address)
-            if watch is not None and _is_same_target(watch.members[0].endpoint, member.endpoint):
+            port = ports[address]
+            if watch is not None and watch.is_target(member.endpoint, port):
                 watch.members = members
                 continue
             self._stop(address)
             try:
-                self._start(members, tasks)
+                self._start(members, port, tasks)
             except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
                 self.supervisor.record_error("scrape", error, instance=address)
                 is_complete = False
@@ -399,8 +412,10 @@ class Scraper:
         """Returns the seconds between two model lists of an endpoint that keep to the budget."""
         return schedule.least_list_wait_s(self.settings.schedule, self.endpoint_counts.all)
 
-    def _start(self, members: Sequence[EndpointSnapshot], tasks: asyncio.TaskGroup) -> None:
-        watch = EndpointScraper(self, members)
+    def _start(
+        self, members: Sequence[EndpointSnapshot], port: int, tasks: asyncio.TaskGroup
+    ) -> None:
+        watch = EndpointScraper(self, members, port)
         address = watch.address
         self.endpoint_counts.change_busy(int(watch.busy), self.clock())
         self.endpoint_counts.change_all(1, self.clock())
@@ -417,11 +432,6 @@ class Scraper:
 def _end_sleep(sleep: asyncio.Future[None]) -> None:
     if not sleep.done():
         sleep.set_result(None)
-
-
-def _is_same_target(previous: Endpoint, current: Endpoint) -> bool:
-    """Returns True if a loop may go on: same incarnation of the engine, same labels."""
-    return previous.engine == current.engine and previous.labels == current.labels
 
 
 def _read(

@@ -70,6 +70,7 @@ REACHES = [
         "scrape.stale_after_s",
         3.0,
     ),
+    ("model-server-metrics-port", ["--model-server-metrics-port=9400"], "scrape.port", 9400),
     ("model-server-metrics-path", ["--model-server-metrics-path", "/m"], "scrape.path", "/m"),
     (
         "model-server-metrics-scheme",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from extproc.config import lint, loader, profile_builder
+from extproc.config.settings import ScrapeSection
 from extproc.errors import ConfigError
 from extproc.testing import builders
 
@@ -59,6 +61,28 @@ def test_the_page_of_a_metrics_source_is_scraped(text, page):
     assert warnings == []
 
 
+@pytest.mark.parametrize(
+    ("parameters", "keys"),
+    [
+        ("port: 9400", {"port": 9400}),
+        ("port: null, interval: null", {}),
+        ("interval: ''", {}),
+        ("interval: 0s", {}),
+        ("interval: 1s", {"busy_interval_s": 1.0}),
+        ("interval: 5ms", {"busy_interval_s": 0.05}),
+        (
+            "interval: 10s",
+            {"busy_interval_s": 10.0, "idle_interval_s": 10.0, "stale_after_s": 30.0},
+        ),
+    ],
+)
+def test_port_and_interval_of_a_metrics_source_are_kept(parameters, keys):
+    """Loads stay known for as many scrapes as by default."""
+    settings, warnings = read(f"- {{type: metrics-data-source, parameters: {{{parameters}}}}}")
+    assert settings.scrape == msgspec.structs.replace(ScrapeSection(), **keys)
+    assert warnings == []
+
+
 def test_a_page_beside_custom_metrics_is_scraped():
     """Both are keys of one section."""
     settings, _ = read(
@@ -79,7 +103,6 @@ def test_flags_beat_the_page_of_the_file():
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ("metrics-data-source, parameters: {port: 9400, interval: 1s}", "interval, port are not"),
         ("models-data-source, parameters: {path: /m}", "path is not acted on"),
         ("models-data-source, parameters: {scheme: https}", "scheme https is not acted on"),
         ("inflight-load-producer, parameters: {addEstimatedOutputTokens: true}", "is not acted on"),
@@ -122,7 +145,7 @@ def test_a_second_page_is_a_warning():
         "dataLayer: {sources: [{pluginRef: b}]}"
     )
     assert settings.scrape.path == "/a"
-    assert warning.startswith("plugin b: scheme and path are not acted on")
+    assert warning.startswith("plugin b: its parameters are not acted on")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +154,15 @@ def test_a_second_page_is_a_warning():
         (
             "- {type: metrics-data-source, parameters: {scheme: ftp}}",
             "plugins[1].parameters.scheme",
+        ),
+        ("- {type: metrics-data-source, parameters: {port: 0}}", "plugins[1].parameters.port"),
+        (
+            "- {type: metrics-data-source, parameters: {interval: 5}}",
+            "plugins[1].parameters.interval",
+        ),
+        (
+            "- {type: metrics-data-source, parameters: {interval: -1s}}",
+            "plugins[1].parameters.interval",
         ),
         (
             "- {type: file-discovery}\ndataLayer: {discovery: {pluginRef: file-discovery}}",

@@ -202,6 +202,16 @@ def test_chart_policy_lets_peer_sync_out(url, port):
     assert sorted(ports) == sorted([*usual, *([port] if port else [])])
 
 
+def test_chart_policy_has_the_port_of_metrics():
+    """The policy lets metrics be read where the configuration names their port."""
+
+    def ports(*flags):
+        policy = parts.only(tools.charted(*flags), "NetworkPolicy")
+        return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
+
+    assert sorted(ports("--set", "config.scrape.port=9400")) == sorted([*ports(), 9400])
+
+
 def test_chart_policy_lets_kv_events_in():
     """The policy has the ports of events and replays, of every rank, where they are on."""
 

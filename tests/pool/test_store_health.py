@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from extproc.endpoint import METRICS_PORT, Endpoint, EngineCounters, Load
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
 from extproc.pool.store import PoolStore
 
@@ -107,16 +107,11 @@ def test_refusal_at_the_serving_port_is_unreachable():
 def test_refusal_at_the_metrics_port_is_suspect():
     """A metrics port of its own says less: no more than the share are out for it."""
     store = PoolStore(on_gone=lambda _: None)
-    labels = {METRICS_PORT: "9400"}
-    store.set_endpoints(
-        [
-            Endpoint(endpoint_address, labels=labels)
-            for endpoint_address in (FIRST, SECOND, THIRD, FOURTH)
-        ],
-        0.0,
-    )
+    store.set_endpoints([Endpoint(address) for address in (FIRST, SECOND, THIRD, FOURTH)], 0.0)
     for address in (FIRST, SECOND, THIRD):
-        missed(store, address, "refused")
+        for _ in range(2):
+            token = store.begin_scrape(endpoint(store, address))
+            store.scrape_failed(token, "refused", 1.0, is_own_port=False)
     assert store.pool.down == 2
 
 

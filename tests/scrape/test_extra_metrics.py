@@ -161,7 +161,7 @@ def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
                 rng=random.Random(1),
             )
             for member in parts.store.pool.members:
-                await scraper.EndpointScraper(loop, (member,)).step()
+                await scraper.EndpointScraper(loop, (member,), member.endpoint.port).step()
             fetch.close()
             return [endpoint.address for endpoint in endpoints]
 

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from extproc.endpoint import Endpoint, ServedModels
+from extproc.endpoint import Endpoint, ServedModels, find_metrics_ports
 from extproc.pool import store
 from extproc.scrape import client, model_list, scraper
 
@@ -37,7 +37,8 @@ class ListingEngine:
             on_result=self.facts.append,
             unlisted_models=lambda: self.missed,
         )
-        self.watch = scraper.EndpointScraper(self.scraper, self.store.pool.members[:1])
+        (port,) = find_metrics_ports([endpoint], None).values()
+        self.watch = scraper.EndpointScraper(self.scraper, self.store.pool.members[:1], port)
 
     async def get(self, where):
         path = where.request.split()[1].decode()
@@ -267,7 +268,7 @@ def test_both_pages_share_a_connection(http):
                 clock=asyncio.get_running_loop().time,
                 rng=random.Random(1),
             )
-            await scraper.EndpointScraper(subject, queued.pool.members[:1]).step()
+            await scraper.EndpointScraper(subject, queued.pool.members[:1], served.port).step()
             fetch.close()
             assert served.connections == 1
             assert b"accept: application/json\r\n" in served.requests[1]

@@ -4,11 +4,13 @@ import random
 import threading
 from collections import Counter
 
+import msgspec
 import pytest
 
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, find_metrics_ports
 from extproc.errors import TOO_MANY_FILES
 from extproc.pool import store
+from extproc.pool.endpoint_health import HealthState
 from extproc.scrape import client, metrics_page, model_list, schedule, scraper
 from extproc.supervision import Supervisor
 
@@ -84,7 +86,12 @@ class ScraperScene:
         )
 
     def watch(self, at=0):
-        return scraper.EndpointScraper(self.subject, self.store.pool.members[at : at + 1])
+        members = self.store.pool.members
+        ports = find_metrics_ports(
+            [member.endpoint for member in members], self.subject.settings.port
+        )
+        port = ports[members[at].endpoint.host_port]
+        return scraper.EndpointScraper(self.subject, members[at : at + 1], port)
 
     def load(self, at=0):
         return self.store.pool.members[at].load
@@ -378,6 +385,48 @@ def test_a_new_incarnation_or_new_labels_restart_the_loop():
     asyncio.run(scene())
 
 
+def test_a_configured_port_is_that_of_every_engine_with_an_address_of_its_own():
+    """Not of engines that share an IP address, as each has a page; labels name other ports."""
+
+    async def scene():
+        settings = msgspec.structs.replace(QUICK, port=9400)
+        alone, labelled = "10.0.0.1:1", Endpoint("10.0.0.2:1", labels={"metrics-port": "9"})
+        scene = ScraperScene(alone, labelled, "10.0.0.3:1", "10.0.0.3:2", settings=settings)
+
+        def ports():
+            return [watch.target.port for watch in scene.subject.watches.values()]
+
+        async with asyncio.TaskGroup() as tasks:
+            await scene.subject.step(tasks)
+            assert ports() == [9400, 9, 1, 2]
+            scene.hold(alone, "10.0.0.3:2")
+            await scene.subject.step(tasks)
+            assert ports() == [9400, 9400]
+            scene.store.set_ranks(scene.store.pool.members[0].endpoint, (0, 1), 0.0)
+            await scene.subject.step(tasks)
+            assert sorted(ports()) == [9400, 9400]
+            scene.hold()
+            await scene.subject.step(tasks)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("port", "state"), [(None, HealthState.DOWN), (9400, HealthState.HEALTHY)])
+def test_a_refusal_at_another_port_is_none_of_the_engine(port, state):
+    """The sidecar that serves the page may be away while the engine serves."""
+
+    async def scene():
+        settings = msgspec.structs.replace(QUICK, port=port)
+        refused = client.FetchFailed("refused")
+        scene = ScraperScene("10.0.0.1:1", settings=settings, p1=refused, p9400=refused)
+        watch = scene.watch()
+        for _ in range(5):
+            await watch.step()
+        assert scene.store.pool.members[0].condition.state is state
+
+    asyncio.run(scene())
+
+
 def test_a_scrape_of_a_removed_endpoint_is_dropped():
     """A load of an earlier life is never charged to the new one."""
 
@@ -414,7 +463,7 @@ def test_real_engines_are_scraped_over_sockets(http):
                 QUICK, fleet_, client=fetch, clock=clock, rng=random.Random(1)
             )
             for member in fleet_.pool.members:
-                await scraper.EndpointScraper(subject, (member,)).step()
+                await scraper.EndpointScraper(subject, (member,), member.endpoint.port).step()
             fetch.close()
             return [(member.load.engine, member.load.waiting) for member in fleet_.pool.members]
 
