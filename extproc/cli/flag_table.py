@@ -335,6 +335,12 @@ FLAGS: Sequence[Flag] = (
     ),
     Flag("model-server-metrics-scheme", "scrape.scheme", "scheme of that page", "SCHEME"),
     Flag(
+        "model-server-metrics-https-insecure-skip-verify",
+        "scrape.verify_tls",
+        "take any certificate of engines",
+        read=_not,
+    ),
+    Flag(
         "grpc-max-recv-msg-size",
         "limits.max_message_bytes",
         "largest gRPC message",
@@ -414,12 +420,6 @@ COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
     ),
     CompatibleFlag("metrics-cert-dir", _EMPTY, _NO_METRICS_TLS, refused=True),
     CompatibleFlag("metrics-client-ca-file", _EMPTY, _NO_METRICS_TLS, refused=True),
-    CompatibleFlag(
-        "model-server-metrics-https-insecure-skip-verify",
-        _TRUE,
-        "set scrape.verify_tls in the configuration",
-        refused=True,
-    ),
     CompatibleFlag("enable-pprof", _FALSE, "there is no profiler page"),
     CompatibleFlag("enable-grpc-stream-metrics", _TRUE | _FALSE, "streams are always counted"),
     CompatibleFlag("allow-experimental-plugins", _FALSE, "every plugin is allowed"),

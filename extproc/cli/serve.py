@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from extproc.cli import flags, main
-from extproc.config import kubernetes_plan, pools, tracing
+from extproc.config import factory, kubernetes_plan, pools, tracing
 from extproc.config.settings import ServerSection, Settings
 from extproc.discovery.static_discovery import FileStamp
 from extproc.errors import ConfigError
@@ -121,6 +121,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
         lambda: _check_ports(settings),
         lambda: admin_access.read_token(settings.server.admin_token_file),
         lambda: redis_peer_channel.require(settings.peer_sync),
+        lambda: factory.build_scrape_tls(settings.scrape),
         lambda: peer_addresses.PeerDirectory(settings, str),
         lambda: kv_event_subscriber.require(settings.kv_events),
         lambda: tracing.plan_traces(settings.tracing, os.environ),

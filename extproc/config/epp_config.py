@@ -46,9 +46,6 @@ DECISION_TREE = "decision-tree-filter"
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 KIND = "EndpointPickerConfig"
 
-#: Parameters of data sources that name files with certificates.
-_CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
-
 #: Roles of types that sections may refer to without an entry among the plugins.
 _REFERRED_ROLES = frozenset({"parser", "detector", "policy"})
 
@@ -305,18 +302,6 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
                 f"plugin {name}: ttftSource: latencyPredictor is not acted on: no latency predictor is "
                 "asked, and times are estimated by peakPrefillThroughput: measure that for your engines, "
                 "or write maxTTFTPenaltyMs: 0 for no bound"
-            )
-        if plugin.parameters.get("insecureSkipVerify") is False:
-            yield (
-                f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
-                "of an ExtProcConfig behind --- where engines are scraped over https"
-            )
-        certificates = [key for key in _CERTIFICATES if plugin.parameters.get(key)]
-        if certificates:
-            yield (
-                f"plugin {name}: {', '.join(certificates)} are not read: engines are scraped "
-                "without a client certificate, and checked against the system's authorities with "
-                "scrape.verify_tls"
             )
 
 

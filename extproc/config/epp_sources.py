@@ -38,6 +38,10 @@ class _SourcePage(UpstreamParameters, frozen=True):
     path: str = ""
     port: EnginePort | None = None
     interval: str = ""
+    insecure_skip_verify: bool = True
+    ca_cert_path: str = ""
+    client_cert_path: str = ""
+    client_key_path: str = ""
 
 
 class _File(UpstreamParameters, frozen=True, kw_only=True):
@@ -98,7 +102,7 @@ def convert_sources(
                 plugin.parameters, _File, where=place
             ).path
     sections = {"scrape": scrape or {}, "pool": pool}
-    warnings += _warn_model_schemes(plugins, sections["scrape"], file)
+    warnings += _warn_of_model_sources(plugins, sections["scrape"], file)
     return {key: section for key, section in sections.items() if section}, warnings
 
 
@@ -116,10 +120,20 @@ def _read_page(plugin: NamedPlugin, place: Place) -> dict[str, object]:
         "scheme": page.scheme,
         "path": "/" + page.path.removeprefix("/"),
         "port": page.port,
+        "insecureSkipVerify": not page.insecure_skip_verify,
     }
-    return {key: values[key] for key in keys if key in values} | _to_intervals(
-        page.interval, place / "interval"
-    )
+    names = {"insecureSkipVerify": "verify_tls"}
+    section: dict[str, object] = {
+        names.get(key, key): value for key, value in values.items() if key in keys
+    }
+    files = {
+        "ca_file": page.ca_cert_path,
+        "cert_file": page.client_cert_path,
+        "key_file": page.client_key_path,
+    }
+    if any(files.values()):
+        section["tls"] = {key: name for key, name in files.items() if name}
+    return section | _to_intervals(page.interval, place / "interval")
 
 
 def _to_intervals(interval: str, place: Place) -> dict[str, object]:
@@ -145,19 +159,21 @@ def _to_intervals(interval: str, place: Place) -> dict[str, object]:
     return intervals
 
 
-def _warn_model_schemes(
+def _warn_of_model_sources(
     plugins: EppPlugins, scrape: Mapping[str, object], file: Place
 ) -> Iterator[str]:
-    """Warn of sources of model lists with another scheme than metrics have."""
-    scheme = scrape.get("scheme", "http")
+    """Warn of sources of model lists with another scheme or other certificates than metrics have."""
+    usual = {"scheme": "http", "verify_tls": False, "tls": {}}
     for index, plugin in enumerate(plugins.plugins):
         if plugin.type == _MODELS:
             page = _read_page(plugin, file / "plugins" / index / "parameters")
-            if page.get("scheme", scheme) != scheme:
-                yield (
-                    f"plugin {plugin.name or plugin.type}: scheme {page['scheme']} is not acted on: "
-                    f"model lists are read over {scheme}, as metrics are"
-                )
+            for key, default in usual.items():
+                if page.get(key, default) != scrape.get(key, default) and key in page:
+                    what = f"scheme {page[key]}" if key == "scheme" else "its check of certificates"
+                    yield (
+                        f"plugin {plugin.name or plugin.type}: {what} is not acted on: model lists "
+                        "are read as metrics are"
+                    )
 
 
 def convert_topology(plugins: EppPlugins, file: Place) -> EppPlugins:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import ssl
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -23,7 +22,8 @@ from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
-from extproc.scrape import client, engines, model_list, schedule, scraper
+from extproc.scrape import engines, model_list, schedule, scraper
+from extproc.scrape.client_tls import ClientTls
 from extproc.supervision import Supervisor
 
 
@@ -289,15 +289,13 @@ def build_discovery(
     )
 
 
-def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
-    """Return the TLS context of the scraper's client; None for plain HTTP."""
-    if scrape.scheme == "http":
-        return None
-    context = client.build_tls()
-    if not scrape.verify_tls:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+def build_scrape_tls(scrape: ScrapeSection) -> ClientTls | None:
+    """Return the source of TLS contexts of the scraper's client; None for plain HTTP.
+
+    Raises:
+        ConfigError: A file of certificates cannot be read.
+    """
+    return None if scrape.scheme == "http" else ClientTls(scrape.tls, verify=scrape.verify_tls)
 
 
 #: Longest interval at which an engine keeps the connection of a scrape: vLLM closes it after 5 s.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from extproc.config import epp_config, pool_sections, pools
 from extproc.config.pool_sections import RewriteEntry, SchedulingSection
-from extproc.config.settings import FlowControlSection, Settings
+from extproc.config.settings import FlowControlSection, ScrapeSection, Settings
 
 
 def find_warnings(settings: Settings) -> Iterator[str]:
@@ -25,13 +25,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
             "there are no endpoints: serve refuses to start; add --endpoints ip:port,..., "
             "--endpoints-file, --pool-name or a pool section"
         )
-    if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
-        yield (
-            "scrape.stale_after_s is below idle_interval_s plus timeout_s: loads of idle endpoints "
-            "count as unknown between two scrapes"
-        )
-    if scrape.busy_interval_s > scrape.idle_interval_s:
-        yield "scrape.busy_interval_s is above idle_interval_s: busy endpoints are looked at less"
+    yield from _scrapes(scrape)
     if limits.max_message_bytes < limits.max_body_bytes:
         yield (
             "limits.max_message_bytes is below max_body_bytes: a larger body is refused where the "
@@ -47,6 +41,18 @@ def find_warnings(settings: Settings) -> Iterator[str]:
         yield "seed is set: replicas with the same seed draw the same endpoints"
     if not settings.scheduling.respect_subset:
         yield "scheduling.respect_subset is false: endpoints a gateway excludes are used all the same"
+
+
+def _scrapes(scrape: ScrapeSection) -> Iterator[str]:
+    if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
+        yield (
+            "scrape.stale_after_s is below idle_interval_s plus timeout_s: loads of idle endpoints "
+            "count as unknown between two scrapes"
+        )
+    if scrape.tls.ca_file and not scrape.verify_tls:
+        yield "scrape.tls.ca_file has no effect without scrape.verify_tls: certificates are not checked"
+    if scrape.busy_interval_s > scrape.idle_interval_s:
+        yield "scrape.busy_interval_s is above idle_interval_s: busy endpoints are looked at less"
 
 
 def _bound_events(settings: Settings) -> Iterator[str]:

@@ -242,6 +242,13 @@ def check_compatible(merged: Settings, *, where: str) -> None:
             got=f"{scrape.stale_after_s:g}",
             fix="raise it, or every load counts as unknown before the next scrape",
         )
+    if bool(scrape.tls.cert_file) != bool(scrape.tls.key_file):
+        raise ConfigError(
+            place / "scrape" / "tls",
+            wanted="cert_file and key_file, or neither",
+            got="one of them",
+            fix="name both; one file may hold certificate and key",
+        )
     least = body_buffer.SHARES * limits.max_body_bytes
     if limits.max_body_bytes > body_buffer.ALWAYS_TAKEN_BYTES and limits.max_assembly_bytes < least:
         raise ConfigError(

@@ -24,6 +24,7 @@ from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
 from extproc.request import FlowHeaders
+from extproc.scrape.client_tls import TlsFiles
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.xds import resources
 
@@ -110,9 +111,10 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             endpoint names another. Several engines at one IP address are read at their own ports. Null:
             the port of the endpoint, where engines serve it.
         scheme: `http`, because engines serve metrics on their API port without TLS; or `https`.
-        verify_tls: Check certificates with `https`, by the authorities of the system or of the file
-            `SSL_CERT_FILE`, which are read at the start. False: those of engines rarely name an IP
-            address, and nothing secret is sent.
+        verify_tls: Check certificates with `https`, by `tls.ca_file`, else by the authorities of the
+            system or of the file `SSL_CERT_FILE`. False: those of engines rarely name an IP address,
+            and nothing secret is sent.
+        tls: Certificates for `https`; each field has the reason of its default.
         busy_interval_s: Seconds between scrapes of an endpoint with requests of this process. 0.2
             is several engine steps; own requests are counted in between.
         idle_interval_s: Seconds between scrapes of an endpoint without. 2 shows requests of others
@@ -157,6 +159,7 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     port: pool_sections.EnginePort | None = None
     scheme: Literal["http", "https"] = "http"
     verify_tls: bool = False
+    tls: TlsFiles = TlsFiles()
     busy_interval_s: validation.PositiveSeconds = 0.2
     idle_interval_s: validation.PositiveSeconds = 2.0
     timeout_s: validation.PositiveSeconds = 1.0

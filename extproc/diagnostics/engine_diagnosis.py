@@ -213,8 +213,8 @@ _UNREACHABLE: Final = {
     "unreachable": "correct the address of the endpoint, or its network",
     TOO_MANY_FILES: "raise the limit of open files of this machine (ulimit -n)",
     "closed": "see the log of the engine; it accepts connections and closes them",
-    "tls": "write scrape: {scheme: http}, or scrape: {verify_tls: false} for a certificate that "
-    "does not name the address",
+    "tls": "write scrape: {scheme: http}, scrape: {verify_tls: false} for a certificate that does not "
+    "name the address, or name certificates in scrape.tls",
     "not HTTP": "correct the port of the endpoint, or write scrape: {scheme: https}",
 }
 

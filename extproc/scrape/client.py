@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -33,13 +34,20 @@ TOO_LARGE: Final = "too large"
 _MAX_PIECES = 16_384
 
 
-def build_tls() -> ssl.SSLContext:
+#: A TLS context, or the source of one for each connection.
+TlsSource = ssl.SSLContext | Callable[[], ssl.SSLContext]
+
+
+def build_tls(authorities: str = "") -> ssl.SSLContext:
     """Build the TLS context of a client, which verifies certificates as Envoy and clients in Go do.
 
     By default Python 3.13 refuses authorities without extensions that RFC 5280 requires and that many
     private ones lack, such as those of `openssl req -x509` and of older clusters.
+
+    Args:
+        authorities: File with authorities (PEM); empty for those of the system.
     """
-    context = ssl.create_default_context()
+    context = ssl.create_default_context(cafile=authorities or None)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 
@@ -304,7 +312,7 @@ class ScrapeClient:
         idle_s: A connection unused for longer is not used again: what lies between may have
             forgotten it. Engines close theirs after 5 s (uvicorn's default), which is noticed; a
             request that crosses the close is sent again.
-        tls: Context for https; None for http.
+        tls: Context for https, or its source; None for http.
     """
 
     def __init__(
@@ -313,7 +321,7 @@ class ScrapeClient:
         timeout_s: float,
         cap_bytes: int,
         idle_s: float = 30.0,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsSource | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._cap_bytes = cap_bytes
@@ -400,7 +408,8 @@ class ScrapeClient:
 
     async def _connect(self, where: ScrapeTarget) -> _Connection:
         create = asyncio.get_running_loop().create_connection
-        _, connection = await create(_Connection, where.host, where.port, ssl=self._tls)
+        tls = self._tls() if callable(self._tls) else self._tls
+        _, connection = await create(_Connection, where.host, where.port, ssl=tls)
         return connection
 
 

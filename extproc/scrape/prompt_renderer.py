@@ -12,7 +12,6 @@ chunks are bounded, and nothing is built of an answer but its tokens.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -140,7 +139,7 @@ class PromptRenderer:
         *,
         adapters: Callable[[], Collection[str]],
         scheme: str,
-        tls: ssl.SSLContext | None,
+        tls: client.TlsSource | None,
         clock: Callable[[], float],
         supervisor: Supervisor,
         instance: str = "",

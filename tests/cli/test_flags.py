@@ -73,6 +73,12 @@ REACHES = [
     ("model-server-metrics-port", ["--model-server-metrics-port=9400"], "scrape.port", 9400),
     ("model-server-metrics-path", ["--model-server-metrics-path", "/m"], "scrape.path", "/m"),
     (
+        "model-server-metrics-https-insecure-skip-verify",
+        ["--model-server-metrics-https-insecure-skip-verify=false"],
+        "scrape.verify_tls",
+        True,
+    ),
+    (
         "model-server-metrics-scheme",
         ["--model-server-metrics-scheme=https"],
         "scrape.scheme",

@@ -63,6 +63,18 @@ def test_listeners_that_share_a_port_are_refused(capsys, command, words, expecte
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_authorities_that_cannot_be_read_are_refused(capsys, command):
+    """Without them no engine would be scraped."""
+    config = (
+        "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+        "scrape: {scheme: https, verify_tls: true, tls: {ca_file: /no/such/file}}"
+    )
+    words = [command, "--endpoints", "10.0.0.1:1", "--config-text", config]
+    assert main.main(words) == 2
+    assert "scrape.tls.ca_file: expected" in capsys.readouterr().err
+
+
 def test_free_ports_and_listeners_that_are_off_share_none(capsys):
     """Each 0 is a port of its own."""
     words = "--grpc-port 0 --grpc-health-port 0 --metrics-port 7 --xds-port 7"

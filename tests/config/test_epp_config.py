@@ -119,14 +119,6 @@ def test_ignored_plugins_are_warnings():
 @pytest.mark.parametrize(
     ("plugin", "text"),
     [
-        (
-            "type: metrics-data-source, parameters: {insecureSkipVerify: false}",
-            "set scrape.verify_tls",
-        ),
-        (
-            "type: metrics-data-source, parameters: {caCertPath: /ca, clientKeyPath: /key}",
-            "caCertPath, clientKeyPath are not read",
-        ),
         ("type: program-aware-fairness", "tenants take turns"),
         ("type: probabilistic-admitter", "priorities of objectives"),
         ("type: slo-headroom-tier-filter", "let the strategy adaptive"),

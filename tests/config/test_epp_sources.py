@@ -8,6 +8,7 @@ import pytest
 from extproc.config import lint, loader, profile_builder
 from extproc.config.settings import ScrapeSection
 from extproc.errors import ConfigError
+from extproc.scrape.client_tls import TlsFiles
 from extproc.testing import builders
 
 HEAD = (
@@ -67,6 +68,14 @@ def test_the_page_of_a_metrics_source_is_scraped(text, page):
         ("port: 9400", {"port": 9400}),
         ("port: null, interval: null", {}),
         ("interval: ''", {}),
+        ("insecureSkipVerify: true, caCertPath: ''", {}),
+        (
+            "insecureSkipVerify: false, caCertPath: /a, clientCertPath: /c, clientKeyPath: /k",
+            {
+                "verify_tls": True,
+                "tls": TlsFiles(ca_file="/a", cert_file="/c", key_file="/k"),
+            },
+        ),
         ("interval: 0s", {}),
         ("interval: 1s", {"busy_interval_s": 1.0}),
         ("interval: 5ms", {"busy_interval_s": 0.05}),
@@ -76,8 +85,8 @@ def test_the_page_of_a_metrics_source_is_scraped(text, page):
         ),
     ],
 )
-def test_port_and_interval_of_a_metrics_source_are_kept(parameters, keys):
-    """Loads stay known for as many scrapes as by default."""
+def test_other_parameters_of_a_metrics_source_are_kept(parameters, keys):
+    """Certificates are checked where upstream checks them; intervals leave loads known as by default."""
     settings, warnings = read(f"- {{type: metrics-data-source, parameters: {{{parameters}}}}}")
     assert settings.scrape == msgspec.structs.replace(ScrapeSection(), **keys)
     assert warnings == []
@@ -93,6 +102,20 @@ def test_a_page_beside_custom_metrics_is_scraped():
     assert settings.scrape.extra_metrics == {"a": "b"}
 
 
+def test_authorities_without_a_check_are_a_warning():
+    """Upstream checks no certificate either unless the file asks for it."""
+    _, (warning,) = read("- {type: metrics-data-source, parameters: {caCertPath: /ca}}")
+    assert warning.startswith("scrape.tls.ca_file has no effect")
+
+
+@pytest.mark.parametrize("key", ["clientCertPath", "clientKeyPath"])
+def test_a_certificate_and_its_key_come_together(key):
+    """As upstream."""
+    with pytest.raises(ConfigError) as refused:
+        read(f"- {{type: metrics-data-source, parameters: {{{key}: /file}}}}")
+    assert refused.value.where.endswith("scrape.tls")
+
+
 def test_flags_beat_the_page_of_the_file():
     """As upstream's flags do for its default source."""
     text = HEAD + "- {type: metrics-data-source, parameters: {path: /m}}\n"
@@ -105,6 +128,8 @@ def test_flags_beat_the_page_of_the_file():
     [
         ("models-data-source, parameters: {path: /m}", "path is not acted on"),
         ("models-data-source, parameters: {scheme: https}", "scheme https is not acted on"),
+        ("models-data-source, parameters: {insecureSkipVerify: false}", "check of certificates is"),
+        ("models-data-source, parameters: {caCertPath: /ca}", "check of certificates is"),
         ("inflight-load-producer, parameters: {addEstimatedOutputTokens: true}", "is not acted on"),
         (
             "approx-prefix-cache-producer, parameters: {lruCapacityPerServer: 9, autoTune: true}",

@@ -235,8 +235,8 @@ def test_scrape_tls():
     assert factory.build_scrape_tls(ScrapeSection()) is None
     loose = factory.build_scrape_tls(ScrapeSection(scheme="https"))
     strict = factory.build_scrape_tls(ScrapeSection(scheme="https", verify_tls=True))
-    assert not loose.check_hostname
-    assert strict.check_hostname
+    assert not loose().check_hostname
+    assert strict().check_hostname
 
 
 @pytest.mark.parametrize(

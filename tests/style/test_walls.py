@@ -14,7 +14,7 @@ from tests.style import names
 ALLOWED = (
     ("extproc/cli/*.py", "config_file description help unknown_flags", "argparse is not ours"),
     ("extproc/cli/main.py", "stderr stdout", "sys is not ours; the caller may have closed them"),
-    ("extproc/config/factory.py", "check_hostname verify_mode", "ssl is not ours"),
+    ("extproc/scrape/client_tls.py", "check_hostname verify_mode", "ssl is not ours"),
     ("extproc/config/plugin_loader.py", "__file__", "the module of a plugin file"),
     (
         "extproc/discovery/kubernetes/api_client.py",

@@ -1,0 +1,112 @@
+"""Certificates of clients of engines, over sockets of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+
+import pytest
+
+from extproc.errors import ConfigError
+from extproc.scrape import client
+from extproc.scrape.client_tls import ClientTls, TlsFiles
+from tests.support.certificates import write_certificate
+
+
+@contextlib.asynccontextmanager
+async def engine(http, certificate, *, clients=None):
+    """An engine with a certificate, which wants one of its clients where their authority is given."""
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(certificate, certificate.with_suffix(".key"))
+    if clients is not None:
+        served.verify_mode = ssl.CERT_REQUIRED
+        served.load_verify_locations(clients)
+
+    async def answer(reader, writer):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(http.answer(b"page"))
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", ssl=served) as server:
+        yield client.target("127.0.0.1", server.sockets[0].getsockname()[1], path="/metrics")
+
+
+async def fetch(tls, where):
+    """The page, over a new connection."""
+    http = client.ScrapeClient(timeout_s=60.0, cap_bytes=100, tls=tls)
+    try:
+        return await http.get(where)
+    finally:
+        http.close()
+
+
+def test_authorities_are_read_again_when_their_file_changes(http, tmp_path):
+    """A file that holds none leaves those before; the next one counts."""
+    own, other = write_certificate(tmp_path, "own"), write_certificate(tmp_path, "other")
+    authorities = tmp_path / "ca.crt"
+    authorities.write_bytes(other.read_bytes())
+
+    async def scene():
+        tls = ClientTls(TlsFiles(ca_file=str(authorities)), verify=True)
+        async with engine(http, own) as where:
+            pages = [await fetch(tls, where)]
+            for text in (own.read_text(), "none at all", other.read_text() + "\n"):
+                authorities.write_text(text)
+                pages.append(await fetch(tls, where))
+        return pages
+
+    failed = client.FetchFailed("tls")
+    assert asyncio.run(scene()) == [failed, b"page", b"page", failed]
+
+
+def test_the_system_authorities_are_read_again(http, tmp_path, monkeypatch):
+    """Those of `SSL_CERT_FILE`, which a platform may mount."""
+    own, other = write_certificate(tmp_path, "own"), write_certificate(tmp_path, "other")
+    authorities = tmp_path / "ca.crt"
+    authorities.write_bytes(other.read_bytes())
+    monkeypatch.setenv("SSL_CERT_FILE", str(authorities))
+
+    async def scene():
+        tls = ClientTls(TlsFiles(), verify=True)
+        async with engine(http, own) as where:
+            before = await fetch(tls, where)
+            authorities.write_bytes(own.read_bytes() + b"\n")
+            return before, await fetch(tls, where)
+
+    assert asyncio.run(scene()) == (client.FetchFailed("tls"), b"page")
+
+
+def test_an_engine_gets_the_certificate_of_the_client(http, tmp_path):
+    """Also where certificates of engines are not checked."""
+    own, ours = write_certificate(tmp_path, "own"), write_certificate(tmp_path, "ours")
+    files = TlsFiles(cert_file=str(ours), key_file=str(ours.with_suffix(".key")))
+
+    async def scene():
+        async with engine(http, own, clients=ours) as where:
+            return [
+                await fetch(ClientTls(chosen, verify=False), where)
+                for chosen in (files, TlsFiles())
+            ]
+
+    page, refused = asyncio.run(scene())
+    assert page == b"page"
+    assert isinstance(refused, client.FetchFailed)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("ca_file", None), ("ca_file", "no PEM"), ("cert_file", "no PEM")]
+)
+def test_files_that_cannot_be_read_are_refused_at_the_start(tmp_path, key, text):
+    """The error names the setting."""
+    path = tmp_path / "file"
+    if text is not None:
+        path.write_text(text)
+    files = (
+        {"cert_file": str(path), "key_file": str(path)} if key != "ca_file" else {key: str(path)}
+    )
+    with pytest.raises(ConfigError) as refused:
+        ClientTls(TlsFiles(**files), verify=True)
+    assert refused.value.where == f"scrape.tls.{key}"
