@@ -66,6 +66,18 @@ def self_signed_pair() -> tuple[bytes, bytes]:
     return private, public
 
 
+#: Suites that OpenSSL has for TLS 1.3. Others that begin with `TLS_` are Go's names for TLS 1.2.
+_TLS_1_3_SUITES: Final = frozenset(
+    (
+        "TLS_AES_128_GCM_SHA256",
+        "TLS_AES_256_GCM_SHA384",
+        "TLS_CHACHA20_POLY1305_SHA256",
+        "TLS_AES_128_CCM_SHA256",
+        "TLS_AES_128_CCM_8_SHA256",
+    )
+)
+
+
 class TlsOptions(msgspec.Struct, frozen=True):
     """TLS versions and cipher suites of a server.
 
@@ -112,7 +124,7 @@ def _restrict(context: ssl.SSLContext, options: TlsOptions) -> None:
     names, place = options.cipher_suites, "server.tls_cipher_suites"
     fix = "correct it, or leave it empty"
     if names:
-        older = [name for name in names.split(":") if not name.startswith("TLS_")]
+        older = [name for name in names.split(":") if name not in _TLS_1_3_SUITES]
         if not older:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             return
