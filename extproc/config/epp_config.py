@@ -174,7 +174,9 @@ def _merge(
     merged = dict(theirs)
     for key, value in ours.items():
         present = theirs.get(key)
-        if isinstance(present, dict) and isinstance(value, dict):
+        # Weights of two files together are no cost that either describes.
+        is_section = key != "request_cost"
+        if is_section and isinstance(present, dict) and isinstance(value, dict):
             merged[key] = _merge(present, value, place / key)
         elif present is not None and present != value:
             raise _set_twice(place / key, validation.show(present))

@@ -10,6 +10,12 @@ EPP_HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 PLUGINS = (
     "plugins:\n- {type: queue-scorer}\n- {type: metrics-data-source, parameters: {path: /m}}\n"
 )
+COST = """plugins:
+- type: request-attribute-reporter
+  parameters:
+    attributes:
+    - {key: {name: x-gateway-inference-request-cost}, expression: usage.prompt_tokens}
+"""
 GATE = "featureGates: [flowControl]\nflowControl: {maxRequests: 7}\n"
 
 
@@ -56,6 +62,7 @@ def test_a_document_of_ours_replaces_the_default_profile():
         (PLUGINS, "scrape: {path: /n}", ": scrape.path", "both; there it is '/m'"),
         (GATE, "flow_control: {enabled: false}", ": flow_control.enabled", "there it is true"),
         (PLUGINS, "scheduling: {strategy: adaptive}", ": scheduling.strategy", "its plugins"),
+        (COST, "responses: {request_cost: {completion: 4}}", ": responses.request_cost", "both"),
         (PLUGINS, "scrape: 7", ": scrape", "there it is a mapping with 1 keys"),
         (PLUGINS, f"---\n{HEAD}", ", document 3: kind", "a second ExtProcConfig"),
         (PLUGINS, "---\nkind: Service", ", document 3: kind", "Service"),
