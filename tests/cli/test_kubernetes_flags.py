@@ -137,3 +137,18 @@ def test_invalid_flags_are_refused(words, where, wanted):
         resolve(*words)
     assert where in str(refused.value)
     assert wanted in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted"),
+    [
+        ("{key: a, operator: NotIn}", "at least one value for NotIn"),
+        ("{key: a, operator: Exists, values: [b]}", "no values for Exists"),
+    ],
+)
+def test_an_expression_with_a_wrong_number_of_values_is_refused(expression, wanted):
+    """The error says how many values the operator takes."""
+    with pytest.raises(ConfigError) as refused:
+        kubernetes(text=f"pool: {{kubernetes: {{selector_expressions: [{expression}]}}}}")
+    assert refused.value.where.endswith("pool.kubernetes.selector_expressions[0]")
+    assert refused.value.wanted == wanted

@@ -21,6 +21,7 @@ from extproc.config import (
     tracing,
     validation,
 )
+from extproc.discovery.kubernetes.settings import LabelExpression
 from extproc.flow_control import rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
@@ -32,6 +33,7 @@ SECTIONS = (
     ("server", settings.ServerSection),
     ("pool", pool_sections.PoolSource),
     ("pool.kubernetes", pool_sections.KubernetesSection),
+    ("pool.kubernetes.selector_expressions[]", LabelExpression),
     ("pools[]", pool_sections.PoolSection),
     ("pools.match", pool_match.PoolMatch),
     ("cluster", pool_sections.ClusterSection),

@@ -58,7 +58,8 @@ class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ValueError: The number of values does not fit the operator.
         """
         if (self.operator in {"In", "NotIn"}) != bool(self.values):
-            raise ValueError(f"{self.operator} has {len(self.values)} values")
+            some = "no values" if self.values else "at least one value"
+            raise ValueError(f"expected {some} for {self.operator}, got {len(self.values)}")
 
     def __str__(self) -> str:
         """The expression in the API's form."""
