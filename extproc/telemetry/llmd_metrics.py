@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Final
 
 from extproc.decision import CANONICAL_CODES
-from extproc.endpoint import Load
+from extproc.endpoint import Endpoint, Load
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
@@ -359,9 +359,9 @@ def _scheduler_families(
         view = views.get(pool)
         for address, count in counters.requests_routed.items():
             member = None if view is None else view.pool.find(address)
-            name = address if member is None else member.endpoint.name or address
+            name, namespace = (address, "") if member is None else _name_endpoint(member.endpoint)
             port = address.rpartition(":")[2].partition("@")[0]
-            attempts["success", "", name, "", port] += count
+            attempts["success", "", name, namespace, port] += count
         attempts["failure", "", "", "", ""] += counters.rejections.total()
     yield from build_values(
         "counter",
@@ -382,6 +382,11 @@ def _scheduler_families(
 def _request_values(labels: RequestLabels) -> tuple[str, ...]:
     tenant = _DEFAULT_FLOW if labels.tenant == UNNAMED else labels.tenant
     return labels.client_model, labels.target_model, tenant, str(labels.priority)
+
+
+def _name_endpoint(endpoint: Endpoint) -> tuple[str, str]:
+    """Name and namespace of an endpoint; the latter is empty outside of Kubernetes."""
+    return endpoint.name or endpoint.address, endpoint.labels.get("namespace", "")
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -67,8 +67,10 @@ def exported(**more):
         FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
         SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),
     }
+    store = PoolFixture(loads).store
+    store.set_endpoints([Endpoint(FIRST, labels={"namespace": "ml"}), Endpoint(SECOND)], 1.0)
     view = PoolView(
-        PoolFixture(loads).store.pool,
+        store.pool,
         lambda _: PrefixCacheStats(0.0, 0.0, None),
         queue=(3, 30),
         queue_capacity=100,
@@ -127,7 +129,7 @@ def value(name, /, **labels):
                 "status": "success",
                 "target_model_name": "",
                 "endpoint_name": FIRST,
-                "namespace": "",
+                "namespace": "ml",
                 "port": "8000",
             },
             2,
@@ -220,7 +222,7 @@ def test_histograms_have_the_buckets_of_llmd(name, first, last, count):
 
 
 MODELS = {"model_name": "chat", "target_model_name": "llama"}
-ATTEMPT = {"status": "success", "target_model_name": "", "namespace": "", "port": "8000"}
+ATTEMPT = {"status": "success", "target_model_name": "", "namespace": "ml", "port": "8000"}
 QUEUED = {**REQUEST, "inference_pool": "pool"}
 
 
