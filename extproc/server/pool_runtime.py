@@ -276,6 +276,8 @@ class PoolRuntime:
             dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,
             count_ejections=store.outlier_detector.count_ejections,
             queue_capacity=0 if queue is None else queue.settings.max_requests,
+            queue_capacity_bytes=0 if queue is None else queue.settings.max_bytes,
+            stale_after_s=self.parts.director.routing.settings.stale_after_s,
             shadow=self.parts.director.routing.shadow,
             kv_events=None if self._kv_events is None else self._kv_events.stats(),
         )
@@ -446,4 +448,7 @@ class PoolRuntime:
             return  # it left meanwhile, and its series with it
         counts = self._counts.model_list_polls if result.listing else self._counts.scrapes
         counts[result.address, result.outcome] += 1
+        if result.outcome != "ok":
+            source = "models-data-source" if result.listing else "metrics-data-source"
+            self._counts.poll_errors[source] += 1
         self._pool_log.on_scrape(result.address, result.outcome, is_model_list=result.listing)

@@ -57,6 +57,8 @@ class PoolCounters:
         prefix_hit_ratio: Ratio of matched to prompt tokens, by request.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
+        poll_errors: Scrapes and such requests that failed, also of endpoints that left, by the data
+            source of llm-d: `metrics-data-source` or `models-data-source`.
         series: Requests by model, tenant and priority.
         response_headers_s: Time from the choice of the endpoint to response headers.
         endpoint_headers_s: The same time of responses below 400, without buckets, by address.
@@ -85,6 +87,7 @@ class PoolCounters:
         self.prefix_hit_ratio = MetricHistogram(_HIT_RATIO_BOUNDS)
         self.scrapes: Counter[tuple[str, str]] = Counter()
         self.model_list_polls: Counter[tuple[str, str]] = Counter()
+        self.poll_errors: Counter[str] = Counter()
         self.rewrites: Counter[str] = Counter()
         self.series = RequestSeriesTable()
         self.response_headers_s = MetricHistogram(_ANSWER_BOUNDS_S)

@@ -8,7 +8,12 @@ from typing import Final
 
 from extproc import distribution
 from extproc.supervision import LOOPS
-from extproc.telemetry import control_plane_metrics, llmd_metrics, pool_metrics
+from extproc.telemetry import (
+    control_plane_metrics,
+    llmd_metrics,
+    llmd_process_metrics,
+    pool_metrics,
+)
 from extproc.telemetry.counters import PoolCounters, ProcessCounters
 from extproc.telemetry.metric_family import MetricFamily
 from extproc.telemetry.pool_state import PoolView
@@ -102,6 +107,14 @@ class Exposition:
                 routing_s=self._counters.routing_duration_s,
                 profile=about.get("profile", ""),
                 version=distribution.installed_version() or "",
+            )
+            read_blocks = self._gauges.get("extproc_prefix_index_blocks")
+            yield from llmd_process_metrics.process_families(
+                self._counters,
+                views,
+                now=self._clock(),
+                profile=about.get("profile", ""),
+                prefix_blocks=None if read_blocks is None else read_blocks(),
             )
         for name, read in self._gauges.items():
             yield _gauge(name, PROCESS_GAUGES[name], read())

@@ -317,24 +317,25 @@ def _capacity_families(
         ("inference_pool", "stage"),
         (((pool, "effective"), _saturation(view.pool.members)) for pool, view in views.items()),
     )
-    yield from build_values(
-        "gauge",
-        "flow_control_global_capacity_utilization_requests",
-        "Requests in the queue over those that may wait.",
-        ("inference_pool",),
-        (
-            ((pool,), view.queue[0] / view.queue_capacity if view.queue_capacity else 0.0)
-            for pool, view in views.items()
-            if view.queue is not None
-        ),
-    )
-    yield from build_values(
-        "gauge",
-        "flow_control_capacity_utilization_requests",
-        "Requests of a priority in the queue over those that may wait.",
-        ("priority", "inference_pool"),
-        _capacity_by_priority(queues, views),
-    )
+    for at, unit in enumerate(("requests", "bytes")):
+        yield from build_values(
+            "gauge",
+            f"flow_control_global_capacity_utilization_{unit}",
+            f"{unit.capitalize()} in the queue over those that may wait.",
+            ("inference_pool",),
+            (
+                ((pool,), view.queue[at] / (_capacity(view, unit) or 1))
+                for pool, view in views.items()
+                if view.queue is not None
+            ),
+        )
+        yield from build_values(
+            "gauge",
+            f"flow_control_capacity_utilization_{unit}",
+            f"{unit.capitalize()} of a priority in the queue over those that may wait.",
+            ("priority", "inference_pool"),
+            _capacity_by_priority(queues, views, unit),
+        )
 
 
 def _scheduler_families(
@@ -412,12 +413,16 @@ def _saturation(members: Sequence[EndpointSnapshot]) -> float:
     )
 
 
+def _capacity(view: PoolView, unit: str) -> int:
+    return view.queue_capacity if unit == "requests" else view.queue_capacity_bytes
+
+
 def _capacity_by_priority(
-    queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView]
+    queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView], unit: str
 ) -> Iterator[Sample]:
     for pool, queue in queues.items():
         sizes: Counter[int] = Counter({0: 0})
         for labels, load in queue.queued.items():
-            sizes[labels.priority] += load.requests
+            sizes[labels.priority] += load.requests if unit == "requests" else load.bytes
         for priority, size in sizes.items():
-            yield (str(priority), pool), size / (views[pool].queue_capacity or 1)
+            yield (str(priority), pool), size / (_capacity(views[pool], unit) or 1)

@@ -33,6 +33,8 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
         "inference_extension_scheduler_attempts",
         ("status", "target_model_name", "pod_name", "namespace", "port"),
     ),
+    "prefix_indexer_size": ("inference_extension_prefix_indexer_size", ()),
+    "datalayer_poll_errors": ("llm_d_inference_scheduler_datalayer_poll_errors", None),
     "prefix_indexer_hit_ratio": ("inference_extension_prefix_indexer_hit_ratio", ()),
     "ready_endpoints": ("inference_pool_ready_pods", None),
     **{
@@ -45,6 +47,7 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
         name: (f"inference_extension_{name}", None)
         for name in (
             *("scheduler_e2e_duration_seconds", "plugin_duration_seconds", "info"),
+            "model_rewrite_decisions",
             *("flow_control_queue_size", "flow_control_queue_bytes"),
             *("flow_control_request_queue_duration_seconds", "flow_control_pool_saturation"),
         )

@@ -188,6 +188,8 @@ class PoolView(msgspec.Struct, frozen=True):
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
         count_ejections: Returns the ejections of an engine by `Endpoint.engine` (count).
         queue_capacity: Requests that may be queued (count); 0 without flow control.
+        queue_capacity_bytes: Bytes of their bodies; 0 without flow control.
+        stale_after_s: Age at which the load of an endpoint counts as unknown (seconds).
         shadow: Second profile that looks at routed requests; None without one.
         kv_events: Counts of KV events; None without subscriptions.
         media_factors: Learned ratio of observed to estimated tokens of media, by model and kind.
@@ -205,6 +207,8 @@ class PoolView(msgspec.Struct, frozen=True):
     dropped_addresses: int = 0
     count_ejections: Callable[[int], int] = lambda _: 0
     queue_capacity: int = 0
+    queue_capacity_bytes: int = 0
+    stale_after_s: float = 1e9
     shadow: ShadowScheduler | None = None
     kv_events: KvEventStats | None = None
     media_factors: Mapping[tuple[str, MediaKind], float] = {}

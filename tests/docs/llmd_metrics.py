@@ -56,8 +56,12 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("model_rewrite_decisions_total",), "`extproc_model_rewrites_total`"),
     (
-        ("datalayer_poll_errors_total", "datalayer_extract_errors_total"),
+        ("datalayer_poll_errors_total",),
         "`extproc_scrapes_total` and `extproc_model_list_polls_total` by result",
+    ),
+    (
+        ("datalayer_extract_errors_total",),
+        "not provided: pages that cannot be read count as `datalayer_poll_errors_total`",
     ),
     (("flow_control_queue_size",), "`extproc_flow_control_queue_size`"),
     (("flow_control_queue_bytes",), "`extproc_flow_control_queue_bytes`"),
@@ -75,10 +79,16 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         "`extproc_matched_tokens_total` over `extproc_prompt_tokens_total`",
     ),
     (("info",), "`extproc_info`"),
-    (("request_size_bytes", "response_size_bytes"), ""),
-    (("request_ntpot_seconds",), ""),
     (("plugin_duration_seconds", "plugin_data_scope_violations_total"), ""),
-    (("request_processing_duration_seconds", "response_processing_duration_seconds"), ""),
+    (
+        (
+            *("request_size_bytes", "response_size_bytes", "request_ntpot_seconds"),
+            "request_processing_duration_seconds",
+            "response_processing_duration_seconds",
+            "llm_d_epp_extproc_stream_duration_seconds",
+        ),
+        "not provided: nothing of extproc reads them, and each would be measured for every request",
+    ),
     (
         (
             "flow_control_dispatch_cycle_duration_seconds",
@@ -101,7 +111,6 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         ),
         "",
     ),
-    (("llm_d_epp_extproc_stream_duration_seconds",), ""),
     (
         (
             "disagg_decision_total",
@@ -198,7 +207,9 @@ def served_names() -> dict[str, tuple[str, ...]]:
 
 def block() -> str:
     """One row for each group of families; those that are served are marked."""
-    served = {name.removeprefix("llm_d_epp_") for name in served_names()}
+    served = {
+        name for served in served_names() for name in (served, served.removeprefix("llm_d_epp_"))
+    }
     rows = ["| `llm_d_epp_...` | also served | extproc |", "|---|---|---|"]
     for names, text in ROWS:
         for is_served in (True, False):

@@ -452,3 +452,20 @@ kv_events: {{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def test_failed_scrapes_stay_counted_when_their_endpoint_leaves():
+    """A sum over endpoints that falls looks like a restart, and its rate leaps."""
+    counters = ProcessCounters()
+    subject = sites(TWO, counters=counters)
+    await subject.sync()
+    scrapes = asyncio.ensure_future(subject.by_name["a"].scraper.run())
+    errors = counters.for_pool("a").poll_errors
+    async with asyncio.timeout(5.0):
+        while not errors["metrics-data-source"]:
+            await asyncio.sleep(0)
+    scrapes.cancel()
+    await asyncio.wait([scrapes])
+    counted = dict(errors)
+    counters.for_pool("a").forget(A)
+    assert dict(errors) == counted

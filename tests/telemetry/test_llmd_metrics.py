@@ -25,6 +25,14 @@ REQUEST = {
     "priority": "2",
 }
 
+IN_FLIGHT = {
+    "endpoint_name": FIRST,
+    "namespace": "ml",
+    "producer_name": "inflight-load-producer",
+    "fairness_id": "",
+    "priority": "",
+}
+
 
 def exported(**more):
     """The samples of a page: name and labels to value, and the bounds of histograms by name."""
@@ -64,22 +72,30 @@ def exported(**more):
     left = queue.record_queued(labels, 10)
     queue.record_departed(left, 10, outcome="expired-unserved", wait_s=60.0)
     loads = {
-        FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
-        SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),
+        FIRST: Load(at=100.0, waiting=10.0, running=4.0, kv_usage=0.2),
+        SECOND: Load(at=98.0, waiting=0.0, running=2.0, kv_usage=0.4),
     }
     store = PoolFixture(loads).store
-    store.set_endpoints([Endpoint(FIRST, labels={"namespace": "ml"}), Endpoint(SECOND)], 1.0)
+    store.set_endpoints([Endpoint(FIRST, labels={"namespace": "ml"}), Endpoint(SECOND)], 100.0)
+    store.pool.members[0].account.restore(1, prompt_tokens=60, queued_tokens=40, now=100.0)
     view = PoolView(
         store.pool,
         lambda _: PrefixCacheStats(0.0, 0.0, None),
         queue=(3, 30),
         queue_capacity=100,
+        queue_capacity_bytes=1000,
+        stale_after_s=1.0,
     )
+    counters.for_pool("pool").poll_errors["metrics-data-source"] += 3
+    for result in ("ok", "protocol"):
+        recorder.on_stream_opened()
+        recorder.on_stream_ended(result)
+    recorder.on_stream_opened()
     exposition = Exposition(
         counters,
         lambda: {"pool": view},
-        clock=lambda: 1.0,
-        gauges={},
+        clock=lambda: 100.0,
+        gauges={"extproc_prefix_index_blocks": lambda: 7.0},
         about=lambda: {"pool": "pool", "profile": "adaptive"},
         **more,
     )
@@ -190,9 +206,28 @@ def value(name, /, **labels):
             0.02,
         ),
         (
+            "flow_control_capacity_utilization_bytes",
+            {"priority": "2", "inference_pool": "pool"},
+            0.02,
+        ),
+        ("flow_control_global_capacity_utilization_requests", {"inference_pool": "pool"}, 0.03),
+        ("flow_control_global_capacity_utilization_bytes", {"inference_pool": "pool"}, 0.03),
+        ("flow_control_stale_endpoints", {"detector": "utilization-detector"}, 1),
+        (
             "prefix_indexer_hit_ratio_sum",
             {"plugin_name": "adaptive", "plugin_type": "adaptive"},
             1.0,
+        ),
+        ("prefix_indexer_size", {"plugin_name": "adaptive", "plugin_type": "adaptive"}, 7),
+        ("inflight_requests", IN_FLIGHT, 1),
+        ("inflight_tokens", IN_FLIGHT, 40),
+        ("extproc_streams_inflight", {}, 1),
+        ("extproc_streams_total", {"code": "InvalidArgument"}, 1),
+        ("datalayer_poll_errors_total", {"source_type": "metrics-data-source"}, 3),
+        (
+            "model_rewrite_decisions_total",
+            {"model_rewrite_name": "", "model_name": "chat", "target_model": "llama"},
+            2,
         ),
     ],
 )
@@ -270,6 +305,17 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
             1.25,
         ),
         ("inference_extension_prefix_indexer_hit_ratio_sum", {}, 1.0),
+        ("inference_extension_prefix_indexer_size", {}, 7),
+        (
+            "llm_d_inference_scheduler_datalayer_poll_errors_total",
+            {"source_type": "metrics-data-source"},
+            3,
+        ),
+        (
+            "inference_extension_model_rewrite_decisions_total",
+            {"model_rewrite_name": "", "model_name": "chat", "target_model": "llama"},
+            2,
+        ),
     ],
 )
 def test_deprecated_names_have_the_labels_that_they_have_there(name, labels, expected):

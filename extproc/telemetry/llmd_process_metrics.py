@@ -1,0 +1,119 @@
+"""Families of llm-d's endpoint picker on streams, scrapes, the prefix index and requests in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.llmd_names import build_values
+from extproc.telemetry.metric_family import MetricFamily
+from extproc.telemetry.pool_state import PoolView
+
+#: Default names of the plugins there that have what is counted here.
+_PRODUCER: Final = "inflight-load-producer"
+_DETECTOR: Final = "utilization-detector"
+
+#: Status codes by result of a stream. Envoy resets the stream of an answered request.
+_CODES: Final = {
+    "ok": "OK",
+    "cancelled": "Canceled",
+    "protocol": "InvalidArgument",
+    "error": "Internal",
+}
+
+
+def process_families(
+    counters: ProcessCounters,
+    views: Mapping[str, PoolView],
+    *,
+    now: float,
+    profile: str,
+    prefix_blocks: float | None,
+) -> Iterator[MetricFamily]:
+    """Yield the families.
+
+    Args:
+        profile: Name of the scheduling profile, which stands for all plugins.
+        prefix_blocks: Blocks in the prefix index (count); None without one.
+    """
+    yield from _inflight_families(views, now)
+    yield from _stream_families(counters)
+    yield from build_values(
+        "gauge",
+        "flow_control_stale_endpoints",
+        "Endpoints whose load is unknown or too old.",
+        ("detector",),
+        [((_DETECTOR,), sum(_count_stale(view, now) for view in views.values()))],
+    )
+    errors: Counter[str] = Counter()
+    for pool in counters.pools.values():
+        errors.update(pool.poll_errors)
+    yield from build_values(
+        "counter",
+        "datalayer_poll_errors",
+        "Scrapes and requests for model lists that failed.",
+        ("source_type",),
+        (((source,), errors[source]) for source in ("metrics-data-source", "models-data-source")),
+    )
+    yield from build_values(
+        "gauge",
+        "prefix_indexer_size",
+        "Prefix blocks in the prefix index, summed over endpoints.",
+        ("plugin_name", "plugin_type"),
+        [] if prefix_blocks is None else [((profile, profile), prefix_blocks)],
+    )
+    rewrites: Counter[tuple[str, ...]] = Counter()
+    for pool in counters.pools.values():
+        for series in pool.series:
+            client, target = series.labels.client_model, series.labels.target_model
+            if client != target:
+                refused = sum((series.refused or {}).values())
+                rewrites["", client, target] += series.count - refused + series.running
+    yield from build_values(
+        "counter",
+        "model_rewrite_decisions",
+        "Routed requests whose model name was rewritten.",
+        ("model_rewrite_name", "model_name", "target_model"),
+        rewrites.items(),
+    )
+
+
+def _stream_families(counters: ProcessCounters) -> Iterator[MetricFamily]:
+    yield from build_values(
+        "gauge",
+        "extproc_streams_inflight",
+        "ext_proc streams that are open.",
+        (),
+        [((), counters.streams_open)],
+    )
+    yield from build_values(
+        "counter",
+        "extproc_streams",
+        "ext_proc streams that ended, by status code.",
+        ("code",),
+        (((code,), counters.streams[result]) for result, code in _CODES.items()),
+    )
+
+
+def _inflight_families(views: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:
+    labels = ("endpoint_name", "namespace", "producer_name", "fairness_id", "priority")
+    requests: Counter[tuple[str, ...]] = Counter()
+    tokens: Counter[tuple[str, ...]] = Counter()
+    for view in views.values():
+        for member in view.pool.members:
+            endpoint, account = member.endpoint, member.account
+            name = endpoint.name or endpoint.address
+            values = (name, endpoint.labels.get("namespace", ""), _PRODUCER, "", "")
+            requests[values] += account.in_flight
+            tokens[values] += round(account.queued(now))
+    for name, text, counts in (
+        ("inflight_requests", "Requests in flight on an endpoint.", requests),
+        ("inflight_tokens", "Uncached prompt tokens that are not computed yet.", tokens),
+    ):
+        yield from build_values("gauge", name, text, labels, counts.items())
+
+
+def _count_stale(view: PoolView, now: float) -> int:
+    return sum(not now - member.load.at <= view.stale_after_s for member in view.pool.members)
