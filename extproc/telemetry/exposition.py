@@ -104,6 +104,7 @@ class Exposition:
             yield from llmd_metrics.llmd_families(
                 self._counters.pools,
                 views,
+                now=self._clock(),
                 routing_s=self._counters.routing_duration_s,
                 profile=about.get("profile", ""),
                 version=distribution.installed_version() or "",

@@ -15,7 +15,6 @@ from typing import Final
 
 from extproc.decision import CANONICAL_CODES
 from extproc.endpoint import Endpoint, Load
-from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.llmd_names import build_histograms, build_values
@@ -124,6 +123,7 @@ def llmd_families(
     pools: Mapping[str, PoolCounters],
     views: Mapping[str, PoolView],
     *,
+    now: float,
     routing_s: MetricHistogram,
     profile: str,
     version: str,
@@ -136,6 +136,19 @@ def llmd_families(
     yield from _request_families(pools)
     yield from _pool_families(views)
     yield from _queue_families(pools, views)
+    saturation = {pool: _saturation(view, now) for pool, view in views.items()}
+    yield from build_values(
+        "gauge",
+        "flow_control_pool_saturation",
+        "Mean over endpoints of the larger of waiting requests over 5 and KV cache usage over 0.8.",
+        ("inference_pool", "stage"),
+        (
+            ((pool, stage), value)
+            for pool, value in saturation.items()
+            # Endpoints of no role are in the stage `decode`, which is absent without any.
+            for stage in (("decode", "effective") if views[pool].pool.members else ("effective",))
+        ),
+    )
     yield from _scheduler_families(pools, views, routing_s=routing_s, profile=profile)
     labels = ("commit", "build_ref")
     samples = [((version, "extproc"), 1)]
@@ -310,13 +323,6 @@ def _departure_families(queues: Mapping[str, QueueCounters]) -> Iterator[MetricF
 def _capacity_families(
     queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView]
 ) -> Iterator[MetricFamily]:
-    yield from build_values(
-        "gauge",
-        "flow_control_pool_saturation",
-        "Mean over endpoints of the larger of waiting requests over 5 and KV cache usage over 0.8.",
-        ("inference_pool", "stage"),
-        (((pool, "effective"), _saturation(view.pool.members)) for pool, view in views.items()),
-    )
     for at, unit in enumerate(("requests", "bytes")):
         yield from build_values(
             "gauge",
@@ -400,16 +406,18 @@ def _loads(view: PoolView) -> list[Load]:
     return [member.load for member in view.pool.members]
 
 
-def _saturation(members: Sequence[EndpointSnapshot]) -> float:
-    """Saturation of a pool; 1 without endpoints, as nothing can be sent."""
-    if not members:
+def _saturation(view: PoolView, now: float) -> float:
+    """Saturation of a pool; 1 without endpoints, as nothing can be sent, and for unknown loads."""
+    if not view.pool.members:
         return 1.0
     return statistics.fmean(
-        max(
+        1.0
+        if view.is_stale(member, now)
+        else max(
             (member.load.waiting or 0.0) / _SATURATED_WAITING,
             (member.load.kv_usage or 0.0) / _SATURATED_KV_USAGE,
         )
-        for member in members
+        for member in view.pool.members
     )
 
 

@@ -116,4 +116,4 @@ def _inflight_families(views: Mapping[str, PoolView], now: float) -> Iterator[Me
 
 
 def _count_stale(view: PoolView, now: float) -> int:
-    return sum(not now - member.load.at <= view.stale_after_s for member in view.pool.members)
+    return sum(view.is_stale(member, now) for member in view.pool.members)

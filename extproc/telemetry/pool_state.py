@@ -212,3 +212,7 @@ class PoolView(msgspec.Struct, frozen=True):
     shadow: ShadowScheduler | None = None
     kv_events: KvEventStats | None = None
     media_factors: Mapping[tuple[str, MediaKind], float] = {}
+
+    def is_stale(self, member: EndpointSnapshot, now: float) -> bool:
+        """True if the load of an endpoint was never scraped, or is too old."""
+        return now - member.load.at > self.stale_after_s

@@ -195,11 +195,14 @@ def value(name, /, **labels):
                 "EvictedNoEndpoints",
             )
         ],
-        (
-            "flow_control_pool_saturation",
-            {"inference_pool": "pool", "stage": "effective"},
-            1.25,
-        ),
+        *[
+            (
+                "flow_control_pool_saturation",
+                {"inference_pool": "pool", "stage": stage},
+                1.5,
+            )
+            for stage in ("decode", "effective")
+        ],
         (
             "flow_control_capacity_utilization_requests",
             {"priority": "2", "inference_pool": "pool"},
@@ -302,7 +305,7 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
         (
             "inference_extension_flow_control_pool_saturation",
             {"inference_pool": "pool", "stage": "effective"},
-            1.25,
+            1.5,
         ),
         ("inference_extension_prefix_indexer_hit_ratio_sum", {}, 1.0),
         ("inference_extension_prefix_indexer_size", {}, 7),
@@ -361,5 +364,8 @@ def test_a_pool_without_endpoints_is_saturated():
         about=dict,
         has_llmd_names=True,
     )
-    line = 'llm_d_epp_flow_control_pool_saturation{inference_pool="pool",stage="effective"} 1.0'
-    assert line in exposition.render().decode().splitlines()
+    name = "llm_d_epp_flow_control_pool_saturation"
+    lines = [
+        line for line in exposition.render().decode().splitlines() if line.startswith(f"{name}{{")
+    ]
+    assert lines == [f'{name}{{inference_pool="pool",stage="effective"}} 1.0']
