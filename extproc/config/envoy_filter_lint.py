@@ -16,6 +16,9 @@ from extproc.protocol import headers
 
 _DUPLEX: Final = "FULL_DUPLEX_STREAMED"
 
+#: Modes in which Envoy holds a body back.
+_BUFFERED: Final = frozenset({"BUFFERED", "BUFFERED_PARTIAL"})
+
 #: It is for the body mode STREAMED, but `mode_override` is ignored in all modes.
 _EARLY_BODY: Final = "send_body_without_waiting_for_header_response"
 
@@ -171,6 +174,7 @@ def modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
                 wanted="SEND",
                 fix=f"write {direction}_trailer_mode: SEND",
             )
+    yield from _held_answers(processor, place=place)
     if mode(processor, "response_trailer_mode") != "SEND":
         yield finding.warning(
             "response_trailers",
@@ -179,6 +183,24 @@ def modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
             "account of open requests is too low",
             wanted="SEND",
             fix="write response_trailer_mode: SEND",
+        )
+
+
+def _held_answers(processor: YamlTree, *, place: str) -> Iterator[Finding]:
+    """Check that Envoy does not hold responses back."""
+    answers = mode(processor, "response_body_mode")
+    is_switched = processor.get("allow_mode_override") and not processor.get(_EARLY_BODY)
+    if answers in _BUFFERED and not (
+        is_switched and mode(processor, "request_body_mode") in _BUFFERED
+    ):
+        yield finding.cut(
+            "response_body_mode",
+            place,
+            f"response_body_mode is {answers}: streamed responses are held back, and in BUFFERED "
+            "those longer than the buffer are a 500",
+            wanted="NONE, or request_body_mode BUFFERED with allow_mode_override",
+            fix="write response_body_mode: NONE, or allow_mode_override: true where "
+            "request_body_mode is BUFFERED",
         )
 
 

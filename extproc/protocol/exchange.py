@@ -433,11 +433,12 @@ class Exchange(msgspec.Struct):
         self.is_stream = has_messages or "text/event-stream" in content_type
         if self._model_names[1] and not event.end_of_stream:
             restorer = model_name_restorer.for_response(event.headers, *self._model_names)
-        if (settings.feedback or restorer is not None) and not event.end_of_stream:
+        if not event.end_of_stream:
             mode = response_handling.response_body_mode_override(
                 modes,
                 event.headers,
                 is_stream=self.is_stream,
+                is_read=settings.feedback or restorer is not None,
                 watch_stream=self.watch_stream or restorer is not None,
             )
         drops_length = False

@@ -150,16 +150,29 @@ def served_endpoint_marker(event: ProcessingRequest) -> str:
 
 
 def response_body_mode_override(
-    modes: BodyModes, headers: Mapping[str, str], *, is_stream: bool, watch_stream: bool
+    modes: BodyModes,
+    headers: Mapping[str, str],
+    *,
+    is_stream: bool,
+    is_read: bool,
+    watch_stream: bool,
 ) -> BodyMode | None:
     """The response body mode to switch to, or None to leave it.
 
     Envoy honors `mode_override` only where the request was buffered (it ignores it in
     FULL_DUPLEX_STREAMED). A whole answer costs one message; it is asked for only when its size is
     declared and safe to buffer. A streamed answer must not be buffered, as that would hold its
-    first token back to the end.
+    first token back to the end. Where the data plane buffers every answer, they are shown in
+    pieces: Envoy answers 500 for those that exceed its buffer.
+
+    Args:
+        is_read: Whether bodies of responses are read at all.
     """
-    if not BODY_MODE_TRAITS[modes.request].is_buffered or modes.response is not _NONE:
+    if not BODY_MODE_TRAITS[modes.request].is_buffered:
+        return None
+    if BODY_MODE_TRAITS[modes.response].is_buffered:
+        return BodyMode.STREAMED
+    if modes.response is not _NONE or not is_read:
         return None
     if is_stream:
         return BodyMode.STREAMED if watch_stream else None

@@ -25,8 +25,20 @@ def test_bodies_that_do_not_wait_for_headers_end_mode_overrides():
     assert "send_body_without_waiting_for_header_response is on" in result.text
     silent = settings.Settings(responses=ResponsesSection(feedback=False))
     assert findings(tree, silent) == []
+    processor(tree)["processing_mode"]["response_body_mode"] = "STREAMED"
+    assert findings(tree) == []
+
+
+def test_answers_are_held_back_where_their_mode_cannot_be_changed():
+    """A buffered response mode needs a buffered request and an override that Envoy honors."""
+    tree = load()
     processor(tree)["processing_mode"]["response_body_mode"] = "BUFFERED"
     assert findings(tree) == []
+    processor(tree)["processing_mode"]["request_body_mode"] = "STREAMED"
+    assert "response_body_mode" in [result.check for result in findings(tree)]
+    processor(tree)["processing_mode"]["request_body_mode"] = "BUFFERED"
+    processor(tree)["allow_mode_override"] = False
+    assert "response_body_mode" in [result.check for result in findings(tree)]
 
 
 def test_a_route_may_override_namespaces_to_forward_only():

@@ -56,6 +56,9 @@ def every_mode(config, listeners):
         last = len(config["static_resources"]["listeners"]) - 1
         installation.manager(config, last)["stat_prefix"] = item["name"]
         duplex = "FULL_DUPLEX_STREAMED"
+        installation.processor(config, last)["allow_mode_override"] = (
+            request == response == "BUFFERED"
+        )
         installation.processor(config, last)["processing_mode"] = {
             "request_header_mode": "SEND",
             "request_body_mode": request,
@@ -151,7 +154,7 @@ async def test_041_buffered_body_over_the_limit(place, served, listeners):
 
 @pytest.mark.parametrize(
     "modes",
-    [pair for pair in MODES if pair[1] in {"NONE", "STREAMED", "FULL_DUPLEX_STREAMED"}],
+    [pair for pair in MODES if "BUFFERED" not in pair[1] or pair[0] == "BUFFERED"],
     ids="-".join,
 )
 async def test_092_events_are_not_held_back(place, served, listeners, modes):

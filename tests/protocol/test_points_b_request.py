@@ -284,7 +284,7 @@ def test_041_buffered_is_answered_one_to_one(mode: str, ends: bool):  # noqa: FB
         ext_proc_script.response_body(b"x", ends=True),
         ext_proc_script.go_on("response_body"),
     ]
-    queued = ext_proc_script.play(script, build_pool().decide, modes=(mode, "BUFFERED"))
+    queued = ext_proc_script.play(script, build_pool().decide, modes=(mode, "STREAMED"))
     assert queued.decided[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
 
 

@@ -108,17 +108,19 @@ def test_086_duplex_ended_by_trailers():
     ]
 
 
-@pytest.mark.parametrize("response", ["NONE", "BUFFERED"])
-def test_086_buffered_json(response: str):
+@pytest.mark.parametrize(
+    ("modes", "override"),
+    [(("BUFFERED", "NONE"), BUFFERED), (("DUPLEX", "BUFFERED"), None)],
+)
+def test_086_buffered_json(modes: tuple[str, str], override: dict[str, int] | None):
     """Buffered: asked for where it is not shown; one message, changed, with its length."""
-    queued = answering(("BUFFERED", response))
-    override = BUFFERED if response == "NONE" else None
+    queued = answering(modes)
     assert queued.hear(ext_proc_script.response_headers(JSON)) == heading(override)
     length = ("content-length", str(len(NEW)))
     assert queued.hear(ext_proc_script.response_body(BODY, ends=True)) == replaced(NEW, length)
 
 
-@pytest.mark.parametrize("response", ["NONE", "STREAMED"])
+@pytest.mark.parametrize("response", ["NONE", "STREAMED", "BUFFERED"])
 @pytest.mark.parametrize(
     "headers",
     [
@@ -130,7 +132,7 @@ def test_086_buffered_json(response: str):
 def test_086_streams_piece_by_piece(response: str, headers: dict[str, str]):
     """Events, and answers too large to buffer: every piece is asked for and answered by another."""
     queued = answering(("BUFFERED", response))
-    override = STREAMED if response == "NONE" else None
+    override = None if response == "STREAMED" else STREAMED
     assert queued.hear(ext_proc_script.response_headers(headers)) == heading(
         override, "content-length"
     )
@@ -143,7 +145,7 @@ def test_086_streams_piece_by_piece(response: str, headers: dict[str, str]):
 
 def test_086_a_cut_buffer_keeps_the_length_of_the_body():
     """BUFFERED_PARTIAL: the rest follows as it is, and the length changes by the difference."""
-    queued = answering(("BUFFERED", "BUFFERED_PARTIAL"))
+    queued = answering(("DUPLEX", "BUFFERED_PARTIAL"))
     queued.hear(
         ext_proc_script.response_headers({**ext_proc_script.JSON, "content-length": "9000"})
     )

@@ -18,7 +18,7 @@ from extproc.protocol.messages import (
 from tests.support.seeded import examples
 
 NONE, STREAMED, BUFFERED = BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED
-DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+DUPLEX, PARTIAL = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED_PARTIAL
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 SHORT = {"content-type": "application/json", "content-length": "100"}
 LONG = {"content-length": str(response_handling.MAX_RESPONSE_BYTES + 1)}
@@ -38,7 +38,11 @@ LONG = {"content-length": str(response_handling.MAX_RESPONSE_BYTES + 1)}
         ((BUFFERED, NONE), EVENTS, False, None),
         ((BUFFERED, NONE), {**EVENTS, "content-length": "100"}, False, None),
         ((BUFFERED, NONE), {**EVENTS, "content-length": "100"}, True, STREAMED),
+        ((BUFFERED, BUFFERED), SHORT, False, STREAMED),
+        ((BUFFERED, BUFFERED), EVENTS, False, STREAMED),
+        ((BUFFERED, PARTIAL), LONG, False, STREAMED),
         ((BUFFERED, STREAMED), SHORT, True, None),
+        ((DUPLEX, BUFFERED), SHORT, True, None),
         ((STREAMED, NONE), SHORT, True, None),
         ((DUPLEX, NONE), SHORT, True, None),
         ((NONE, NONE), SHORT, True, None),
@@ -51,7 +55,19 @@ def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, wa
             BodyModes(*modes),
             headers,
             is_stream=EVENTS.items() <= headers.items(),
+            is_read=True,
             watch_stream=watch_stream,
+        )
+        is mode
+    )
+
+
+@pytest.mark.parametrize(("response", "mode"), [(NONE, None), (BUFFERED, STREAMED)])
+def test_without_feedback_answers_are_shown_only_where_they_would_be_held_back(response, mode):
+    """No mode is asked for, unless Envoy would buffer every answer."""
+    assert (
+        response_handling.response_body_mode_override(
+            BodyModes(BUFFERED, response), SHORT, is_stream=False, is_read=False, watch_stream=False
         )
         is mode
     )

@@ -10,6 +10,7 @@ from extproc.discovery.kubernetes import controller, reflector, settings
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders
 from tests.discovery.kubernetes.follower_scene import KEY, REF, following
+from tests.support.waiting import until
 
 
 def test_a_rotated_token_is_reloaded(tmp_path):
@@ -172,6 +173,8 @@ def test_lost_permissions_are_the_last_reported_state(tmp_path, monkeypatch):
             await scene.server.start()
             await scene.until_fact("forbidden")
             await scene.server.until_watched(5)
+            # The lists of the others may still be on their way.
+            await until(lambda: sum(s.is_unsynced for s in scene.subject.statuses) == 1)
             assert "connected" not in scene.kinds()
             assert scene.facts[-1].kind == "forbidden"
             assert "pods in namespace default" in scene.facts[-1].detail
