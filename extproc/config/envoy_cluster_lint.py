@@ -38,6 +38,9 @@ _MESSAGE_HEAD_BYTES = 4 * 1024 * 1024
 #: vLLM (uvicorn) closes idle connections after this many seconds.
 _ENGINE_KEEPS_S = 5.0
 
+#: Fields by one of which a listener is known; Envoy Gateway writes the second one alone.
+_LISTENER = frozenset({"filter_chains", "default_filter_chain"})
+
 #: Body modes that buffer the request.
 _BUFFERED = frozenset({"BUFFERED", "BUFFERED_PARTIAL"})
 
@@ -217,6 +220,12 @@ def _follows_destination(cluster: YamlTree) -> bool:
     )
 
 
+def follows_header(cluster: YamlTree) -> bool:
+    """Return True if a cluster takes the endpoint from the header alone, as ORIGINAL_DST may."""
+    original = cluster.get("original_dst_lb_config") or {}
+    return bool(original.get("use_http_header")) and _is_header(original.get("http_header_name"))
+
+
 def _is_header(name: object) -> bool:
     """Return True if a header is that of the destination."""
     return str(name).lower() == headers.DESTINATION
@@ -238,7 +247,7 @@ def is_override_host(cluster: YamlTree) -> bool:
 
 def buffers(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Check what bounds request bodies."""
-    for listener in (part for part in walk(tree) if "filter_chains" in part):
+    for listener in (part for part in walk(tree) if _LISTENER & part.keys()):
         managers = find_managers(listener)
         place = f"listener {listener.get('name', '')}".rstrip()
         yield from _buffer_filters(managers, settings, place=place, where=where)

@@ -33,9 +33,13 @@ _UNSET_MODES: Final[Mapping[str, str]] = {
 
 
 def options(
-    processor: YamlTree, settings: Settings, *, place: str, where: str
+    processor: YamlTree, settings: Settings, *, by_header: bool, place: str, where: str
 ) -> Iterator[Finding]:
-    """Check that what extproc answers is applied."""
+    """Check that what extproc answers is applied.
+
+    Args:
+        by_header: Whether all clusters behind the filter read the destination from its header.
+    """
     service = processor.get("grpc_service") or {}
     timeout_s = seconds(service, "timeout", 0.0, where=where)
     if timeout_s:
@@ -66,7 +70,8 @@ def options(
     options = processor.get("metadata_options") or {}
     received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
     if "envoy.lb" not in received:
-        yield finding.warning(
+        yield Finding(
+            "note" if by_header else "warning",
             "metadata",
             place,
             "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "

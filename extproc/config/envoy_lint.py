@@ -15,6 +15,7 @@ from extproc.config.envoy_tree import (
     MANAGER,
     YamlTree,
     action_clusters,
+    apply_runtime_limits,
     cluster_name,
     effective_processors,
     find_managers,
@@ -76,7 +77,11 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         ConfigError: It has no connection manager with an ext_proc filter, or an invalid duration.
     """
     tree = name_as_proto(tree)
-    clusters = {name: message for message in walk(tree) if (name := cluster_name(message))}
+    clusters = {
+        name: apply_runtime_limits(tree, message)
+        for message in walk(tree)
+        if (name := cluster_name(message))
+    }
     managers = find_managers(tree)
     if not managers:
         others = sum(is_a(message, MANAGER) for message in walk(tree))
@@ -94,9 +99,13 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
             is_elsewhere = len(idle) < len(managers)
             yield _idle_filter("note" if is_elsewhere else "error", place=place)
             continue
+        routed = [clusters[name] for name in set(route_clusters(manager)) & set(clusters)]
+        by_header = bool(routed) and all(map(envoy_cluster_lint.follows_header, routed))
         for processor in effective_processors(manager):
             yield from _waits(manager, processor, hold_s, place=place, where=where)
-            yield from envoy_filter_lint.options(processor, settings, place=place, where=where)
+            yield from envoy_filter_lint.options(
+                processor, settings, by_header=by_header, place=place, where=where
+            )
             yield from envoy_filter_lint.modes(processor, place=place)
             yield from envoy_filter_lint.retries(manager, processor, place=place)
             yield from _picker_down(manager, processor, clusters, place=place)
@@ -150,7 +159,11 @@ def _waits(
 ) -> Iterator[Finding]:
     """Check the limits of a request that waits, and of an answer that is silent."""
     idle_s = seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
-    if idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
+    limits = [route.get("idle_timeout") for route in routes(manager)]
+    if limits and None not in limits:
+        text = "each route has an idle_timeout of its own, which replaces stream_idle_timeout"
+        yield finding.fine("stream_idle_timeout", place, text)
+    elif idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
         yield Finding(
             "cut" if idle_s <= hold_s else "warning",
             "stream_idle_timeout",

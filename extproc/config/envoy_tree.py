@@ -66,6 +66,34 @@ def open_requests(cluster: YamlTree, *, where: str) -> int:
     return min(count(first, name, REQUESTS, where=where) for name in limits)
 
 
+def apply_runtime_limits(tree: object, cluster: YamlTree) -> YamlTree:
+    """Return a cluster with the limits of its circuit breakers that static runtime layers set."""
+    prefix = f"circuit_breakers.{cluster.get('name', '')}.default."
+    limits = {
+        name.removeprefix(prefix): value
+        for message in walk(tree)
+        if isinstance(message.get("static_layer"), Mapping)
+        for name, value in _runtime_values(message["static_layer"])
+        if name.startswith(prefix)
+    }
+    if not limits:
+        return cluster
+    breakers = cluster.get("circuit_breakers") or {}
+    thresholds = breakers.get("thresholds") or []
+    usual = [limit for limit in thresholds if limit.get("priority", "DEFAULT") == "DEFAULT"]
+    first: YamlTree = next(iter(usual), {})
+    return {**cluster, "circuit_breakers": {**breakers, "thresholds": [{**first, **limits}]}}
+
+
+def _runtime_values(layer: YamlTree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a runtime layer; a nested message continues the name."""
+    for name, value in layer.items():
+        if isinstance(value, Mapping):
+            yield from _runtime_values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def routes(manager: YamlTree) -> Iterator[YamlTree]:
     """Yield the route actions of a connection manager whose requests an ext_proc filter sees."""
     return (route for route, _ in _passing_routes(manager))

@@ -23,9 +23,7 @@ NEWEST_VERSION: Final = (1, 40)
 _SELECTED_HOST_VERSION: Final = (1, 38)
 
 #: Filter of `/stats` that keeps what is judged here.
-STATS_FILTER: Final = (
-    r"(\.ext_proc\.|circuit_breakers\.default\.rq_(pending_)?open|upstream_rq_pending_overflow)"
-)
+STATS_FILTER: Final = r"(\.ext_proc\.|circuit_breakers\.default\.rq_(pending_)?open|upstream_rq_(pending|active)_overflow)"
 
 #: Endpoints of a pool that are named when Envoy lacks them (count).
 _MAX_NAMED = 3
@@ -389,7 +387,7 @@ def _counters(page: FetchedPage, named: Mapping[str, str], *, place: str) -> Ite
                 wanted="closed",
                 fix=f"write circuit_breakers: {envoy_cluster_lint.BREAKERS}",
             )
-        elif counter == "upstream_rq_pending_overflow":
+        elif counter in ("upstream_rq_pending_overflow", "upstream_rq_active_overflow"):
             yield finding.warning(
                 "breakers_tripped",
                 f"cluster {cluster}",

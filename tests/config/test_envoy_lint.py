@@ -10,6 +10,7 @@ from extproc.cli import main
 from extproc.config import envoy_lint, settings
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
+from extproc.protocol import headers
 from tests.manifests import tools
 
 ENVOY = Path(__file__).parents[2] / "envoy"
@@ -241,6 +242,7 @@ NOTES = {
     "access_log": lambda tree: without(manager(tree), "access_log"),
     "allow_mode_override": lambda tree: without(processor(tree), "allow_mode_override"),
     "picker_health": lambda tree: without(cluster(tree, "extproc"), "health_checks"),
+    "metadata": lambda tree: without(processor(tree), "metadata_options"),
 }
 
 
@@ -327,6 +329,14 @@ def test_other_clusters_of_a_gateway_are_notes():
     assert "destination" in notes(tree)
 
 
+def follow_metadata(tree):
+    """Have engines chosen by metadata that the filter does not receive."""
+    cluster(tree, "engines")["original_dst_lb_config"] = {
+        "metadata_key": {"key": "envoy.lb", "path": [{"key": headers.DESTINATION}]}
+    }
+    without(processor(tree), "metadata_options")
+
+
 WARNINGS = {
     "buffer filter": (
         lambda tree: manager(tree)["http_filters"].insert(
@@ -400,7 +410,7 @@ WARNINGS = {
         lambda tree: processor(tree)["processing_mode"].update(response_trailer_mode="SKIP"),
         "account of open requests is too low",
     ),
-    "metadata": (lambda tree: without(processor(tree), "metadata_options"), "lacks envoy.lb"),
+    "metadata": (follow_metadata, "lacks envoy.lb"),
     "buffer": (
         lambda tree: without(
             tree["static_resources"]["listeners"][0], "per_connection_buffer_limit_bytes"
@@ -509,6 +519,56 @@ def test_retries_in_full_duplex_are_named():
     assert [result.check for result in findings(tree)] == ["duplex_retries"]
     host(tree)["retry_policy"] = route(tree).pop("retry_policy")
     assert [result.check for result in findings(tree)] == ["duplex_retries"]
+
+
+def test_buffers_of_a_listener_with_a_default_filter_chain_alone_are_checked():
+    """As Envoy Gateway writes it."""
+    tree = load()
+    (listener,) = tree["static_resources"]["listeners"]
+    (listener["default_filter_chain"],) = listener.pop("filter_chains")
+    assert findings(tree) == []
+    listener["per_connection_buffer_limit_bytes"] = 32768
+    assert [result.check for result in findings(tree)] == ["buffer_limit"]
+
+
+def test_idle_limits_of_all_routes_replace_that_of_the_manager():
+    """Zero is none; a route without one has that of the manager."""
+    tree = load()
+    without(manager(tree), "stream_idle_timeout")
+    for entry in host(tree)["routes"]:
+        entry["route"]["idle_timeout"] = "0s"
+    assert findings(tree) == []
+    del route(tree)["idle_timeout"]
+    assert [result.check for result in findings(tree)] == ["stream_idle_timeout"]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {
+            "circuit_breakers.extproc.default": {
+                "max_requests": 40000,
+                "max_pending_requests": 40000,
+            }
+        },
+        {
+            "circuit_breakers.extproc.default.max_requests": 40000,
+            "circuit_breakers": {"extproc.default.max_pending_requests": 40000},
+        },
+    ],
+)
+def test_static_runtime_layers_set_limits_of_circuit_breakers(layer):
+    """Names are joined as Envoy joins them; those of other clusters do not count."""
+    tree = load()
+    without(cluster(tree, "extproc"), "circuit_breakers")
+    tree["layered_runtime"] = {"layers": [{"name": "first", "static_layer": layer}]}
+    assert findings(tree) == []
+    cluster(tree, "extproc")["circuit_breakers"] = {"thresholds": [{"max_requests": 3}]}
+    assert findings(tree) == []
+    tree["layered_runtime"]["layers"][0]["static_layer"] = {
+        name.replace("extproc", "other"): value for name, value in layer.items()
+    }
+    assert "picker_breakers" in [result.check for result in findings(tree)]
 
 
 def test_a_dump_of_a_running_envoy_is_read(tmp_path, capsys):

@@ -155,10 +155,13 @@ FAULTS = {
         {"stats": page("cluster.extproc.circuit_breakers.default.rq_open: 1\n")},
         ("error", "breakers_open", "cluster extproc"),
     ),
-    "tripped": (
-        {"stats": page("cluster.engines.upstream_rq_pending_overflow: 7\n")},
-        ("warning", "breakers_tripped", "cluster engines"),
-    ),
+    **{
+        f"tripped {kind}": (
+            {"stats": page(f"cluster.engines.upstream_rq_{kind}_overflow: 7\n")},
+            ("warning", "breakers_tripped", "cluster engines"),
+        )
+        for kind in ("pending", "active")
+    },
 }
 
 
