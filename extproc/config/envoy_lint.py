@@ -17,6 +17,7 @@ from extproc.config.envoy_tree import (
     action_clusters,
     apply_runtime_limits,
     cluster_name,
+    divided_clusters,
     effective_processors,
     find_managers,
     has_cluster_discovery,
@@ -328,8 +329,8 @@ def _unused_choices(
             fix="remove disabled of the filter from typed_per_filter_config of the route; with Istio, "
             "remove the filter CORS of the rule",
         )
-    for route in routes(manager):
-        named = [name for name in action_clusters(route) if name in choosing]
+    for divided in divided_clusters(manager):
+        named = sorted(divided & choosing)
         if len(named) > 1:
             yield finding.warning(
                 "weighted_clusters",

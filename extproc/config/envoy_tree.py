@@ -233,6 +233,27 @@ def action_clusters(route: YamlTree) -> Iterator[str]:
         yield weighted.get("name", "")
 
 
+def divided_clusters(manager: YamlTree) -> Iterator[set[str]]:
+    """Yield the clusters over which each route divides the requests of one picker.
+
+    Clusters of weight 0 get none, and those with an ext_proc service of their own another picker.
+    """
+    entries = _picker_filters(manager)
+    for route in routes(manager):
+        yield {
+            weighted.get("name", "")
+            for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []
+            if weighted.get("weight") != 0
+            and not any(_names_service(entry, _filter_overrides(weighted)) for entry in entries)
+        }
+
+
+def _names_service(entry: YamlTree, overrides: YamlTree) -> bool:
+    """Return True if overrides name the service that an ext_proc filter calls."""
+    override = _override(entry, overrides) or {}
+    return "grpc_service" in (override.get("overrides") or {})
+
+
 def find_managers(tree: object) -> list[YamlTree]:
     """Return the connection managers of a tree that have an ext_proc filter."""
     return [

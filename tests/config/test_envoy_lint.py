@@ -629,6 +629,33 @@ def test_a_route_that_divides_requests_over_pools_is_named():
     assert (result.check, result.severity) == ("weighted_clusters", "warning")
 
 
+OTHER_PICKER = {
+    "envoy.filters.http.ext_proc": {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+        "overrides": {"grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}}},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"name": "others", "weight": 0},
+        {"name": "engines", "weight": 1},
+        {"name": "others", "weight": 1, "typed_per_filter_config": OTHER_PICKER},
+    ],
+)
+def test_weights_that_leave_each_request_to_the_picker_of_its_cluster_are_fine(second):
+    """No request goes to a cluster of weight 0, and each cluster may have a picker of its own."""
+    tree = load("override-host.yaml")
+    other = copy.deepcopy(cluster(tree, "engines"))
+    other["name"] = "others"
+    tree["static_resources"]["clusters"].append(other)
+    first = {"name": route(tree).pop("cluster"), "weight": 1}
+    route(tree)["weighted_clusters"] = {"clusters": [first, second]}
+    assert findings(tree) == []
+
+
 @pytest.mark.parametrize("is_secure", [True, False])
 def test_tls_at_one_end_alone_is_named(is_secure):
     """The finding says which end has it; where endpoints differ there is none."""
