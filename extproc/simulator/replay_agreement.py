@@ -60,6 +60,7 @@ class AgreementMeter:
         by_header = resolved.by_header
         self._by_name = {} if by_header is None else by_header.profiles
         self._count = 1 + settings.scheduling.fallbacks
+        self._unknown = _unknown_inputs(self._profile)
         self._decisions = self._agreed = self._by_chance = self._skipped = 0
 
     def add(self, event: RecordedDecision) -> None:
@@ -72,6 +73,7 @@ class AgreementMeter:
             self._skipped += 1
             decision = Decision(_request_of(row), [event.chosen], matched_tokens=row.matched_tokens)
         else:
+            self._unknown = self._unknown or _unknown_inputs(profile)
             decision = self._compare(profile, event)
         for observer in profile.observers:
             observer.on_committed(decision, row.at)
@@ -84,7 +86,7 @@ class AgreementMeter:
             self._agreed,
             self._by_chance,
             self._skipped,
-            _unknown_inputs(self._profile),
+            self._unknown,
         )
 
     def _compare(self, profile: SchedulerProfile, event: RecordedDecision) -> Decision:

@@ -52,6 +52,20 @@ def request(**headers):
     return HttpRequest({":method": "POST", ":path": "/v1/chat/completions", **named}, BODY)
 
 
+def recorded(profile, chosen):
+    """A decision of this profile for the engine of this address."""
+    outcome = build().director.route(request(epp_profile="prefill"), 1.0)
+    candidate = next(c for c in outcome.candidates if c.endpoint.address == chosen)
+    return RecordedDecision(
+        key=(1, 1),
+        unix_s=1.0,
+        row=DecisionRow(n=1, at=1.0, endpoint=1, model="m", profile=profile),
+        chosen=candidate.endpoint,
+        candidates=outcome.candidates,
+        chosen_candidate=candidate,
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "profile", "address"),
     [
@@ -145,22 +159,20 @@ def test_parameters_that_cannot_be_are_refused(parameters):
 
 def test_a_recorded_decision_is_made_again_by_its_profile():
     """Recordings have no headers, but the name of the profile."""
-    outcome = build().director.route(request(epp_profile="prefill"), 1.0)
     meter = AgreementMeter("recorded", settings())
     for profile, chosen in (("prefill", PREFILL), ("decode", DECODE)):
-        row = DecisionRow(n=1, at=1.0, endpoint=1, model="m", profile=profile)
-        candidate = next(c for c in outcome.candidates if c.endpoint.address == chosen)
-        meter.add(
-            RecordedDecision(
-                key=(1, 1),
-                unix_s=1.0,
-                row=row,
-                chosen=candidate.endpoint,
-                candidates=outcome.candidates,
-                chosen_candidate=candidate,
-            )
-        )
+        meter.add(recorded(profile, chosen))
     assert (meter.summary().decisions, meter.summary().agreed) == (2, 2)
+
+
+def test_a_replay_names_what_a_profile_reads_and_recordings_lack():
+    """Also where another profile than the default one reads it."""
+    text = FILE.format(parameters="{}").replace("no-hit-lru-scorer", "session-affinity-scorer")
+    meter = AgreementMeter("recorded", loader.settings(loader.parse(text, where="x")))
+    meter.add(recorded("decode", DECODE))
+    assert meter.summary().unknown == ""
+    meter.add(recorded("prefill", PREFILL))
+    assert meter.summary().unknown == "request headers"
 
 
 def test_check_names_header_and_profiles(tmp_path, capsys):
