@@ -186,7 +186,7 @@ def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tupl
         name: Name of the profile; empty for the one that the handler names.
 
     Raises:
-        ConfigError: It is not clear which one does.
+        ConfigError: It is not clear which one does, as where two have one name.
     """
     profiles = scheduling.scheduling_profiles
     if not profiles:
@@ -196,6 +196,14 @@ def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tupl
         return EppProfile(name="default", plugins=refs), 0
     if len(profiles) == 1:
         return profiles[0], 0
+    names = [profile.name for profile in profiles]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(
+            file / "schedulingProfiles",
+            wanted="names that differ",
+            got=f"{twice!r} twice",
+            fix="rename or remove one",
+        )
     wanted = name or next(
         (_decoding(plugin) for plugin in scheduling.plugins if plugin.type in _HANDLERS), ""
     )
@@ -205,7 +213,7 @@ def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tupl
     raise ConfigError(
         file / "schedulingProfiles",
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
-        got=", ".join(profile.name for profile in profiles),
+        got=", ".join(names),
         fix="keep the profile that picks the serving endpoint",
     )
 

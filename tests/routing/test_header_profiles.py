@@ -157,6 +157,13 @@ def test_parameters_that_cannot_be_are_refused(parameters):
         factory.build(settings(parameters))
 
 
+def test_two_profiles_of_one_name_are_refused():
+    """As upstream: the header could choose only one of them."""
+    text = FILE.format(parameters="{}").replace("name: encode", "name: prefill")
+    with pytest.raises(ConfigError, match="'prefill' twice"):
+        factory.build(loader.settings(loader.parse(text, where="x")))
+
+
 def test_a_recorded_decision_is_made_again_by_its_profile():
     """Recordings have no headers, but the name of the profile."""
     meter = AgreementMeter("recorded", settings())
