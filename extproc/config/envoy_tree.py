@@ -16,6 +16,10 @@ YamlTree = Mapping[str, Any]
 #: Requests a cluster lets be open at once where its file says nothing (Envoy's default).
 REQUESTS = 1024
 
+#: Part of the names that Envoy AI Gateway gives to the ext_proc filters of endpoint pickers; it adds
+#: one of its own service.
+_GATEWAY_PICKER: Final = ".ext_proc/endpointpicker/"
+
 #: Ends of the `@type` of the filters that matter here.
 MANAGER = "http_connection_manager.v3.HttpConnectionManager"
 PROCESSOR = "ext_proc.v3.ExternalProcessor"
@@ -178,15 +182,22 @@ def _is_placeholder(entry: YamlTree) -> bool:
 def _picker_filters(tree: object) -> list[YamlTree]:
     """Return the ext_proc filters that call extproc: all, unless some have exactly its name.
 
-    Names that only contain it may be those of others: gateways call any ext_proc service so.
+    Those of Envoy AI Gateway for InferencePools count as such. Other names that only contain it may be those of others: gateways call any ext_proc service so.
     """
     entries = [part for part in walk(tree) if is_a(part.get("typed_config") or {}, PROCESSOR)]
     named = [
         entry
         for entry in entries
         if _PICKER in (entry.get("name"), _service(entry["typed_config"]))
+        or _GATEWAY_PICKER in str(entry.get("name"))
     ]
     return named or entries
+
+
+def has_other_processors(manager: YamlTree) -> bool:
+    """Return True if a connection manager has ext_proc filters that call another service."""
+    entries = [part for part in walk(manager) if is_a(part.get("typed_config") or {}, PROCESSOR)]
+    return len(entries) > len(_picker_filters(manager))
 
 
 def _service(processor: YamlTree) -> str:

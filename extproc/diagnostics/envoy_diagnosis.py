@@ -130,7 +130,12 @@ def _running(
     yield from _missing_clusters(tree, clusters, warming=frozenset(_warming_clusters(dump)))
     yield from _picker_hosts(tree, clusters)
     yield from _engine_hosts(tree, clusters, endpoints)
-    yield from _counters(pages.stats, _stat_names(tree, named), place=place)
+    shared = {
+        str(manager.get("stat_prefix", ""))
+        for manager in managers
+        if envoy_tree.has_other_processors(manager)
+    }
+    yield from _counters(pages.stats, _stat_names(tree, named), shared, place=place)
 
 
 _NO_FILTER_FIX: Final = (
@@ -346,11 +351,14 @@ def _stat_names(tree: YamlTree, named: Collection[str]) -> Mapping[str, str]:
     }
 
 
-def _counters(page: FetchedPage, named: Mapping[str, str], *, place: str) -> Iterator[Finding]:
+def _counters(
+    page: FetchedPage, named: Mapping[str, str], shared: Collection[str], *, place: str
+) -> Iterator[Finding]:
     """Check counters of ext_proc filters and of the circuit breakers of named clusters.
 
     Args:
         named: Names of clusters by the names that their counters have.
+        shared: Connection managers whose counters are also those of another ext_proc service.
     """
     if page.failure:
         return
@@ -374,8 +382,12 @@ def _counters(page: FetchedPage, named: Mapping[str, str], *, place: str) -> Ite
         row = FILTER_COUNTERS.get(counter)
         if row is not None and ".ext_proc" in owner:
             severity, effect, fix = row
-            place = f"connection manager {owner.removeprefix('http.').partition('.ext_proc')[0]}"
+            manager = owner.removeprefix("http.").partition(".ext_proc")[0]
+            place = f"connection manager {manager}"
             got = f"{effect}: {counter} is {count} since Envoy started"
+            if manager in shared:
+                severity = "note"
+                got += ", and counts another ext_proc filter too"
             yield Finding(severity, counter, place, got, wanted="0", fix=fix)
         elif not cluster:
             continue

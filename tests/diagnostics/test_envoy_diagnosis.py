@@ -172,6 +172,22 @@ def test_a_fault_of_a_running_envoy_is_a_finding(name):
     assert findings(msgspec.structs.replace(GOOD, **fields)) == [expected]
 
 
+def test_counters_that_another_service_shares_are_notes():
+    """Envoy counts the filters of one connection manager together."""
+
+    def add(static):
+        chain = static["listeners"][0]["filter_chains"][0]
+        filters = chain["filters"][0]["typed_config"]["http_filters"]
+        picker = next(part for part in filters if part["name"].endswith("ext_proc"))
+        other = copy.deepcopy(picker) | {"name": "other", "disabled": True}
+        other["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = "other"
+        filters.insert(0, other)
+
+    stats = page("http.inference.ext_proc.rejected_header_mutations: 3\n")
+    pages = msgspec.structs.replace(GOOD, config_dump=dump(change=add), stats=stats)
+    assert findings(pages) == [("note", "rejected_header_mutations", MANAGER)]
+
+
 def test_a_cluster_that_xds_did_not_bring_is_a_finding():
     """Advice is that for the filter, or for the route, unless the cluster is on its way."""
     eds = dump("override-host-eds.yaml")
