@@ -147,7 +147,7 @@ def _breakers(
         )
 
 
-def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
+def engines(clusters: Sequence[YamlTree], settings: Settings, *, where: str) -> Iterator[Finding]:
     """Check the clusters that routes name."""
     following = [cluster for cluster in clusters if _follows_destination(cluster)]
     for cluster in clusters:
@@ -162,6 +162,16 @@ def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
                 wanted="ORIGINAL_DST by that header, or the policy override_host",
                 fix="write type: ORIGINAL_DST, lb_policy: CLUSTER_PROVIDED, original_dst_lb_config: "
                 f"{{use_http_header: true, http_header_name: {headers.DESTINATION}}}",
+            )
+        fallbacks = settings.scheduling.fallbacks
+        if fallbacks and cluster.get("type") == "ORIGINAL_DST":
+            yield finding.error(
+                "fallbacks",
+                place,
+                f"scheduling.fallbacks is {fallbacks}, and ORIGINAL_DST reads one endpoint alone: "
+                "it answers requests for which several are named with 503",
+                wanted="0",
+                fix="write scheduling.fallbacks: 0, or use the policy override_host",
             )
         num_allowed = open_requests(cluster, where=where)
         if num_allowed <= REQUESTS:

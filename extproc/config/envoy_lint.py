@@ -128,6 +128,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         for manager in managers
         for result in envoy_cluster_lint.engines(
             [clusters[name] for name in sorted(set(route_clusters(manager)) & set(clusters))],
+            settings,
             where=where,
         )
     ]

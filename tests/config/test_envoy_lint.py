@@ -8,6 +8,7 @@ import yaml
 
 from extproc.cli import main
 from extproc.config import envoy_lint, settings
+from extproc.config.pool_sections import SchedulingSection
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 from extproc.protocol import headers
@@ -529,6 +530,16 @@ def test_buffers_of_a_listener_with_a_default_filter_chain_alone_are_checked():
     assert findings(tree) == []
     listener["per_connection_buffer_limit_bytes"] = 32768
     assert [result.check for result in findings(tree)] == ["buffer_limit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [("original-dst-buffered.yaml", ["fallbacks"]), ("override-host.yaml", [])],
+)
+def test_further_endpoints_need_a_policy_that_tries_them(name, checks):
+    """ORIGINAL_DST takes no list."""
+    naming = settings.Settings(scheduling=SchedulingSection(fallbacks=2))
+    assert [result.check for result in findings(load(name), naming)] == checks
 
 
 def test_idle_limits_of_all_routes_replace_that_of_the_manager():
