@@ -14,6 +14,7 @@ from tests.support import kube
 FOREIGN = frozenset(
     {
         "AgentgatewayPolicy",
+        "BackendTrafficPolicy",
         "ClientTrafficPolicy",
         "DestinationRule",
         "EnvoyFilter",

@@ -48,13 +48,20 @@ gateway.envoyproxy.io/v1alpha1 ClientTrafficPolicy:
   headers:
     earlyRequestHeaders: {remove: [text]}
     requestID: PreserveOrGenerate|Preserve|Generate|Disable
-  timeout: {http: {requestReceivedTimeout: duration}}
+  timeout: {http: {requestReceivedTimeout: duration, requestHeadersReceivedTimeout: duration}}
+gateway.envoyproxy.io/v1alpha1 BackendTrafficPolicy:
+  targetRefs!: [{group!: text, kind!: text, name!: text}]
+  circuitBreaker: {maxConnections: number, maxPendingRequests: number, maxParallelRequests: number}
+  timeout: {http: {connectionIdleTimeout: duration}}
 gateway.envoyproxy.io/v1alpha1 EnvoyProxy:
   telemetry:
     accessLog:
       settings:
         - format: {type!: JSON|Text, json: texts, text: text}
           sinks!: [{type!: File|ALS|OpenTelemetry, file: {path: text}}]
+  bootstrap:
+    type!: Merge|Replace|JSONPatch
+    jsonPatches: [{op!: add|remove|replace|move|copy|test, path: text, value: any}]
 gateway.envoyproxy.io/v1alpha1 EnvoyPatchPolicy:
   type!: text
   targetRef!: {group!: text, kind!: text, name!: text}

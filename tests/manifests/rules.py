@@ -255,6 +255,7 @@ _NAMES: Mapping[str, Callable[[Document], Iterable[Document]]] = {
     "Deployment": _of_deployment,
     "ServiceMonitor": _of_monitor,
     "Secret": _of_secret,
+    "BackendTrafficPolicy": lambda item: item["spec"]["targetRefs"],
     "ClientTrafficPolicy": lambda item: item["spec"]["targetRefs"],
     "HealthCheckPolicy": lambda item: [item["spec"]["targetRef"]],
     "GCPBackendPolicy": lambda item: [item["spec"]["targetRef"]],

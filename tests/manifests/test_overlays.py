@@ -145,7 +145,9 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     assert sorted(policy["headers"]["earlyRequestHeaders"]["remove"]) == sorted(named)
     # The API takes no more than this.
     assert len(named) <= 16
-    assert policy["timeout"]["http"]["requestReceivedTimeout"] == manager["request_timeout"]
+    times = policy["timeout"]["http"]
+    assert times["requestReceivedTimeout"] == manager["request_timeout"]
+    assert times["requestHeadersReceivedTimeout"] == manager["request_headers_timeout"]
     assert policy["headers"]["requestID"] == "PreserveOrGenerate"
     assert manager["preserve_external_request_id"]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/istio")
@@ -214,10 +216,35 @@ def test_envoy_gateway_is_patched_where_it_has_no_policy():
     assert patched == {field: manager[field] for field in patched}
 
 
+def test_envoy_gateway_has_the_limits_of_the_shipped_files():
+    """Those of the cluster of engines in a policy, those of extproc's in the runtime of Envoy."""
+    config = tools.loaded((installation.SHIPPED / "original-dst.yaml").read_text())
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/envoy-gateway")
+    policy = parts.only(documents, "BackendTrafficPolicy")["spec"]
+    engines = installation.cluster(config, "engines")
+    (limits,) = engines["circuit_breakers"]["thresholds"]
+    assert policy["circuitBreaker"] == {
+        "maxConnections": limits["max_connections"],
+        "maxPendingRequests": limits["max_pending_requests"],
+        "maxParallelRequests": limits["max_requests"],
+    }
+    (options,) = engines["typed_extension_protocol_options"].values()
+    idle = options["common_http_protocol_options"]["idle_timeout"]
+    assert policy["timeout"]["http"]["connectionIdleTimeout"] == idle
+    (patch,) = parts.only(documents, "EnvoyProxy")["spec"]["bootstrap"]["jsonPatches"]
+    pool = parts.only(documents, "InferencePool")["metadata"]["name"]
+    name = f"envoy.clusters.endpointpicker_{pool}_models_ext_proc"
+    assert patch["path"].rpartition("/")[2] == f"circuit_breakers.{name}.default"
+    (limits,) = installation.cluster(config, "extproc")["circuit_breakers"]["thresholds"]
+    # AI Gateway retries no stream.
+    assert patch["value"] | {"max_retries": limits["max_retries"]} == limits
+
+
 def test_policies_are_for_the_gateway_of_their_overlay():
     """Under its name and kind."""
     for overlay, kind in (
         ("agentgateway", "AgentgatewayPolicy"),
+        ("envoy-gateway", "BackendTrafficPolicy"),
         ("envoy-gateway", "ClientTrafficPolicy"),
         ("kgateway", "HTTPListenerPolicy"),
     ):
