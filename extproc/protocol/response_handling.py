@@ -162,8 +162,8 @@ def response_body_mode_override(
     Envoy honors `mode_override` only where the request was buffered (it ignores it in
     FULL_DUPLEX_STREAMED). A whole answer costs one message; it is asked for only when its size is
     declared and safe to buffer. A streamed answer must not be buffered, as that would hold its
-    first token back to the end. Where the data plane buffers every answer, they are shown in
-    pieces: Envoy answers 500 for those that exceed its buffer.
+    first token back to the end. Where the data plane buffers every answer, those that are read are
+    shown in pieces, and others not at all: Envoy answers 500 for what exceeds its buffer.
 
     Args:
         is_read: Whether bodies of responses are read at all.
@@ -171,7 +171,8 @@ def response_body_mode_override(
     if not BODY_MODE_TRAITS[modes.request].is_buffered:
         return None
     if BODY_MODE_TRAITS[modes.response].is_buffered:
-        return BodyMode.STREAMED
+        is_shown = watch_stream if is_stream else is_read
+        return BodyMode.STREAMED if is_shown else _NONE
     if modes.response is not _NONE or not is_read:
         return None
     if is_stream:

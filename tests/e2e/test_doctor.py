@@ -161,7 +161,7 @@ FAULTS = {
         "error",
         lambda tree: processor(tree)["grpc_service"].update(timeout="10s"),
     ),
-    "metadata": ("warning", lambda tree: processor(tree).pop("metadata_options")),
+    "metadata": ("note", lambda tree: processor(tree).pop("metadata_options")),
     "allow_mode_override": ("note", lambda tree: processor(tree).pop("allow_mode_override")),
     "request_header_mode": (
         "error",

@@ -39,7 +39,8 @@ LONG = {"content-length": str(response_handling.MAX_RESPONSE_BYTES + 1)}
         ((BUFFERED, NONE), {**EVENTS, "content-length": "100"}, False, None),
         ((BUFFERED, NONE), {**EVENTS, "content-length": "100"}, True, STREAMED),
         ((BUFFERED, BUFFERED), SHORT, False, STREAMED),
-        ((BUFFERED, BUFFERED), EVENTS, False, STREAMED),
+        ((BUFFERED, BUFFERED), EVENTS, False, NONE),
+        ((BUFFERED, BUFFERED), EVENTS, True, STREAMED),
         ((BUFFERED, PARTIAL), LONG, False, STREAMED),
         ((BUFFERED, STREAMED), SHORT, True, None),
         ((DUPLEX, BUFFERED), SHORT, True, None),
@@ -62,8 +63,8 @@ def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, wa
     )
 
 
-@pytest.mark.parametrize(("response", "mode"), [(NONE, None), (BUFFERED, STREAMED)])
-def test_without_feedback_answers_are_shown_only_where_they_would_be_held_back(response, mode):
+@pytest.mark.parametrize(("response", "mode"), [(NONE, None), (BUFFERED, NONE)])
+def test_without_feedback_no_answer_is_shown(response, mode):
     """No mode is asked for, unless Envoy would buffer every answer."""
     assert (
         response_handling.response_body_mode_override(
