@@ -32,8 +32,9 @@ from typing import Any
 import grpc
 
 from bench import rig, soak_kinds, soak_messages
+from extproc.config.decisions import DecisionsSection
 from extproc.config.pool_sections import PoolSource
-from extproc.config.settings import DecisionsSection, FlowControlSection, ServerSection, Settings
+from extproc.config.settings import FlowControlSection, ServerSection, Settings
 from extproc.demo import stack
 from extproc.endpoint import EngineCounters, Load
 from extproc.server import grpc_workarounds

@@ -470,12 +470,6 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
     )
 
 
-def unknown_profile(header: str, known: Iterable[str]) -> Rejection:
-    """A header names a scheduling profile that the pool does not have: 400."""
-    message = f"{header} names no scheduling profile; there are: {', '.join(sorted(known))}"
-    return Rejection(400, message, cause="unknown-profile")
-
-
 def all_busy(
     retry_in_s: float,
     *,

@@ -15,7 +15,16 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from extproc.cli import tls_names
+from extproc.cli import flag_values
+from extproc.cli.flag_values import (
+    FALSE,
+    TRUE,
+    boolean,
+    seconds,
+    size_bytes,
+    text,
+    whole_number,
+)
 from extproc.config import validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -37,79 +46,6 @@ _ZAP_LEVELS = {
 }
 _ZAP_ENCODERS = {"console": "text", "json": "json"}
 _ABOVE_ZERO = re.compile(r"\+?0*[1-9][0-9]*")
-
-_PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
-_SIZE = re.compile(r"(\d+)\s*([kKMG]?)(i?)(B?)")
-_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3}
-_TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
-_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
-
-
-def text(_: str, value: str) -> str:
-    """The text itself."""
-    return value
-
-
-def seconds(flag: str, value: str) -> float:
-    """A Go duration such as `1m30s` or `50ms`, or plain seconds.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if _PLAIN.fullmatch(value):
-        return float(value)
-    duration_s = validation.parse_duration(value)
-    if duration_s is None:
-        raise ConfigError(
-            flag, wanted="a duration", got=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
-        )
-    return duration_s
-
-
-def size_bytes(flag: str, value: str) -> int:
-    """Bytes, with k, M, G (powers of 1000) or Ki, Mi, Gi (powers of 1024).
-
-    Raises:
-        ConfigError: It is no size.
-    """
-    split = _SIZE.fullmatch(value)
-    if not split:
-        raise ConfigError(
-            flag, wanted="a size in bytes", got=repr(value), fix="write 67108864 or 64Mi"
-        )
-    number, prefix, binary, _ = split.groups()
-    return int(number) * int((1024 if binary else 1000) ** _POWER[prefix])
-
-
-def boolean(flag: str, value: str) -> bool:
-    """Boolean in any form that Go's ParseBool accepts.
-
-    Raises:
-        ConfigError: It is neither true nor false.
-    """
-    if value in _TRUE:
-        return True
-    if value in _FALSE:
-        return False
-    raise ConfigError(
-        flag, wanted="true or false", got=repr(value), fix=f"write {flag}=true or {flag}=false"
-    )
-
-
-def whole_number(flag: str, value: str) -> int:
-    """A whole number.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if re.fullmatch(r"-?[0-9]+", value):
-        return int(value)
-    raise ConfigError(flag, wanted="a whole number", got=repr(value), fix="write digits only")
-
-
-def listed(_: str, value: str) -> list[str]:
-    """Words between commas; empty ones do not count."""
-    return [word.strip() for word in value.split(",") if word.strip()]
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -208,7 +144,7 @@ def _zap_encoder(flag: str, text: str) -> str:
 
 
 #: Readers of flags whose values have other words than the setting.
-_WITHOUT_DEFAULT = frozenset({_verbosity, _zap_development, tls_names.read_version})
+_WITHOUT_DEFAULT = frozenset({_verbosity, _zap_development, flag_values.read_version})
 
 
 def default(flag: Flag) -> str:
@@ -267,14 +203,14 @@ FLAGS: Sequence[Flag] = (
         "server.tls_min_version",
         "oldest version of TLS: VersionTLS12, the default, or VersionTLS13",
         "VERSION",
-        read=tls_names.read_version,
+        read=flag_values.read_version,
     ),
     Flag(
         "tls-cipher-suites",
         "server.tls_cipher_suites",
         "cipher suites of TLS 1.2, as Go names them, between commas",
         "NAMES",
-        read=tls_names.read_suites,
+        read=flag_values.read_suites,
     ),
     Flag("health-checking", "server.health_checking", "gRPC health on the ext_proc port too"),
     Flag("transport", "server.transport", "implementation of gRPC", "NAME"),
@@ -420,9 +356,9 @@ COMPATIBLE_FLAGS: Sequence[CompatibleFlag] = (
     ),
     CompatibleFlag("metrics-cert-dir", _EMPTY, _NO_METRICS_TLS, refused=True),
     CompatibleFlag("metrics-client-ca-file", _EMPTY, _NO_METRICS_TLS, refused=True),
-    CompatibleFlag("enable-pprof", _FALSE, "there is no profiler page"),
-    CompatibleFlag("enable-grpc-stream-metrics", _TRUE | _FALSE, "streams are always counted"),
-    CompatibleFlag("allow-experimental-plugins", _FALSE, "every plugin is allowed"),
+    CompatibleFlag("enable-pprof", FALSE, "there is no profiler page"),
+    CompatibleFlag("enable-grpc-stream-metrics", TRUE | FALSE, "streams are always counted"),
+    CompatibleFlag("allow-experimental-plugins", FALSE, "every plugin is allowed"),
     CompatibleFlag("total-queued-requests-metric", frozenset(), _OTHER_METRIC),
     CompatibleFlag("total-running-requests-metric", frozenset(), _OTHER_METRIC),
     CompatibleFlag("kv-cache-usage-percentage-metric", frozenset(), _OTHER_METRIC),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.cli import flag_table, label_selector
+from extproc.cli import flag_table, flag_values, label_selector
 from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -224,7 +224,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
             fix="keep one; the file is watched, the list is not",
         )
     if words:
-        listed = [word for text in words for word in flag_table.listed("--endpoints", text)]
+        listed = [word for text in words for word in flag_values.listed("--endpoints", text)]
         yield loader.FlagOverride(("pool", "endpoints_file"), "", "--endpoints")
         yield loader.FlagOverride(("pool", "endpoints"), listed, "--endpoints")
     elif file:
@@ -246,7 +246,7 @@ def _settings(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
 def _clamp_refresh(args: argparse.Namespace) -> Iterator[str]:
     text = flag_text(args, "refresh-metrics-interval")
     if text is not None:
-        refresh_s = flag_table.seconds("--refresh-metrics-interval", text)
+        refresh_s = flag_values.seconds("--refresh-metrics-interval", text)
         if refresh_s < flag_table.SHORTEST_REFRESH_S:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"
 
@@ -321,8 +321,8 @@ def _warn_unused_kubernetes_flags(args: argparse.Namespace, *, followed: bool) -
 
 def _parse_ports(text: str) -> list[int]:
     """`8000,8001` to numbers; the brackets of a Go list are taken too."""
-    words = flag_table.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
-    return [flag_table.whole_number("--endpoint-target-ports", word) for word in words]
+    words = flag_values.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
+    return [flag_values.whole_number("--endpoint-target-ports", word) for word in words]
 
 
 def _discovers_every_pool(tree: Mapping[str, object]) -> bool:

@@ -352,7 +352,11 @@ class HeaderProfiles(msgspec.Struct, frozen=True):
         name = self.find_name(headers)
         if not name:
             return default
-        return self.profiles.get(name) or decision.unknown_profile(self.header, self.profiles)
+        if name in self.profiles:
+            return self.profiles[name]
+        known = ", ".join(sorted(self.profiles))
+        message = f"{self.header} names no scheduling profile; there are: {known}"
+        return Rejection(400, message, cause="unknown-profile")
 
 
 def _distinct_engines(candidates: Sequence[Candidate], order: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ from typing import Final
 import msgspec
 
 from extproc import distribution
-from extproc.config.settings import RecordSection, Settings
+from extproc.config.decisions import RecordSection
+from extproc.config.settings import Settings
 from extproc.recording import rows
 from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings, RotatingFile
 

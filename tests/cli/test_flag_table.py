@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.cli import flag_table
+from extproc.cli import flag_values
 from extproc.errors import ConfigError
 
 
@@ -20,14 +20,14 @@ from extproc.errors import ConfigError
 )
 def test_seconds(text, seconds):
     """Go durations and plain seconds are read."""
-    assert flag_table.seconds("--x", text) == pytest.approx(seconds)
+    assert flag_values.seconds("--x", text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "s", "1x", "1m 30s", "-1s", "1s2", "inf", "nan", "1e3"])
 def test_no_duration(text):
     """Anything else is refused, with examples."""
     with pytest.raises(ConfigError) as raised:
-        flag_table.seconds("--x", text)
+        flag_values.seconds("--x", text)
     assert raised.value.where == "--x"
     assert "1m30s" in raised.value.fix
 
@@ -38,14 +38,14 @@ def test_no_duration(text):
 )
 def test_size(text, size):
     """Bytes, plain or with a prefix of either kind."""
-    assert flag_table.size_bytes("--x", text) == size
+    assert flag_values.size_bytes("--x", text) == size
 
 
 @pytest.mark.parametrize("text", ["-1", "4MM", "x", "1.5M", ""])
 def test_no_size(text):
     """A negative or fractional size is refused."""
     with pytest.raises(ConfigError):
-        flag_table.size_bytes("--x", text)
+        flag_values.size_bytes("--x", text)
 
 
 @pytest.mark.parametrize(
@@ -53,23 +53,23 @@ def test_no_size(text):
 )
 def test_boolean(text, value):
     """The forms of Go's ParseBool are read."""
-    assert flag_table.boolean("--x", text) is value
+    assert flag_values.boolean("--x", text) is value
 
 
 @pytest.mark.parametrize("text", ["", "yes", "tRUE", "2"])
 def test_no_boolean(text):
     """Other words are not guessed at."""
     with pytest.raises(ConfigError):
-        flag_table.boolean("--x", text)
+        flag_values.boolean("--x", text)
 
 
 def test_listed():
     """Words between commas, without blanks and empty ones."""
-    assert flag_table.listed("--x", "a:1, b:2,,") == ["a:1", "b:2"]
+    assert flag_values.listed("--x", "a:1, b:2,,") == ["a:1", "b:2"]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.0", "1_000", "²"])
 def test_no_whole_number(text):
     """Only digits make a whole number."""
     with pytest.raises(ConfigError):
-        flag_table.whole_number("--x", text)
+        flag_values.whole_number("--x", text)

@@ -14,6 +14,7 @@ from extproc import election
 from extproc.autoscaling import demand_estimator, policies
 from extproc.config import (
     autoscaling,
+    decisions,
     pool_annotations,
     pool_sections,
     reloading,
@@ -59,7 +60,7 @@ SECTIONS = (
     ("pool.autoscaling.target", autoscaling.ScaleTarget),
     ("pool.autoscaling.launch", autoscaling.LaunchSection),
     ("responses", settings.ResponsesSection),
-    ("decisions", settings.DecisionsSection),
+    ("decisions", decisions.DecisionsSection),
     ("xds", settings.XdsSection),
     ("xds.health_check", resources.HealthCheck),
     ("xds.outliers", resources.OutlierDetection),

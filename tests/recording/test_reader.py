@@ -5,7 +5,8 @@ import msgspec
 import pytest
 
 from extproc.cli import serve
-from extproc.config.settings import DecisionsSection, RecordSection, Settings
+from extproc.config.decisions import DecisionsSection, RecordSection
+from extproc.config.settings import Settings
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.recording import parquet, reader, rows

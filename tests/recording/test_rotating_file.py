@@ -5,7 +5,8 @@ import resource
 import pytest
 
 from extproc.cli import serve
-from extproc.config.settings import DecisionsSection, RecordSection, Settings
+from extproc.config.decisions import DecisionsSection, RecordSection
+from extproc.config.settings import Settings
 from extproc.recording.recorder import RotatingFile
 
 

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from bench import soak
 from extproc.cli import main
+from extproc.config.decisions import DecisionsSection, RecordSection
 from extproc.config.pool_sections import PoolSection, SchedulingSection
-from extproc.config.settings import DecisionsSection, RecordSection
 from extproc.demo import stack
 from extproc.recording import reader, recorder, rows
 from extproc.server import admin, decision_recording

@@ -11,7 +11,7 @@ import ssl
 import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
 
-from extproc.cli import tls_names
+from extproc.cli import flag_values
 from extproc.errors import ConfigError
 from extproc.server import tls
 
@@ -57,7 +57,7 @@ def suites_of(names):
 
 def test_every_cipher_suite_of_the_flag_is_served():
     """OpenSSL has all, in the order of the flag; TLS 1.2 is served if one is of it."""
-    names = tls_names.read_suites("--tls-cipher-suites", ", ".join(tls_names.SUITES) + ",")
+    names = flag_values.read_suites("--tls-cipher-suites", ", ".join(flag_values.SUITES) + ",")
     older = [name for name in names.split(":") if not name.startswith("TLS_")]
     assert suites_of(names) == (older, ssl.TLSVersion.TLSv1_2)
     assert len(older) == 17
@@ -65,7 +65,7 @@ def test_every_cipher_suite_of_the_flag_is_served():
 
 def test_cipher_suites_of_tls_1_3_alone_serve_no_earlier_version():
     """As in Go, where TLS 1.2 then has no suite."""
-    names = tls_names.read_suites("--tls-cipher-suites", "TLS_AES_128_GCM_SHA256")
+    names = flag_values.read_suites("--tls-cipher-suites", "TLS_AES_128_GCM_SHA256")
     assert suites_of(names)[1] == ssl.TLSVersion.TLSv1_3
 
 
