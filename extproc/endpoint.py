@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,6 +23,43 @@ MAX_PORT = 65_535
 
 #: Label that says an endpoint's metrics are on another port of the same address.
 METRICS_PORT = "metrics-port"
+
+
+class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A condition on a label, as `matchExpressions` of Kubernetes have it.
+
+    Attributes:
+        key: The label.
+        operator: `In`: it has one of the values. `NotIn`: it has none of them, or is not there.
+            `Exists` and `DoesNotExist`: whether it is there.
+        values: For the first two at least one, for the others none.
+    """
+
+    key: Annotated[str, msgspec.Meta(min_length=1)]
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values where there can be none, and none where there must be some.
+
+        Raises:
+            ValueError: The number of values does not fit the operator.
+        """
+        if (self.operator in {"In", "NotIn"}) != bool(self.values):
+            some = "no values" if self.values else "at least one value"
+            raise ValueError(f"expected {some} for {self.operator}, got {len(self.values)}")
+
+    def __str__(self) -> str:
+        """The expression in the API's form."""
+        if not self.values:
+            return self.key if self.operator == "Exists" else f"!{self.key}"
+        return f"{self.key} {self.operator.lower()} ({','.join(self.values)})"
+
+    def is_met(self, labels: Mapping[str, str]) -> bool:
+        """True if labels meet the condition."""
+        if not self.values:
+            return (self.key in labels) is (self.operator == "Exists")
+        return (labels.get(self.key) in self.values) is (self.operator == "In")
 
 
 class ServedModels(msgspec.Struct, frozen=True, gc=False):

@@ -10,8 +10,9 @@ import msgspec
 from extproc.config import validation
 from extproc.config.autoscaling import ScalingSection
 from extproc.config.pool_annotations import MatchRule
-from extproc.discovery.kubernetes.settings import MAX_PORTS, LabelExpression
+from extproc.discovery.kubernetes.settings import MAX_PORTS
 from extproc.election import ElectionSettings
+from extproc.endpoint import LabelExpression
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
 from extproc.scheduling.framework import UpstreamParameters

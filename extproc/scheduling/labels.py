@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from extproc.endpoint import Candidate, Endpoint
+from extproc.endpoint import Candidate, Endpoint, LabelExpression
 from extproc.scheduling.framework import (
     PluginParameters,
     SchedulingContext,
@@ -276,44 +276,10 @@ class ByLabel(UpstreamParameters, frozen=True, kw_only=True):
         )
 
 
-class Requirement(UpstreamParameters, frozen=True, kw_only=True):
-    """One condition on one label, as Kubernetes reads it.
+class Requirement(LabelExpression, frozen=True):
+    """One condition on one label; null is an absent key, as Kubernetes reads it."""
 
-    Attributes:
-        key: The label.
-        operator: `In`: it has one of the values. `NotIn`: it has none of them, or is not there.
-            `Exists` and `DoesNotExist`: whether it is there.
-        values: For the first two at least one, for the others none.
-    """
-
-    key: Annotated[str, msgspec.Meta(min_length=1)]
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    values: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse values where there can be none, and none where there must be some.
-
-        Raises:
-            ValueError: The number of values does not fit the operator.
-        """
-        needs_values = self.operator in {"In", "NotIn"}
-        if needs_values != bool(self.values):
-            raise ValueError(
-                f"expected {'values' if needs_values else 'no values'} with operator {self.operator}, "
-                f"got {len(self.values)}"
-            )
-
-    def met(self, labels: Mapping[str, str]) -> bool:
-        """True if the labels meet the requirement."""
-        match self.operator:
-            case "In":
-                return labels.get(self.key) in self.values
-            case "NotIn":
-                return labels.get(self.key) not in self.values
-            case "Exists":
-                return self.key in labels
-            case "DoesNotExist":
-                return self.key not in labels
+    NULL_IS_ABSENT: ClassVar[bool] = True
 
 
 class LabelSelectorFilter(UpstreamParameters, frozen=True, kw_only=True):
@@ -341,7 +307,7 @@ class LabelSelectorFilter(UpstreamParameters, frozen=True, kw_only=True):
             c
             for c in candidates
             if all(c.endpoint.labels.get(key) == value for key, value in pairs)
-            and all(requirement.met(c.endpoint.labels) for requirement in self.match_expressions)
+            and all(requirement.is_met(c.endpoint.labels) for requirement in self.match_expressions)
         ]
 
 

@@ -22,7 +22,7 @@ from extproc.config import (
     tracing,
     validation,
 )
-from extproc.discovery.kubernetes.settings import LabelExpression
+from extproc.endpoint import LabelExpression
 from extproc.flow_control import rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks

@@ -84,7 +84,7 @@ REFUSED = [
         "filter",
         "label-selector-filter",
         {"matchExpressions": [{"key": "x", "operator": "In"}]},
-        "values",
+        "at least one value for In",
     ),
     (
         "filter",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from extproc.discovery.kubernetes import settings, watch_plan
-from extproc.endpoint import NO_LABELS
+from extproc.endpoint import NO_LABELS, LabelExpression
 from extproc.pool import inference_policy
 from extproc.request import MAX_NAME_BYTES
 
@@ -91,7 +91,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     selector: Mapping[str, str]
     ports: tuple[int, ...]
-    expressions: tuple[settings.LabelExpression, ...] = ()
+    expressions: tuple[LabelExpression, ...] = ()
     app_protocol: str = ""
     annotations: Mapping[str, str] = NO_LABELS
     created: str = ""

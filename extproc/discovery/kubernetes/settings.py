@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
 
 import msgspec
+
+from extproc.endpoint import LabelExpression
 
 #: API groups of InferencePool; the first serves version v1, the second v1alpha2.
 POOL_GROUP = "inference.networking.k8s.io"
@@ -35,43 +36,6 @@ class InferencePoolRef(NamedSource, frozen=True):
     """
 
     group: str = POOL_GROUP
-
-
-class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A condition on a label, as `matchExpressions` of Kubernetes have it.
-
-    Attributes:
-        key: The label.
-        operator: `In`: it has one of the values. `NotIn`: it has none of them, or is not there.
-            `Exists` and `DoesNotExist`: whether it is there.
-        values: For the first two at least one, for the others none.
-    """
-
-    key: Annotated[str, msgspec.Meta(min_length=1)]
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    values: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse values where there can be none, and none where there must be some.
-
-        Raises:
-            ValueError: The number of values does not fit the operator.
-        """
-        if (self.operator in {"In", "NotIn"}) != bool(self.values):
-            some = "no values" if self.values else "at least one value"
-            raise ValueError(f"expected {some} for {self.operator}, got {len(self.values)}")
-
-    def __str__(self) -> str:
-        """The expression in the API's form."""
-        if not self.values:
-            return self.key if self.operator == "Exists" else f"!{self.key}"
-        return f"{self.key} {self.operator.lower()} ({','.join(self.values)})"
-
-    def is_met(self, labels: Mapping[str, str]) -> bool:
-        """True if labels meet the condition."""
-        if not self.values:
-            return (self.key in labels) is (self.operator == "Exists")
-        return (labels.get(self.key) in self.values) is (self.operator == "In")
 
 
 class PodSelector(NamedSource, frozen=True):

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.discovery.kubernetes import settings
+from extproc.endpoint import LabelExpression
 from extproc.errors import ConfigError
 
 
@@ -215,9 +216,7 @@ def _name_selector(names: set[str]) -> str:
     return f"metadata.name={next(iter(names))}" if len(names) == 1 else ""
 
 
-def _label_selector(
-    labels: Mapping[str, str], expressions: Sequence[settings.LabelExpression] = ()
-) -> str:
+def _label_selector(labels: Mapping[str, str], expressions: Sequence[LabelExpression] = ()) -> str:
     pairs = [f"{key}={text}" for key, text in sorted(labels.items())]
     return ",".join([*pairs, *map(str, expressions)])
 

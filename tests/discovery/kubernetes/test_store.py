@@ -2,6 +2,7 @@ import pytest
 
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.discovery.kubernetes import api_responses, settings, store, watch_plan
+from extproc.endpoint import LabelExpression
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
@@ -120,7 +121,7 @@ def test_only_changed_pools_are_reported():
 
 
 def expression(key, operator, *values):
-    return settings.LabelExpression(key, operator, values)
+    return LabelExpression(key, operator, values)
 
 
 @pytest.mark.parametrize(
