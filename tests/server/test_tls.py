@@ -80,12 +80,13 @@ def test_the_setting_of_cipher_suites_counts_before_the_environment(monkeypatch)
 
 def test_names_of_go_are_served_or_refused_in_the_setting():
     """They begin as those of TLS 1.3 do; newer releases of OpenSSL know them, older ones do not."""
+    reason, served = "", None
     try:
         served = suites_of("TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256")
     except ConfigError as error:
-        assert "server.tls_cipher_suites" in str(error)
-    else:
-        assert served == (["ECDHE-RSA-AES128-GCM-SHA256"], ssl.TLSVersion.TLSv1_2)
+        reason = str(error)
+    known = (["ECDHE-RSA-AES128-GCM-SHA256"], ssl.TLSVersion.TLSv1_2)
+    assert "server.tls_cipher_suites" in reason or served == known
 
 
 #: End of a chain that begins with a good certificate.
