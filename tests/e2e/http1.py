@@ -119,14 +119,20 @@ class RawCall:
         self.body: Body | None = None
 
     async def start(
-        self, method: str, path: str, headers: Iterable[tuple[str, str]] = (), *, chunked=False
+        self,
+        method: str,
+        path: str,
+        headers: Iterable[tuple[str, str]] = (),
+        *,
+        chunked: bool = False,
+        body: bytes = b"",
     ) -> None:
-        """Send the head."""
+        """Send the head, and in the same write the body."""
         self._method = method
         lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1"]
         lines += [f"{name}: {value}" for name, value in headers]
         lines += ["transfer-encoding: chunked"] if chunked else []
-        await self.send(("\r\n".join(lines) + "\r\n\r\n").encode())
+        await self.send(("\r\n".join(lines) + "\r\n\r\n").encode() + body)
 
     async def send(self, data: bytes) -> None:
         """Send bytes as they are."""

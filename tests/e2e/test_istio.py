@@ -151,6 +151,10 @@ async def test_without_extproc_errors_are_json(place):
     await place.start_extproc()
 
 
+#: Of a request whose head and body are sent in one write.
+HEADERS = [http1.AUTHORIZATION, ("content-length", str(len(CHAT)))]
+
+
 @pytest.mark.parametrize(("is_listed", "status"), [(False, 200), (True, 500)])
 async def test_failing_open_needs_a_cluster_without_replicas(served, tmp_path, is_listed, status):
     """FailOpen: a body that is on its way to a dead replica is lost, one that never left is not."""
@@ -163,7 +167,10 @@ async def test_failing_open_needs_a_cluster_without_replicas(served, tmp_path, i
 
     async with installed(tmp_path, served.address, change=fail_open) as fixture:
         await fixture.extproc.stop(signal.SIGKILL)
-        assert (await http1.ask(fixture.port, PATH, CHAT)).status == status
+        async with http1.calling(fixture.port) as call:
+            # Envoy must have the body before it knows that the connection to the replica failed.
+            await call.start("POST", PATH, HEADERS, body=CHAT)
+            assert (await call.answer()).status == status
         assert (await http1.ask(fixture.port, "/v1/models")).status == 200
         await fixture.start_extproc()
 
