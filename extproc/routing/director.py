@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
@@ -21,6 +20,7 @@ from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import request_preparer, scheduler
 from extproc.routing.eligibility import ModelBitsets
+from extproc.routing.request_listeners import PromptListener, RequestEventListener
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
 from extproc.scheduling import plugin_guard
@@ -28,29 +28,6 @@ from extproc.scheduling import plugin_guard
 # Globals, where every request passes: they cost less than the look-up in the enum.
 _SERVED, _FAILED = RequestOutcome.SERVED, RequestOutcome.FAILED
 _NO_RESPONSE = RequestOutcome.NO_RESPONSE
-
-
-class RequestEventListener(Protocol):
-    """Receives the request events that are sent to other replicas."""
-
-    def on_reserved(self, reservation: Reservation, decision: Decision) -> None:
-        """A decision was committed."""
-
-    def on_moved(self, reservation: Reservation, blocks: Sequence[int]) -> None:
-        """Another endpoint answers than the one that was chosen."""
-
-    def on_released(self, reservation: Reservation, *, answered: bool, ran: bool) -> None:
-        """A request is over; `ran` is False where its endpoint did not compute its prompt."""
-
-
-class PromptListener(Protocol):
-    """Reads the prompts of requests."""
-
-    def note(self, decision: Decision, raw: HttpRequest) -> None:
-        """Note a routed request."""
-
-    def render_ahead(self, decision: Decision, raw: HttpRequest) -> Awaitable[None] | None:
-        """Wait, for a bounded time, until a better choice can be made; None for no wait."""
 
 
 class Director:

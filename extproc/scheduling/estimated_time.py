@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from extproc.decision import CostResult, Decision, LazySequence
+from extproc.decision import CostResult, Decision
 from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
 from extproc.scheduling.encoder_caches import KEPT_TOKENS, EncoderCaches
 from extproc.scheduling.engine_waits import (
@@ -23,6 +23,7 @@ from extproc.scheduling.engine_waits import (
     unseen_share,
 )
 from extproc.scheduling.framework import NonNegative, PluginParameters, SchedulingContext, Signal
+from extproc.scheduling.lazy_sequence import LazySequence
 
 #: What costs are made of, in the order they are added up.
 _TERMS = (

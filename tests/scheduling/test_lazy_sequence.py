@@ -2,8 +2,8 @@
 
 import sys
 
-from extproc.decision import LazySequence
 from extproc.scheduling.estimated_time import EstimatedTime
+from extproc.scheduling.lazy_sequence import LazySequence
 from extproc.testing import builders
 
 
