@@ -109,6 +109,46 @@ class BodyEdit(msgspec.Struct, frozen=True, gc=False):
 MatchSource: TypeAlias = Literal["estimate", "events", "both"]
 
 
+class Disaggregation(msgspec.Struct, frozen=True, gc=False):
+    """Endpoints that compute parts of a request before the one that serves it.
+
+    Attributes:
+        prefill: Decision for the endpoint that computes the prompt; None where the serving one does.
+        prefill_reason: Why the serving endpoint computes the prompt, such as `cached`; empty where
+            another one does, or prefill is never split.
+        encode: Decision for the endpoints that encode images, videos and audio; None where the
+            serving one, or that of prefill, does.
+        encode_reason: Why; empty where others do, or encode is never split.
+    """
+
+    prefill: Decision | None = None
+    prefill_reason: str = ""
+    encode: Decision | None = None
+    encode_reason: str = ""
+
+    @property
+    def decision_type(self) -> str:
+        """`decode-only`, `prefill-decode`, `encode-decode` or `encode-prefill-decode`, as upstream."""
+        if self.encode is None:
+            return "decode-only" if self.prefill is None else "prefill-decode"
+        return "encode-decode" if self.prefill is None else "encode-prefill-decode"
+
+    @property
+    def parts(self) -> tuple[Decision, ...]:
+        """The decisions for stages that other endpoints do."""
+        return tuple(part for part in (self.prefill, self.encode) if part is not None)
+
+    def map_parts(self, change: Callable[[Decision], Decision]) -> Disaggregation:
+        """With each decision changed."""
+        prefill, encode = self.prefill, self.encode
+        return Disaggregation(
+            None if prefill is None else change(prefill),
+            self.prefill_reason,
+            None if encode is None else change(encode),
+            self.encode_reason,
+        )
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """Endpoints in order of preference, and why.
 
@@ -143,6 +183,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             of other pickers, and idle conversations per open one: of the context, for recordings.
         match_source: Source of `matched_tokens`.
         affinity_seed: Hash by which ties are broken, 32 bits; None where it was not needed.
+        disaggregation: Endpoints for parts of the request; None where no profile chooses any.
     """
 
     request: InferenceRequest
@@ -170,10 +211,17 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     match_source: MatchSource = "estimate"
     affinity_seed: int | None = None
+    disaggregation: Disaggregation | None = None
 
     @property
     def predicted_ttft_s(self) -> float | None:
-        """Predicted seconds from the choice to the first token; None without a prediction."""
+        """Predicted seconds from the choice to the first token; None without a prediction.
+
+        The prediction of the endpoint that computes the prompt, without the transfer to another one.
+        """
+        split = self.disaggregation
+        if split is not None and split.prefill is not None:
+            return split.prefill.predicted_ttft_s
         predict = None if self.cost is None else self.cost.predict_ttft
         if predict is None:
             return None
@@ -250,7 +298,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             ],
             cost=cost,
             totals=totals,
+            disaggregation=self._map_parts(Decision.without_candidates),
         )
+
+    def _map_parts(self, change: Callable[[Decision], Decision]) -> Disaggregation | None:
+        return None if self.disaggregation is None else self.disaggregation.map_parts(change)
 
     def without_prompt(self, pool: str = "") -> Decision:
         """Without prompt and blocks, which are as large as the body; `pool` where it names none."""
@@ -284,6 +336,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             self.conversation_stats,
             self.match_source,
             self.affinity_seed,
+            None if self.disaggregation is None else self._map_parts(Decision.without_prompt),
         )
 
 

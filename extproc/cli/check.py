@@ -34,8 +34,8 @@ from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
 from extproc.scheduling import registry
+from extproc.scheduling.disaggregation import DisaggregatedStages, Stage
 from extproc.scheduling.framework import Plugin
-from extproc.scheduling.profile import SchedulerProfile
 
 _MIB = 1024 * 1024
 
@@ -278,7 +278,7 @@ def _describe_settings(resolved: flags.Resolved) -> Iterator[str]:
     settings = resolved.settings
     yield from _describe_server(settings.server, settings.xds)
     yield from describe_pools(settings)
-    yield from _describe_scheduling(settings, resolved.profile)
+    yield from _describe_scheduling(settings, resolved)
     yield from _describe_limits(settings)
     changes = list(reloading.find_changes_from_defaults(settings))
     if changes:
@@ -302,7 +302,8 @@ def _describe_server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     yield f"            drains for at most {server.drain_timeout_s:g} s"
 
 
-def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
+def _describe_scheduling(settings: Settings, resolved: flags.Resolved) -> Iterator[str]:
+    profile = resolved.profile
     yield f"profile     {profile.name}"
     for plugin in profile.filters:
         yield f"  filter    {_describe_plugin(plugin)}"
@@ -318,6 +319,7 @@ def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Itera
     if epp is not None and header:
         names = ", ".join(written.name for written in epp.scheduling_profiles)
         yield f"by header   {header} names one of {names}"
+    yield from _describe_stages(resolved.stages)
     shadow = settings.scheduling.shadow
     if shadow is not None:
         name = shadow.strategy if shadow.profile is None else shadow.profile.name
@@ -334,6 +336,13 @@ def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Itera
         yield f"            loads count for {scrape.stale_after_s:g} s"
     else:
         yield "scrape      off"
+
+
+def _describe_stages(stages: DisaggregatedStages | None) -> Iterator[str]:
+    for name in () if stages is None else ("prefill", "encode"):
+        stage: Stage | None = getattr(stages, name)
+        if stage is not None:
+            yield f"{name:<11} {stage.profile.name}, if {_describe_plugin(stage.decider)}"
 
 
 def _describe_models(settings: Settings) -> Iterator[str]:
@@ -376,6 +385,7 @@ def _describe_plugins() -> Iterator[str]:
     yield from _describe_kinds("scorers", registry.SCORERS)
     yield from _describe_kinds("costs", registry.COSTS)
     yield from _describe_kinds("pickers", registry.PICKERS)
+    yield from _describe_kinds("deciders", registry.DECIDERS)
 
 
 def _describe_kinds(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:

@@ -229,7 +229,7 @@ FLAGS: Sequence[Flag] = (
     Flag(
         "allow-unsupported",
         "scheduling.allow_unsupported",
-        "start although the file needs a missing feature, such as separate prefill engines",
+        "start although the file needs a missing feature, such as a strict header selector",
     ),
     Flag(
         "fallback-endpoints",

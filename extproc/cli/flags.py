@@ -16,6 +16,7 @@ from extproc.cli import flag_table, flag_values, label_selector
 from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
+from extproc.scheduling.disaggregation import DisaggregatedStages
 from extproc.scheduling.profile import SchedulerProfile
 
 
@@ -24,12 +25,14 @@ class Resolved(msgspec.Struct, frozen=True):
 
     Attributes:
         profile: The scheduling profile they name; its plugins have all the signals they need.
+        stages: Stages of requests that other endpoints may do; None for none.
         where: The file, or the defaults, for later errors.
         warnings: A line for each flag that has no effect, or another than requested.
     """
 
     settings: Settings
     profile: SchedulerProfile
+    stages: DisaggregatedStages | None
     where: str
     warnings: tuple[str, ...]
 
@@ -144,12 +147,12 @@ def resolve(
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
     merged = loader.settings(document, overrides)
     warnings += _warn_unused_kubernetes_flags(args, followed=pools.from_kubernetes(merged))
-    profile = profile_builder.build_profile(
+    profiles = profile_builder.resolve_all(
         merged, where="--strategy" if args.strategy else document.where
     )
     profile_builder.check_pools(merged, where=document.where)
     warnings += _clamp_refresh(args)
-    return Resolved(merged, profile, document.where, tuple(warnings))
+    return Resolved(merged, profiles.profile, profiles.stages, document.where, tuple(warnings))
 
 
 def find_log_flags(args: argparse.Namespace) -> list[str]:

@@ -330,7 +330,7 @@ def _named(
     plugins: Sequence[NamedPlugin], tables: registry.PluginRegistry, file: Place
 ) -> dict[str, tuple[int, NamedPlugin, str]]:
     """Return plugins by name, with their index and kind here; an empty kind has no effect."""
-    kinds = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
+    kinds = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers, *registry.DECIDERS}
     named: dict[str, tuple[int, NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
         name, place = plugin.name or plugin.type, file / "plugins" / index
@@ -381,6 +381,13 @@ def _translate_plugin(
 
     params = filter_tree_syntax.from_decision_tree(plugin.params, find, place)
     return msgspec.structs.replace(plugin, params=params)
+
+
+def decider_entry(plugin: NamedPlugin) -> PluginEntry:
+    """Convert a decider to our form; upstream reads no parameters of those that have none."""
+    cls = registry.DECIDERS.get(plugin.type)
+    fields = () if cls is None else getattr(cls, "__struct_fields__", ())
+    return PluginEntry(kind=plugin.type, params=_effective(plugin) if fields else {})
 
 
 def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, place: Place) -> None:

@@ -1,8 +1,7 @@
 """Finds the profiles of an EndpointPickerConfig that route, by the handlers of its profiles.
 
-Upstream, some handlers run several profiles for a request, one for each engine that takes part. Here
-one engine does all of it; a header may name the profile that picks it. A handler that needs several is
-refused, as is a screener that keeps requests to engines by a header.
+A header may name the profile, or several profiles choose endpoints for the stages of a request. A
+screener that keeps requests to engines by a header is refused.
 """
 
 from __future__ import annotations
@@ -18,26 +17,22 @@ from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling.framework import UpstreamParameters
 
-_NOT_SPLIT = "prefill, decode and encode are not split here"
-
 #: Keys that lead to a parameter.
 _Path = tuple[str, ...]
 
 #: Handlers that choose among profiles: type to the parameters that name the one that routes (the first
-#: that is there counts), its name where none does, and what is missing here of handlers that use several
-#: profiles; else empty.
-_HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str, str]] = {
-    "disagg-profile-handler": (
-        (("profiles", "decode"), ("decodeProfile",)),
-        "decode",
-        _NOT_SPLIT,
-    ),
-    "pd-profile-handler": ((("decodeProfile",),), "decode", _NOT_SPLIT),
-    "header-profile-handler": ((("defaultProfile",),), "decode", ""),
-    "data-parallel-profile-handler": ((), "decode", ""),
-    "slo-aware-profile-handler": ((), "default", ""),
-    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing", ""),
+#: that is there counts), and its name where none does.
+_HANDLERS: Mapping[str, tuple[tuple[_Path, ...], str]] = {
+    "disagg-profile-handler": ((("profiles", "decode"), ("decodeProfile",)), "decode"),
+    "pd-profile-handler": ((("decodeProfile",),), "decode"),
+    "header-profile-handler": ((("defaultProfile",),), "decode"),
+    "data-parallel-profile-handler": ((), "decode"),
+    "slo-aware-profile-handler": ((), "default"),
+    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing"),
 }
+
+#: Handlers that split requests over the endpoints of several profiles.
+_SPLITTING: Final = ("disagg-profile-handler", "pd-profile-handler")
 
 #: Type of the plugin that keeps requests to endpoints whose label equals a header, such as their
 #: revision.
@@ -61,13 +56,15 @@ class _HeaderChoice(UpstreamParameters, frozen=True):
     default_profile: str = ""
 
 
-class _StageProfiles(UpstreamParameters, frozen=True):
+class _StageNames(UpstreamParameters, frozen=True):
+    """Names by stage: of profiles, or of deciders."""
+
     decode: str = ""
     prefill: str = ""
     encode: str = ""
 
 
-class _StageDeciders(UpstreamParameters, frozen=True):
+class _Deciders(UpstreamParameters, frozen=True):
     prefill: str = ""
     encode: str = ""
 
@@ -76,12 +73,8 @@ class _Stages(UpstreamParameters, frozen=True):
     """Parameters of `disagg-profile-handler`."""
 
     stage_order: str = ""
-    profiles: _StageProfiles = _StageProfiles()
-    deciders: _StageDeciders = _StageDeciders()
-
-    @property
-    def has_decider(self) -> bool:
-        return bool(self.deciders.prefill or self.deciders.encode)
+    profiles: _StageNames = _StageNames()
+    deciders: _Deciders = _Deciders()
 
 
 class _FlatStages(UpstreamParameters, frozen=True):
@@ -96,12 +89,30 @@ class _FlatStages(UpstreamParameters, frozen=True):
     decider_plugin_name: str = ""
 
     @property
-    def has_decider(self) -> bool:
-        return bool(
-            self.prefill_decider_plugin_name
-            or self.encode_decider_plugin_name
-            or self.decider_plugin_name
+    def nested(self) -> _Stages:
+        """The parameters in the newer form."""
+        return _Stages(
+            self.stage_order,
+            _StageNames(self.decode_profile, self.prefill_profile, self.encode_profile),
+            _Deciders(
+                self.prefill_decider_plugin_name or self.decider_plugin_name,
+                self.encode_decider_plugin_name,
+            ),
         )
+
+
+class StageSource(msgspec.Struct, frozen=True):
+    """A stage of requests, as a handler describes it.
+
+    Attributes:
+        profile: Name of the profile that chooses the endpoint.
+        decider: The decider; None where another endpoint always does the stage.
+        place: Place of the decider, or of the handler without one.
+    """
+
+    profile: str
+    decider: NamedPlugin | None
+    place: Place
 
 
 class _HeaderSelector(UpstreamParameters, frozen=True, kw_only=True):
@@ -116,31 +127,14 @@ class _Screener(UpstreamParameters, frozen=True):
 
 
 def check_supported(scheduling: EppPlugins, file: Place) -> None:
-    """Reject plugins that split requests over several engines, or keep them to some by a header.
+    """Reject plugins that keep requests to some endpoints by a header.
 
     Raises:
         ConfigError: The file has such a plugin, which is not supported here.
     """
-    profiles = [profile.name for profile in scheduling.scheduling_profiles]
     for index, plugin in enumerate(scheduling.plugins):
         if plugin.type == _SCREENER:
             _check_selectors(plugin, file / "plugins" / index / "parameters")
-        _, _, missing = _HANDLERS.get(plugin.type, ((), "", ""))
-        if (
-            missing
-            and len(profiles) > 1
-            and _uses_others(plugin, file / "plugins" / index / "parameters")
-        ):
-            others = ", ".join(name for name in profiles if name != _decoding(plugin))
-            raise ConfigError(
-                file / "plugins" / index / "type",
-                wanted="one endpoint for a request",
-                got=f"{plugin.type} with profiles {', '.join(profiles)}: "
-                f"{missing}, so engines of {others} would idle",
-                fix="route to engines that do all of it with one profile, or accept that engines "
-                f"of {_decoding(plugin)} do all of it with --allow-unsupported "
-                "(scheduling.allow_unsupported)",
-            )
 
 
 def _check_selectors(screener: NamedPlugin, place: Place) -> None:
@@ -218,31 +212,73 @@ def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tupl
     )
 
 
+def find_stages(scheduling: EppPlugins, file: Place) -> Mapping[str, StageSource]:
+    """Return the stages of requests that other endpoints may do: `prefill`, `encode` or both.
+
+    As upstream, a stage without a profile of its name, or without a decider, never runs; in the order
+    `prefill-first`, prefill needs none.
+
+    Raises:
+        ConfigError: Upstream refuses the parameters of the handler.
+    """
+    handlers = [(at, p) for at, p in enumerate(scheduling.plugins) if p.type in _SPLITTING]
+    if not handlers:
+        return {}
+    at, handler = handlers[0]
+    place = file / "plugins" / at / "parameters"
+    stages = _read_stages(handler, place)
+    names = {profile.name for profile in scheduling.scheduling_profiles}
+    sources: dict[str, StageSource] = {}
+    always = _STAGE_ORDERS[_fold(stages.stage_order)]
+    for stage, profile, decider in (
+        ("prefill", stages.profiles.prefill, stages.deciders.prefill),
+        ("encode", stages.profiles.encode, stages.deciders.encode),
+    ):
+        if (profile or stage) not in names:
+            continue
+        if decider:
+            number, plugin = _find_decider(scheduling, decider, place)
+            spot = file / "plugins" / number
+            sources[stage] = StageSource(profile or stage, plugin, spot)
+        elif always and stage == "prefill":
+            sources[stage] = StageSource(profile or stage, None, file / "plugins" / at)
+    return sources
+
+
+def _find_decider(scheduling: EppPlugins, name: str, place: Place) -> tuple[int, NamedPlugin]:
+    for at, plugin in enumerate(scheduling.plugins):
+        if (plugin.name or plugin.type) == name:
+            return at, plugin
+    names = [plugin.name or plugin.type for plugin in scheduling.plugins]
+    raise ConfigError(
+        place,
+        wanted="deciders that are plugins of the file",
+        got=name,
+        fix=validation.suggest(name, names, "add it to plugins"),
+    )
+
+
 def _decoding(handler: NamedPlugin) -> str:
-    """Return the name of a handler's decode profile; other stages are not picked here."""
-    paths, name, _ = _HANDLERS[handler.type]
+    """Return the name of the profile that picks the serving endpoint."""
+    paths, name = _HANDLERS[handler.type]
     return next(filter(None, [_find_text(handler, path) for path in paths]), name)
 
 
-def _uses_others(handler: NamedPlugin, place: Place) -> bool:
-    """True if a handler may run other profiles than the one that routes.
-
-    Upstream, a stage without a decider never runs; in the order `prefill-first`, prefill needs none.
-
-    Raises:
-        ConfigError: Upstream refuses the parameters.
-    """
-    if handler.type != "disagg-profile-handler":
-        return True
+def _read_stages(handler: NamedPlugin, place: Place) -> _Stages:
+    """Read the parameters of a handler that splits requests."""
+    if handler.type == "pd-profile-handler":
+        names = ("decodeProfile", "prefillProfile", "deciderPluginName")
+        written = {key: handler.parameters[key] for key in names if key in handler.parameters}
+        flat = validation.to_struct(written, _FlatStages, where=place)
+        decider = flat.decider_plugin_name or "prefix-based-pd-decider"
+        return msgspec.structs.replace(flat.nested, deciders=_Deciders(decider))
     keys = handler.parameters.keys()
-    flat = {field.encode_name for field in msgspec.structs.fields(_FlatStages)} - {"stageOrder"}
-    is_flat = bool(flat & keys) and not {"profiles", "deciders"} & keys
-    stages: _Stages | _FlatStages
-    if is_flat:
-        stages = validation.to_struct(handler.parameters, _FlatStages, where=place)
+    flat_keys = {field.encode_name for field in msgspec.structs.fields(_FlatStages)}
+    if (flat_keys - {"stageOrder"}) & keys and not {"profiles", "deciders"} & keys:
+        stages = validation.to_struct(handler.parameters, _FlatStages, where=place).nested
     else:
         stages = validation.to_struct(handler.parameters, _Stages, where=place)
-    order = stages.stage_order.lower().replace("-", "").replace("_", "")
+    order = _fold(stages.stage_order)
     if order not in _STAGE_ORDERS:
         raise ConfigError(
             place / "stageOrder",
@@ -250,7 +286,18 @@ def _uses_others(handler: NamedPlugin, place: Place) -> bool:
             got=validation.show(stages.stage_order),
             fix="write decode-first, which is the default",
         )
-    return stages.has_decider or _STAGE_ORDERS[order]
+    if _STAGE_ORDERS[order] and stages.deciders.prefill:
+        raise ConfigError(
+            place / "stageOrder",
+            wanted="decode-first where a decider is named for prefill",
+            got=validation.show(stages.stage_order),
+            fix="remove the decider, which upstream refuses there, or write decode-first",
+        )
+    return stages
+
+
+def _fold(order: str) -> str:
+    return order.lower().replace("-", "").replace("_", "")
 
 
 def _find_text(plugin: NamedPlugin, path: _Path) -> str:

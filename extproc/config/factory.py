@@ -204,9 +204,9 @@ def _routing_of(
     shadow: ShadowScheduler | None,
 ) -> scheduler.RoutingConfig:
     routing = build_routing_config(settings, resolved.profile, resolved.by_model, shadow=shadow)
-    if resolved.by_header is None:
+    if resolved.by_header is None and resolved.stages is None:
         return routing
-    return msgspec.structs.replace(routing, by_header=resolved.by_header)
+    return msgspec.structs.replace(routing, by_header=resolved.by_header, stages=resolved.stages)
 
 
 def build_shadow(

@@ -151,6 +151,34 @@ class ShadowRules(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_o
     sample_ratio: validation.Share = 0.1
 
 
+class StageRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Choice of the endpoint that does a stage of a request in place of the serving one.
+
+    Attributes:
+        profile: Profile that chooses it. No default: only filters by a label, such as `prefill-filter`,
+            keep it to endpoints of the stage.
+        decider: Plugin that says for each request whether another endpoint does the stage. Null:
+            `estimated-time-pd-decider` for prefill, `always-disagg-multimodal-decider` for encode.
+    """
+
+    profile: ProfileEntry
+    decider: PluginEntry | None = None
+
+
+class DisaggregationRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Stages that other endpoints may do, for a sidecar at the serving endpoint that asks them.
+
+    Attributes:
+        prefill: Computes the prompt; the address goes to the sidecar in `x-prefiller-host-port`. Null:
+            the serving endpoint does.
+        encode: Encodes images, videos and audio; addresses in `x-encoder-hosts-ports`. Null: the
+            endpoint that computes the prompt does.
+    """
+
+    prefill: StageRules | None = None
+    encode: StageRules | None = None
+
+
 class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice of the endpoint for a request.
 
@@ -160,10 +188,12 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
         shadow: Second strategy or profile that decides on a sample of the routed requests, after they
             were answered, for comparison only; requests of models with rules of their own are not
             looked at. Null: none.
-        allow_unsupported: Accept plugins of an EndpointPickerConfig that split requests over
-            several engines, such as separate prefill engines, or keep them to some by a header, such as
-            those of a revision. False: the deployment would seem to work while engines are idle, or
-            get requests that are not for them.
+        disaggregation: Prefill and encode on other endpoints than the serving one, for models without
+            rules of their own; an EndpointPickerConfig says it with `disagg-profile-handler`. Null: the
+            serving endpoint computes everything.
+        allow_unsupported: Accept plugins of an EndpointPickerConfig that keep requests to some
+            endpoints by a header, such as those of a revision. False: the deployment would seem to
+            work while endpoints get requests that are not for them.
         fallbacks: Further endpoints that Envoy tries if the chosen one fails (count). 0, because
             only a data plane with an override-host policy can use them.
         respect_subset: Choose only among the endpoints that a gateway allows (EPP protocol 004,
@@ -186,6 +216,7 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
 
     models: Mapping[str, SchedulingRules] = {}
     shadow: ShadowRules | None = None
+    disaggregation: DisaggregationRules | None = None
     allow_unsupported: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     respect_subset: bool = True

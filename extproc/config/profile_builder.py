@@ -5,7 +5,7 @@ A profile lists its plugins by roles in our own file, and by reference in an End
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +23,12 @@ from extproc.config.settings import Settings
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, registry
+from extproc.scheduling.disaggregation import (
+    AlwaysPrefill,
+    Decider,
+    DisaggregatedStages,
+    Stage,
+)
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
 from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
@@ -49,6 +55,7 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
         origins: Inputs of the profiles by model name; None is the key of `profile`.
         shadow: Profile of the shadow; None without one.
         by_header: Profiles that a header of the request names; None where none does.
+        stages: Stages that other endpoints may do; None where the serving endpoint does all.
     """
 
     profile: SchedulerProfile
@@ -57,19 +64,21 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
     shadow: SchedulerProfile | None = None
     shadow_origin: ProfileOrigin | None = None
     by_header: HeaderProfiles | None = None
+    stages: DisaggregatedStages | None = None
+    stages_origin: ProfileOrigin | None = None
 
 
 class ProfileOrigin(msgspec.Struct, frozen=True):
     """Inputs of a profile; two equal origins build the same profile.
 
     Attributes:
-        rules: Rules of the configuration.
+        rules: Rules of the configuration; for stages, those of all of them.
         epp: Plugins of an EndpointPickerConfig; None without any.
         external: External classes that the rules may name; an edited file creates new classes.
         budget_ms: Time budget of a call to an external plugin (milliseconds); 0 without any.
     """
 
-    rules: pool_sections.SchedulingRules
+    rules: pool_sections.SchedulingRules | pool_sections.DisaggregationRules | None
     epp: pool_sections.EppPlugins | None
     external: frozenset[type]
     budget_ms: float
@@ -125,12 +134,15 @@ def resolve_all(
     place = Place(where) / "scheduling"
     origins: dict[str | None, ProfileOrigin] = {}
 
+    def check(name: str, plugins: Sequence[Plugin], spot: Place) -> None:
+        _require(name, plugins, signals, spot)
+        _require_metrics(plugins, settings.scrape.extra_metrics, spot)
+
     def checked(
         rules: pool_sections.SchedulingRules, spot: Place, name: str = ""
     ) -> SchedulerProfile:
         profile = _ruled(rules, spot, tables, name)
-        _require(profile, signals, spot)
-        _require_metrics(profile, settings.scrape.extra_metrics, spot)
+        check(profile.name, profile.plugins, spot)
         return profile
 
     def ruled(
@@ -156,9 +168,11 @@ def resolve_all(
             shadow = before.shadow
     profile = ruled(scheduling, None, place)
     resolved = ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
+    stages, origin = _resolve_stages(scheduling, tables, place, check, before)
+    resolved = msgspec.structs.replace(resolved, stages=stages, stages_origin=origin)
+    epp = scheduling.epp if scheduling.profile is None else None
     if before is not None and before.profile is profile:
         return msgspec.structs.replace(resolved, by_header=before.by_header)
-    epp = scheduling.epp if scheduling.profile is None else None
     header = "" if epp is None else epp_handlers.find_profile_header(epp, Place(place.file))
     if epp is None or not header:
         return resolved
@@ -167,14 +181,86 @@ def resolve_all(
     return msgspec.structs.replace(resolved, by_header=HeaderProfiles(header, profiles))
 
 
+#: Deciders of stages whose rules name none.
+_USUAL_DECIDERS: Mapping[str, str] = {
+    "prefill": "estimated-time-pd-decider",
+    "encode": "always-disagg-multimodal-decider",
+}
+
+
+def _resolve_stages(
+    scheduling: pool_sections.SchedulingSection,
+    tables: registry.PluginRegistry,
+    place: Place,
+    check: Callable[[str, Sequence[Plugin], Place], None],
+    before: ResolvedProfiles | None,
+) -> tuple[DisaggregatedStages | None, ProfileOrigin]:
+    """Build the stages, or reuse them where their origin is the same; None without any."""
+    epp = scheduling.epp if scheduling.profile is None else None
+    origin = _origin_of(scheduling.disaggregation, epp, tables, scheduling.plugin_budget_ms)
+    if before is not None and before.stages_origin == origin:
+        return before.stages, origin
+    stages: dict[str, Stage] = {}
+    for name, stage, spot in _build_stages(scheduling, epp, place, tables):
+        check(name, (*stage.profile.plugins, stage.decider), spot)
+        stages[name] = stage
+    return DisaggregatedStages(**stages) if stages else None, origin
+
+
+def _build_stages(
+    scheduling: pool_sections.SchedulingSection,
+    epp: pool_sections.EppPlugins | None,
+    place: Place,
+    tables: registry.PluginRegistry,
+) -> Iterator[tuple[str, Stage, Place]]:
+    """Build the stages that other endpoints may do: name, stage, and place of its rules."""
+    file = Place(place.file)
+    sources = {} if epp is None else epp_handlers.find_stages(epp, file)
+    rules = scheduling.disaggregation
+    if sources and rules is not None:
+        raise ConfigError(
+            place / "disaggregation",
+            wanted="stages in one place",
+            got=f"{', '.join(sources)} in the handler of the EndpointPickerConfig too",
+            fix="remove disaggregation, or the handler",
+        )
+    for name, source in sources.items():
+        profile = _ruled(scheduling, place, tables, source.profile)
+        decider: Decider = AlwaysPrefill()
+        if source.decider is not None:
+            entry = epp_config.decider_entry(source.decider)
+            decider = _plugin(registry.DECIDERS, entry, source.place, tables, "parameters", "type")
+        yield name, Stage(profile, decider), source.place
+    for name in () if rules is None else ("prefill", "encode"):
+        rule: pool_sections.StageRules | None = getattr(rules, name)
+        if rule is None:
+            continue
+        spot = place / "disaggregation" / name
+        profile = _build(by_roles(rule.profile, spot / "profile"), tables)
+        if profile.name == pool_sections.ProfileEntry().name:
+            profile = msgspec.structs.replace(profile, name=name)
+        entry = rule.decider or pool_sections.PluginEntry(kind=_USUAL_DECIDERS[name])
+        decider = _plugin(registry.DECIDERS, entry, spot / "decider", tables)
+        yield name, Stage(profile, decider), spot
+
+
 def _origin(
     rules: pool_sections.SchedulingRules, tables: registry.PluginRegistry, budget_ms: float
 ) -> ProfileOrigin:
     plain = msgspec.convert(rules, pool_sections.SchedulingRules, from_attributes=True)
     epp = rules.epp if isinstance(rules, pool_sections.SchedulingSection) else None
-    words = set(_words(msgspec.to_builtins([plain, epp]))) if tables.external else set()
+    return _origin_of(plain, epp, tables, budget_ms)
+
+
+def _origin_of(
+    rules: pool_sections.SchedulingRules | pool_sections.DisaggregationRules | None,
+    epp: pool_sections.EppPlugins | None,
+    tables: registry.PluginRegistry,
+    budget_ms: float,
+) -> ProfileOrigin:
+    words = set(_words(msgspec.to_builtins([rules, epp]))) if tables.external else set()
     used = frozenset(cls for cls in tables.external if getattr(cls, "kind", "") in words)
-    return ProfileOrigin(plain, epp, used, budget_ms if used else 0.0)
+    return ProfileOrigin(rules, epp, used, budget_ms if used else 0.0)
 
 
 def _words(tree: object) -> Iterator[str]:
@@ -292,8 +378,9 @@ def _plugin(
     place: Place,
     tables: registry.PluginRegistry,
     params_key: str = "params",
+    kind_key: str = "kind",
 ) -> PluginT:
-    kind = registry.find(table, entry.kind, where=str(place / "kind"))
+    kind = registry.find(table, entry.kind, where=str(place / kind_key))
     spot = place / params_key
     params = dict(entry.params)
     if issubclass(kind, filter_tree.FilterTree):
@@ -320,22 +407,24 @@ def _plugin(
     return tables.with_guard(plugin)
 
 
-def _require(profile: SchedulerProfile, signals: frozenset[Signal], place: Place) -> None:
-    for plugin in profile.plugins:
+def _require(
+    name: str, plugins: Sequence[Plugin], signals: frozenset[Signal], place: Place
+) -> None:
+    for plugin in plugins:
         missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
         if missing:
             names = ", ".join(signal.value for signal in missing)
             raise ConfigError(
                 place,
-                wanted=f"every signal that profile {profile.name} reads",
+                wanted=f"every signal that profile {name} reads",
                 got=f"no source of {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",
             )
 
 
-def _require_metrics(profile: SchedulerProfile, metrics: Mapping[str, str], place: Place) -> None:
+def _require_metrics(plugins: Sequence[Plugin], metrics: Mapping[str, str], place: Place) -> None:
     """Reject a plugin that reads an extra metric that is not configured."""
-    for plugin in profile.plugins:
+    for plugin in plugins:
         if not isinstance(plugin, ExtraMetricReader):
             continue
         for name in sorted(plugin.extra_metrics - metrics.keys()):

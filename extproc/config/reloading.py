@@ -43,6 +43,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "epp",
         "models",
         "shadow",
+        "disaggregation",
         "fallbacks",
         "respect_subset",
         "unknown_model",

@@ -30,7 +30,12 @@ def schema() -> dict[str, Any]:
         _describe(parts[full if full in parts else struct.__name__], struct)
     parts["SchedulingRules"]["properties"]["strategy"]["examples"] = list(registry.profiles())
     parts["SchedulingSection"]["properties"]["strategy"]["examples"] = list(registry.profiles())
-    kinds = sorted({*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS})
+    kinds = sorted(
+        {
+            *(*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS),
+            *registry.DECIDERS,
+        }
+    )
     for name in ("PluginEntry", "WeightedScorer"):
         parts[name]["properties"]["kind"]["examples"] = kinds
     del parts["SchedulingSection"]["properties"]["_epp"]

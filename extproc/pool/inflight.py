@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,10 @@ from extproc.pool.request_tokens import (
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64
+
+
+#: What an endpoint computes of a request; empty for all.
+Stage: TypeAlias = Literal["", "prefill", "encode", "decode"]
 
 
 class Turn(Protocol):
@@ -130,8 +134,8 @@ class InflightLoad(QueuedWork):
         now: float,
         prompt_bytes: int = 0,
         blocks: Sequence[int] = (),
-        last_turn: Turn | None = None,
         from_peers: bool = False,
+        stage: Stage = "",
     ) -> Reservation:
         """Charge a request to the endpoint.
 
@@ -139,7 +143,7 @@ class InflightLoad(QueuedWork):
             target: Adapter or model name of the request.
             cached_tokens: Of these, tokens predicted to be in the engine's prefix cache.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
-            last_turn: Marked when the request ends; None for none.
+            stage: What the endpoint computes of it; empty for all.
         """
         self.adapter_slots = None
         if not self.in_flight:
@@ -158,8 +162,10 @@ class InflightLoad(QueuedWork):
         self._drain(now)
         # Without calls of `max` and `min`, which take as long as the rest: so in `_drain`.
         work = prompt_tokens - cached_tokens if cached_tokens < prompt_tokens else 1
-        self.sent += work
         self.kv_tokens_sent += work
+        if stage == "decode":
+            work = 1  # the prompt is computed elsewhere, and takes memory here
+        self.sent += work
         # By position: a keyword costs more than all of these together.
         reservation = Reservation(
             self,
@@ -172,7 +178,7 @@ class InflightLoad(QueuedWork):
             self.endpoint,
             blocks,
             from_peers,
-            last_turn,
+            stage,
         )
         self._open[reservation] = None
         return reservation
@@ -293,15 +299,25 @@ class InflightLoad(QueuedWork):
             # It never ran: its work is gone, and nothing is known of what was sent before it.
             self.done = min(self.done + reservation.uncached_tokens, self.sent)
 
+    def _remember_times(self, reservation: Reservation, now: float) -> None:
+        """Keep what the duration says; that of a request in stages is not of one endpoint."""
+        stage = reservation.stage
+        if not stage:
+            self.answered += 1
+            self.answered_s += now - reservation.at
+            self.answered_tokens += reservation.uncached_tokens
+            if reservation.prompt_tokens:
+                prefill_s = reservation.uncached_tokens / self.tokens_per_s
+                self.answers.guess((now - reservation.at - prefill_s) / self.iteration_s)
+        elif stage == "decode" and reservation.prefilled_at is not None:
+            self.answers.guess((now - reservation.prefilled_at) / self.iteration_s)
+
     def _remember(self, reservation: Reservation, now: float) -> None:
         """Keep the facts of an answer that estimators read; bounded."""
-        self.answered += 1
-        self.answered_s += now - reservation.at
-        self.answered_tokens += reservation.uncached_tokens
+        self._remember_times(reservation, now)
         if reservation.prompt_tokens:
-            prefill_s = reservation.uncached_tokens / self.tokens_per_s
-            self.answers.guess((now - reservation.at - prefill_s) / self.iteration_s)
-            self.typical_work.add(reservation.uncached_tokens)
+            if reservation.stage != "decode":
+                self.typical_work.add(reservation.uncached_tokens)
             self.served += not reservation.from_peers
         if len(self.ran) < _MAX_RECENT:
             self.ran.add(reservation.target)
@@ -332,6 +348,10 @@ class Reservation(msgspec.Struct, eq=False):
         last_turn: Marked when it ends; None where no plugin needs it.
         estimated_tokens: Prompt tokens that the estimate alone predicted as cached; None where they
             are all but the uncached ones.
+        stage: What its endpoint computes of the request; empty for all.
+        parts: Requests that other endpoints get for this one's stages, until these are over.
+        prefilled_at: Monotonic seconds at which another endpoint had computed the prompt; None for
+            not, or not yet.
     """
 
     _account: InflightLoad | None
@@ -344,12 +364,15 @@ class Reservation(msgspec.Struct, eq=False):
     endpoint: Endpoint
     blocks: Sequence[int] = ()
     from_peers: bool = False
+    stage: Stage = ""
     last_turn: Turn | None = None
     has_media: bool = False
     estimated_tokens: int | None = None
     sole_endpoint: bool = True
     refused: bool = False
     context: ContextShare | None = None
+    parts: tuple[Reservation, ...] = ()
+    prefilled_at: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -362,6 +385,21 @@ class Reservation(msgspec.Struct, eq=False):
         if self.estimated_tokens is not None:
             return self.estimated_tokens
         return max(0, self.prompt_tokens - self.uncached_tokens)
+
+    def track_turn(self, turn: Turn) -> None:
+        """Mark the prompt of its conversation when the request moves or ends."""
+        self.last_turn = turn
+
+    def add_part(self, part: Reservation) -> None:
+        """Record a request that another endpoint gets for a stage of this one."""
+        self.parts = (*self.parts, part)
+
+    def take_parts(self, now: float) -> tuple[Reservation, ...]:
+        """Remove and return the requests for stages, which are over."""
+        parts, self.parts = self.parts, ()
+        if self.stage == "decode":
+            self.prefilled_at = now
+        return parts
 
     def allow_fallbacks(self) -> None:
         """Record that other endpoints were named that may answer in place of the first."""
@@ -424,6 +462,7 @@ class Reservation(msgspec.Struct, eq=False):
             cached_tokens=cached_tokens,
             now=now,
             from_peers=self.from_peers,
+            stage=self.stage,
         )
         to._open[self] = to._open.pop(moved)  # noqa: SLF001 - the two halves of one thing
         self._account, self.endpoint, self.context = to, to.endpoint, None

@@ -20,7 +20,7 @@ from extproc.protocol.headers import (
     SELECTION,
     edited_length,
     endpoint_scores,
-    select_rank,
+    steer_engine,
     tokens,
 )
 from extproc.protocol.messages import (
@@ -271,7 +271,7 @@ class Exchange(msgspec.Struct):
             self._response_headers += (("x-request-id", request_id or self.request_id),)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.host_port for endpoint in outcome.endpoints])
-        set_headers, removed = select_rank(outcome.endpoints[0].rank, self._headers)
+        set_headers, removed = steer_engine(outcome, self._headers)
         if request_id:
             set_headers += (("x-request-id", request_id),)
         if traceparent:

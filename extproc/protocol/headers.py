@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Final
 
 from extproc.decision import BodyEdit, Decision
-from extproc.endpoint import DataParallelRank
 from extproc.request import HttpRequest
 
 #: Endpoints that a subset hint may name (count).
@@ -16,6 +15,9 @@ DESTINATION = "x-gateway-destination-endpoint"
 #: Data-parallel rank that serves the request, for engines with several behind their port: vLLM and
 #: SGLang read it.
 DATA_PARALLEL_RANK = "x-data-parallel-rank"
+#: Endpoints that the sidecar of the chosen endpoint asks to compute the prompt, and to encode media.
+PREFILLER = "x-prefiller-host-port"
+ENCODERS = "x-encoder-hosts-ports"
 SCORES = "x-gateway-destination-endpoint-scores"
 COST = "x-gateway-inference-request-cost"
 SELECTION = "test-epp-endpoint-selection"
@@ -28,9 +30,9 @@ SIDECAR_HEADERS = frozenset(
     {
         "x-data-parallel-host-port",
         DATA_PARALLEL_RANK,
-        "x-encoder-hosts-ports",
+        ENCODERS,
         "x-kv-cache-source-host-port",
-        "x-prefiller-host-port",
+        PREFILLER,
     }
 )
 
@@ -56,14 +58,29 @@ CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
 )
 
 
-def select_rank(
-    rank: DataParallelRank | None, sent: Collection[str]
+def steer_engine(
+    decision: Decision, sent: Collection[str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The rank as a header to set, and the control headers to remove of those that were sent."""
+    """The headers to set for the engine and its sidecar, and the control headers to remove.
+
+    Those are the rank, and the endpoints of prefill and encode.
+
+    Args:
+        sent: Names of the headers that the client sent.
+    """
     removed = CONTROL_HEADERS.intersection(sent)
-    if rank is None:
+    rank, stages = decision.endpoints[0].rank, decision.disaggregation
+    if rank is None and stages is None:
         return (), tuple(removed)
-    return ((DATA_PARALLEL_RANK, str(rank.index)),), tuple(removed - {DATA_PARALLEL_RANK})
+    set_headers: list[tuple[str, str]] = []
+    if rank is not None:
+        set_headers.append((DATA_PARALLEL_RANK, str(rank.index)))
+    if stages is not None and stages.prefill is not None:
+        set_headers.append((PREFILLER, stages.prefill.endpoints[0].host_port))
+    if stages is not None and stages.encode is not None:
+        encoders = [endpoint.host_port for endpoint in stages.encode.endpoints]
+        set_headers.append((ENCODERS, ",".join(encoders)))
+    return tuple(set_headers), tuple(removed.difference([name for name, _ in set_headers]))
 
 
 def edited_length(raw: HttpRequest, edit: BodyEdit) -> tuple[tuple[str, str], ...]:

@@ -10,7 +10,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import RequestOutcome, classify_status
-from extproc.pool.inflight import Reservation
+from extproc.pool.inflight import Reservation, Stage
 from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
@@ -18,7 +18,7 @@ from extproc.prefix_cache.cache_model import CacheModel
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import request_preparer, scheduler
+from extproc.routing import request_preparer, scheduler, usage_feedback
 from extproc.routing.eligibility import ModelBitsets
 from extproc.routing.request_listeners import PromptListener, RequestEventListener
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
@@ -178,14 +178,37 @@ class Director:
         Raises:
             LookupError: The endpoint is not in the pool; `reserve` was not called in the same turn.
         """
-        endpoint = decision.endpoints[0]
+        split = decision.disaggregation
+        stage: Stage = "" if split is None or split.prefill is None else "decode"
+        reservation = self._reserve_stage(decision, decision.endpoints[0], stage, now)
+        if len(decision.endpoints) > 1:
+            reservation.allow_fallbacks()
+        if self.routing.shadow is not None:
+            self.routing.shadow.on_routed(decision)
+        if split is not None:
+            try:
+                if split.prefill is not None:
+                    part = split.prefill
+                    endpoint = part.endpoints[0]
+                    reservation.add_part(self._reserve_stage(part, endpoint, "prefill", now))
+                if split.encode is not None:
+                    part = split.encode
+                    for endpoint in part.endpoints:
+                        reservation.add_part(self._reserve_stage(part, endpoint, "encode", now))
+            except BaseException:
+                self.unreserve(reservation, now)  # no other object holds it
+                raise
+        return reservation
+
+    def _reserve_stage(
+        self, decision: Decision, endpoint: Endpoint, stage: Stage, now: float
+    ) -> Reservation:
+        """Charge a decision to one of its endpoints; see `reserve`."""
         member = self._store.pool.find(endpoint.address)
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         observers = self.routing.observers.get(decision.profile, ())
         self._counts.notify_committed(observers, decision, now)
-        if self.routing.shadow is not None:
-            self.routing.shadow.on_routed(decision)
         request = decision.request
         reservation = self.charge(
             member,
@@ -195,9 +218,8 @@ class Director:
             cached_tokens=self._cached_tokens(decision, member),
             max_tokens=request.max_tokens,
             now=now,
+            stage=stage,
         )
-        if len(decision.endpoints) > 1:
-            reservation.allow_fallbacks()
         try:
             if member.condition.state:
                 self._store.record_sent(endpoint, now)
@@ -222,7 +244,7 @@ class Director:
         )
         return CachedTokens(tokens, estimated)
 
-    def charge(
+    def charge(  # noqa: PLR0913 - requests of other pickers arrive as single values
         self,
         member: snapshot.EndpointSnapshot,
         chain: Sequence[int],
@@ -233,12 +255,14 @@ class Director:
         max_tokens: int | None = None,
         now: float,
         from_peers: bool = False,
+        stage: Stage = "",
     ) -> Reservation:
         """Charge a request to an endpoint and predict its prompt as cached there.
 
         Args:
             cached_tokens: Of its tokens, those predicted as cached there.
             max_tokens: Longest answer that the request allows (tokens); None for any.
+            stage: What the endpoint computes of the request; empty for all.
         """
         endpoint, account = member.endpoint, member.account
         prompt_tokens = size.tokens
@@ -253,7 +277,7 @@ class Director:
                 bytes_per_token=self._store.bytes_per_token.mean_ratio(target, size),
             )
         last_turn = None
-        if self.routing.tracks_conversations and chain:
+        if self.routing.tracks_conversations and chain and stage != "prefill":
             last_turn = self._conversation_tracker.record_sent(
                 chain, account, prompt_tokens=prompt_tokens, now=now
             )
@@ -264,8 +288,8 @@ class Director:
             now=now,
             prompt_bytes=size.prompt_bytes,
             blocks=chain,
-            last_turn=last_turn,
             from_peers=from_peers,
+            stage=stage,
         )
         if size.has_media:
             reservation.note_media()
@@ -274,6 +298,7 @@ class Director:
         if cached_tokens.estimated != prompt_tokens - reservation.uncached_tokens:
             reservation.set_estimated_tokens(cached_tokens.estimated)
         if last_turn is not None:
+            reservation.track_turn(last_turn)
             try:
                 growth = self._conversation_tracker.expected_growth_tokens(prompt_tokens)
                 account.track_context(reservation, chain, self._tokens, growth=growth)
@@ -348,6 +373,8 @@ class Director:
         if outcome is not _SERVED:
             reservation.refuse(not_found=status == "404")
             self._retract_prefix(reservation)
+        if reservation.parts:
+            self._release_parts(reservation, now, answered=outcome is _SERVED)
         reservation.forget_blocks()
 
     def _move(
@@ -405,35 +432,34 @@ class Director:
             usage: Tokens by kind, as `parsing.usage.read` gives them.
             served: The endpoint that answered, as `Reservation.endpoint` has it.
         """
-        prompt, cached = usage.get("prompt"), usage.get("cached")
-        request = decision.request
-        if prompt:
-            self._store.bytes_per_token.observe_usage(
-                request.target,
-                prompt_bytes=request.prompt_bytes,
-                tokens=prompt,
-                media=request.media,
-                media_tokens=usage.get("media"),
+        usage_feedback.compare_sizes(self._store, decision, usage)
+        if self.routing.hashes_prompts:
+            usage_feedback.compare_prefixes(
+                self._store,
+                self._cache_model,
+                decision,
+                usage,
+                served=served,
+                exact=self._exact,
             )
-        if not self.routing.hashes_prompts or not prompt or cached is None:
-            return
-        member = self._store.pool.find(served.address)
-        if member is None or member.endpoint.incarnation != served.incarnation:
-            return  # it left, and its cache model with it: a late response makes no new one
-        predicted = _predicted(decision, served)
-        if predicted is None:
-            return
-        if self._exact is not None and served is decision.endpoints[0]:
-            self._exact.record_usage(decision.match_source, min(predicted, prompt), cached)
-        if decision.match_source != "estimate":
-            return  # no prediction of the estimate; it is corrected by the counters
-        self._cache_model.observe_usage(
-            served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
-        )
+
+    def _release_parts(
+        self, reservation: Reservation, now: float, *, answered: bool, ran: bool = True
+    ) -> None:
+        """Close the accounts of the stages that other endpoints did: they end before the response."""
+        for part in reservation.take_parts(now):
+            part.close(now, answered=answered)
+            if not ran:
+                self._retract_prefix(part)
+            part.forget_blocks()
+            if self._event_listener is not None:
+                self._event_listener.on_released(part, answered=answered, ran=ran)
 
     def unreserve(self, reservation: Reservation, now: float) -> None:
         """Close the accounts of a request that was never sent, and retract its prediction."""
         try:
+            if reservation.parts:
+                self._release_parts(reservation, now, answered=False, ran=False)
             reservation.close(now, answered=False)
             self._retract_prefix(reservation)
             reservation.forget_blocks()
@@ -449,6 +475,8 @@ class Director:
         """
         ran = not reservation.refused
         try:
+            if reservation.parts:
+                self._release_parts(reservation, now, answered=False)
             reservation.close(now, answered=answered and ran)
             if not answered:
                 self._store.record_outcome(
@@ -461,13 +489,3 @@ class Director:
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)
-
-
-def _predicted(decision: Decision, served: Endpoint) -> int | None:
-    """Prompt tokens a decision predicted as cached on an endpoint; None without prediction."""
-    if served is decision.endpoints[0]:
-        return decision.matched_tokens
-    for c in decision.candidates:
-        if c.endpoint.incarnation == served.incarnation and c.endpoint.address == served.address:
-            return c.matched_tokens
-    return None

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import msgspec
 
 from extproc.decision import Decision
-from extproc.pool.inflight import Reservation
+from extproc.pool.inflight import Reservation, Stage
 from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.routing.director import Director
@@ -55,6 +55,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
     Attributes:
         number: Number of the request, counted from 1 by its replica.
         prompt_bytes: Bytes the tokens are estimated from; 0 when they are exact.
+        stage: What the endpoint computes of the request; empty for all, and from versions without it.
     """
 
     number: _Number
@@ -65,6 +66,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
     prompt_bytes: _Bytes
     blocks: Sequence[_Block]
     has_media: bool = False
+    stage: Stage = ""
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
@@ -161,6 +163,7 @@ class PeerEventLog:
             reservation.prompt_bytes,
             list(blocks),
             reservation.has_media,
+            reservation.stage,
         )
         self._put(fact)
 
@@ -389,6 +392,7 @@ class PeerReplica:
             cached_tokens=CachedTokens(cached, cached),
             now=now,
             from_peers=True,
+            stage=fact.stage,
         )
         peer.open[number] = _ChargedRequest(fact.pool, director, reservation)
 

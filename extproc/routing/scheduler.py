@@ -28,6 +28,7 @@ from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest, hash_affinity_key
 from extproc.routing import admission, eligibility, rendezvous_affinity
 from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
+from extproc.scheduling.disaggregation import DisaggregatedStages
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
@@ -64,6 +65,8 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         by_model: Profiles of single models.
         by_header: Profiles of requests that name one in a header, `profile` among them; None
             where no header is read.
+        stages: Stages of requests of `profile` that other endpoints may do; None where the serving
+            endpoint does all.
         shadow: Second profile that looks at requests routed by `profile`; None for none.
         hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
             the next ones.
@@ -80,6 +83,7 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
     shadow: ShadowScheduler | None = None
     by_header: HeaderProfiles | None = None
+    stages: DisaggregatedStages | None = None
     hashes_prompts: bool = False
     credits_prefixes: bool = False
     tracks_conversations: bool = False
@@ -100,16 +104,23 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         """The profile that headers name; empty for none."""
         return "" if self.by_header is None else self.by_header.find_name(headers)
 
+    def find_profile(self, model: str, headers: Mapping[str, str]) -> SchedulerProfile | Rejection:
+        """The profile of a request; a rejection where its headers name one that does not exist."""
+        profile = self.by_model.get(model, self.profile)
+        return profile if self.by_header is None else self.by_header.choose(headers, profile)
+
     @property
     def profiles(self) -> Sequence[SchedulerProfile]:
         """Every profile that routes."""
         named = () if self.by_header is None else self.by_header.profiles.values()
-        return (self.profile, *self.by_model.values(), *named)
+        staged = () if self.stages is None else self.stages.profiles
+        return (self.profile, *self.by_model.values(), *named, *staged)
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal any profile reads that routes."""
-        return frozenset().union(*(profile.needs for profile in self.profiles))
+        staged = frozenset() if self.stages is None else self.stages.needs
+        return staged.union(*(profile.needs for profile in self.profiles))
 
 
 #: Reads a text out of a request, as text or as its bytes in UTF-8.
@@ -193,12 +204,9 @@ class Scheduler:
             with_prompt: Returns the request with its prompt, where `request` has none.
         """
         pool, routing = self._store.pool, self._routing
-        profile = routing.by_model.get(request.model, routing.profile)
-        if routing.by_header is not None:
-            named = routing.by_header.choose(headers, profile)
-            if isinstance(named, Rejection):
-                return named
-            profile = named
+        profile = routing.find_profile(request.model, headers)
+        if isinstance(profile, Rejection):
+            return profile
         read_first_message: _ReadText = surfaces.no_user_message
         if routing.reads_first_message:
             read_first_message = surfaces.find_first_user_message
@@ -249,7 +257,29 @@ class Scheduler:
             outcome = self._probe(profile, context, candidates, eligible, may_defer=may_defer)
         else:
             outcome = self._run(profile, context, candidates, may_defer=may_defer)
-        return eligible.with_exclusions(outcome) if isinstance(outcome, Decision) else outcome
+        if not isinstance(outcome, Decision):
+            return outcome
+        if routing.stages is not None and profile is routing.profile:
+            outcome = self._choose_stages(routing.stages, context, candidates, eligible, outcome)
+        return eligible.with_exclusions(outcome)
+
+    def _choose_stages(
+        self,
+        stages: DisaggregatedStages,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        eligible: eligibility.EligibleEndpoints,
+        decision: Decision,
+    ) -> Decision:
+        """Add the endpoints of other stages; endpoints that are to be probed are none of them."""
+        if eligible.overdue:
+            probed = {member.endpoint.address for member in eligible.overdue}
+            candidates = [c for c in candidates if c.endpoint.address not in probed]
+        decision = stages.choose(context, candidates, decision)
+        if self._exact_matcher is not None and decision.disaggregation is not None:
+            for part in decision.disaggregation.parts:
+                self._exact_matcher.with_source(part)
+        return decision
 
     def _read_conversations(
         self,

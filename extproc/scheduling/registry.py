@@ -20,6 +20,7 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.scheduling import (
     attributes,
+    disaggregation,
     filter_tree,
     labels,
     load_bounds,
@@ -30,6 +31,7 @@ from extproc.scheduling import (
     prefix_affinity,
     session_affinity,
 )
+from extproc.scheduling.disaggregation import Decider
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.filter_tree import FilterChain
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
@@ -147,6 +149,14 @@ PICKERS: Mapping[str, type[Picker]] = _with_aliases(
         "weighted-random-picker": pickers.WeightedRandomPicker,
     }
 )
+
+#: As upstream, each decides for any stage.
+DECIDERS: Mapping[str, type[Decider]] = {
+    "always-disagg-multimodal-decider": disaggregation.AlwaysMultimodal,
+    "always-disagg-pd-decider": disaggregation.AlwaysPrefill,
+    "estimated-time-pd-decider": disaggregation.EstimatedTimeDecider,
+    "prefix-based-pd-decider": disaggregation.PrefixBased,
+}
 
 #: Without external classes.
 _NO_EXTERNAL_PLUGINS: Mapping[type, str] = {}

@@ -119,7 +119,8 @@ def test_a_reservation_records_its_end():
     """However its request ended; where it was moved, the conversation goes on at that endpoint."""
     known = ConversationTracker()
     last_turn = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
-    reservation = HERE.open("m", 100, cached_tokens=0, now=1.0, last_turn=last_turn)
+    reservation = HERE.open("m", 100, cached_tokens=0, now=1.0)
+    reservation.track_turn(last_turn)
     assert last_turn.ended == math.inf
     reservation.move(THERE, 2.0, cached_tokens=0)
     assert last_turn.ended == math.inf
@@ -173,7 +174,8 @@ def test_a_removed_endpoint_is_freed_at_once():
     known, account = ConversationTracker(), InflightLoad(Endpoint("10.0.0.3:8000"))
     left = weakref.ref(account)
     last_turn = known.record_sent([1], account, prompt_tokens=100, now=0.0)
-    reservation = account.open("m", 100, cached_tokens=0, now=0.0, last_turn=last_turn)
+    reservation = account.open("m", 100, cached_tokens=0, now=0.0)
+    reservation.track_turn(last_turn)
     reservation.close(1.0)
     del account, reservation
     assert left() is None

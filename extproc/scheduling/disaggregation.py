@@ -1,0 +1,205 @@
+"""Disaggregation: chooses endpoints that compute parts of a request before the one that serves it.
+
+Encode turns images, videos and audio into embeddings, prefill computes the prompt, decode generates
+the tokens. The profile that routes chooses the endpoint for decode, to which the data plane sends the
+request. A decider says for each of the other stages whether another endpoint does it, which the
+stage's own profile chooses. A sidecar of the serving endpoint, such as that of llm-d, asks these
+endpoints first; headers of the request name them
+(https://github.com/llm-d/llm-d-router/blob/main/docs/disaggregation.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Protocol
+
+import msgspec
+
+from extproc.decision import Decision, Disaggregation
+from extproc.endpoint import Candidate
+from extproc.scheduling.framework import (
+    Plugin,
+    PluginParameters,
+    SchedulingContext,
+    Signal,
+    UpstreamParameters,
+)
+from extproc.scheduling.profile import SchedulerProfile
+
+#: Reasons why the serving endpoint does a stage itself, beside those of the deciders.
+NO_ENDPOINT = "no-endpoint"
+SAME_ENDPOINT = "same-endpoint"
+
+
+class Decider(Plugin, Protocol):
+    """Says whether another endpoint does a stage of a request."""
+
+    def find_reason_to_keep(self, decode: Decision) -> str:
+        """Return why the serving endpoint does the stage; empty where another one may."""
+
+    def compare(self, decode: Decision, part: Decision) -> str:
+        """Return why the serving endpoint does it after `part` chose another one; empty for not."""
+
+
+class _Decider:
+    """A decider that does not compare endpoints."""
+
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    def compare(self, decode: Decision, part: Decision) -> str:
+        """Choose the other endpoint."""
+        return ""
+
+
+class AlwaysPrefill(_Decider, UpstreamParameters, frozen=True):
+    """Another endpoint computes every prompt (upstream `always_disagg_pd_decider.go`)."""
+
+    kind: ClassVar[str] = "always-disagg-pd-decider"
+
+    def find_reason_to_keep(self, decode: Decision) -> str:
+        """Never keep a prompt."""
+        return ""
+
+
+class AlwaysMultimodal(_Decider, UpstreamParameters, frozen=True):
+    """Another endpoint encodes images, videos and audio (upstream `always_disagg_mm_decider.go`)."""
+
+    kind: ClassVar[str] = "always-disagg-multimodal-decider"
+
+    def find_reason_to_keep(self, decode: Decision) -> str:
+        """Keep requests without media."""
+        return "" if decode.request.media else "no-media"
+
+
+class PrefixBased(_Decider, UpstreamParameters, frozen=True):
+    """Another endpoint computes long prompts that the serving one has not cached.
+
+    Upstream `prefix_based_pd_decider.go`.
+
+    Attributes:
+        non_cached_tokens: Prompt tokens from which on another endpoint computes them, without those
+            that are predicted as cached on the serving one; 0 keeps all prompts, as upstream.
+        prompt_tokens: Prompt tokens below which a prompt is kept; 0 for no such bound.
+    """
+
+    kind: ClassVar[str] = "prefix-based-pd-decider"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX})
+
+    non_cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def find_reason_to_keep(self, decode: Decision) -> str:
+        """Keep prompts that are short, or cached but for a short end."""
+        if not self.non_cached_tokens:
+            return "disabled"
+        tokens = decode.request.prompt_tokens
+        if tokens < max(self.prompt_tokens, self.non_cached_tokens):
+            return "short"
+        return "cached" if tokens - decode.matched_tokens < self.non_cached_tokens else ""
+
+
+class EstimatedTimeDecider(PluginParameters, frozen=True):
+    """Another endpoint computes a prompt where its first token is expected earlier there.
+
+    Both profiles need the cost `estimated-time`; without a prediction, another endpoint computes the
+    prompt.
+
+    Attributes:
+        transfer_tokens_per_s: Speed at which the KV cache of a prompt reaches the serving endpoint
+            (tokens/s). 200,000: 128 kB per token, as of an 8B model with 16-bit values, over 200
+            Gbit/s.
+        transfer_ms: Duration of a transfer without tokens (milliseconds).
+    """
+
+    kind: ClassVar[str] = "estimated-time-pd-decider"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX})
+
+    transfer_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] = 200_000.0
+    transfer_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+
+    def find_reason_to_keep(self, decode: Decision) -> str:
+        """Keep prompts that are cached as a whole."""
+        return "" if decode.request.prompt_tokens > decode.matched_tokens else "cached"
+
+    def compare(self, decode: Decision, part: Decision) -> str:
+        """Keep a prompt whose first token comes no later from the serving endpoint."""
+        here_s, there_s = decode.predicted_ttft_s, part.predicted_ttft_s
+        if here_s is None or there_s is None:
+            return ""
+        moved = decode.request.prompt_tokens - decode.matched_tokens
+        transfer_s = self.transfer_ms / 1e3 + moved / self.transfer_tokens_per_s
+        return "slower" if there_s + transfer_s >= here_s else ""
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A stage that other endpoints than the serving one may do.
+
+    Attributes:
+        profile: Chooses the endpoint, or several for encode.
+    """
+
+    profile: SchedulerProfile
+    decider: Decider
+
+    def choose(
+        self,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        decode: Decision,
+    ) -> tuple[Decision | None, str]:
+        """Choose other endpoints for the stage; None and why where the serving one does it."""
+        if reason := self.decider.find_reason_to_keep(decode):
+            return None, reason
+        chosen = self.profile.run(context, candidates)
+        if not isinstance(chosen, Decision):
+            return None, NO_ENDPOINT
+        if chosen.endpoints[0].host_port == decode.endpoints[0].host_port:
+            return None, SAME_ENDPOINT
+        reason = self.decider.compare(decode, chosen)
+        return (None, reason) if reason else (chosen, "")
+
+
+class DisaggregatedStages(msgspec.Struct, frozen=True):
+    """The stages of a pool that other endpoints may do; None for one that the serving one does."""
+
+    prefill: Stage | None = None
+    encode: Stage | None = None
+
+    @property
+    def all(self) -> tuple[Stage, ...]:
+        """The stages that there are."""
+        return tuple(stage for stage in (self.prefill, self.encode) if stage is not None)
+
+    @property
+    def profiles(self) -> tuple[SchedulerProfile, ...]:
+        """The profiles of the stages."""
+        return tuple(stage.profile for stage in self.all)
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Every signal that the deciders read."""
+        return frozenset().union(*(stage.decider.needs for stage in self.all))
+
+    def choose(
+        self,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        decode: Decision,
+    ) -> Decision:
+        """Add the endpoints of the stages to the decision for decode.
+
+        Args:
+            candidates: Endpoints that the profiles of the stages choose among.
+        """
+        stages, request, replace = Disaggregation(), context.request, msgspec.structs.replace
+        if self.encode is not None:
+            media = replace(request, prompt_tokens=0, prompt_bytes=0, max_tokens=1)
+            alone = replace(context, request=media, blocks=())
+            part, reason = self.encode.choose(alone, candidates, decode)
+            stages = replace(stages, encode=part, encode_reason=reason)
+        if self.prefill is not None:
+            # Prefill ends with the first token.
+            alone = replace(context, request=replace(request, max_tokens=1))
+            part, reason = self.prefill.choose(alone, candidates, decode)
+            stages = replace(stages, prefill=part, prefill_reason=reason)
+        return replace(decode, disaggregation=stages)
