@@ -281,6 +281,7 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
     """Warn of plugin types and parameters without effect, and of profiles without a clear picker."""
     if scheduling is not None:
         yield from _ambiguous_pickers(scheduling)
+        yield from epp_handlers.warn_of_missing_profiles(scheduling)
     for plugin in () if scheduling is None else scheduling.plugins:
         known = plugin_types().get(plugin.type)
         if known is None:

@@ -6,7 +6,7 @@ screener that keeps requests to engines by a header is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -215,32 +215,48 @@ def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tupl
 def find_stages(scheduling: EppPlugins, file: Place) -> Mapping[str, StageSource]:
     """Return the stages of requests that other endpoints may do: `prefill`, `encode` or both.
 
-    As upstream, a stage without a profile of its name, or without a decider, never runs; in the order
-    `prefill-first`, prefill needs none.
+    As upstream, a stage without a decider never runs, nor one whose profile does not exist; in the
+    order `prefill-first`, prefill needs no decider.
 
     Raises:
         ConfigError: Upstream refuses the parameters of the handler.
     """
+    names = {profile.name for profile in scheduling.scheduling_profiles}
+    return {
+        stage: source
+        for stage, source in _read_sources(scheduling, file).items()
+        if source.profile in names
+    }
+
+
+def warn_of_missing_profiles(scheduling: EppPlugins) -> Iterator[str]:
+    """Warn of stages with a decider, and without the profile that would choose the endpoint."""
+    names = {profile.name for profile in scheduling.scheduling_profiles}
+    for stage, source in _read_sources(scheduling, Place("")).items():
+        if source.profile not in names and source.decider is not None:
+            yield (
+                f"plugin {source.decider.name or source.decider.type} decides nothing: there is no "
+                f"profile {source.profile}, so the serving endpoint does {stage} itself"
+            )
+
+
+def _read_sources(scheduling: EppPlugins, file: Place) -> Mapping[str, StageSource]:
     handlers = [(at, p) for at, p in enumerate(scheduling.plugins) if p.type in _SPLITTING]
     if not handlers:
         return {}
     at, handler = handlers[0]
-    place = file / "plugins" / at / "parameters"
-    stages = _read_stages(handler, place)
-    names = {profile.name for profile in scheduling.scheduling_profiles}
+    stages = _read_stages(handler, file / "plugins" / at / "parameters")
     sources: dict[str, StageSource] = {}
-    always = _STAGE_ORDERS[_fold(stages.stage_order)]
     for stage, profile, decider in (
         ("prefill", stages.profiles.prefill, stages.deciders.prefill),
         ("encode", stages.profiles.encode, stages.deciders.encode),
     ):
-        if (profile or stage) not in names:
-            continue
         if decider:
-            number, plugin = _find_decider(scheduling, decider, place)
-            spot = file / "plugins" / number
-            sources[stage] = StageSource(profile or stage, plugin, spot)
-        elif always and stage == "prefill":
+            number, plugin = _find_decider(
+                scheduling, decider, file / "plugins" / at / "parameters"
+            )
+            sources[stage] = StageSource(profile or stage, plugin, file / "plugins" / number)
+        elif stage == "prefill" and _STAGE_ORDERS[_fold(stages.stage_order)]:
             sources[stage] = StageSource(profile or stage, None, file / "plugins" / at)
     return sources
 
@@ -252,7 +268,7 @@ def _find_decider(scheduling: EppPlugins, name: str, place: Place) -> tuple[int,
     names = [plugin.name or plugin.type for plugin in scheduling.plugins]
     raise ConfigError(
         place,
-        wanted="deciders that are plugins of the file",
+        wanted="a decider among the plugins of the file",
         got=name,
         fix=validation.suggest(name, names, "add it to plugins"),
     )

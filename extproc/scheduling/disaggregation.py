@@ -4,8 +4,7 @@ Encode turns images, videos and audio into embeddings, prefill computes the prom
 the tokens. The profile that routes chooses the endpoint for decode, to which the data plane sends the
 request. A decider says for each of the other stages whether another endpoint does it, which the
 stage's own profile chooses. A sidecar of the serving endpoint, such as that of llm-d, asks these
-endpoints first; headers of the request name them
-(https://github.com/llm-d/llm-d-router/blob/main/docs/disaggregation.md).
+endpoints first; headers of the request name them. Upstream: `profilehandler/disagg`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ class _Decider:
 
 
 class AlwaysPrefill(_Decider, UpstreamParameters, frozen=True):
-    """Another endpoint computes every prompt (upstream `always_disagg_pd_decider.go`)."""
+    """Another endpoint computes every prompt.
+
+    Upstream: `profilehandler/disagg/always_disagg_pd_decider.go`.
+    """
 
     kind: ClassVar[str] = "always-disagg-pd-decider"
 
@@ -62,7 +64,10 @@ class AlwaysPrefill(_Decider, UpstreamParameters, frozen=True):
 
 
 class AlwaysMultimodal(_Decider, UpstreamParameters, frozen=True):
-    """Another endpoint encodes images, videos and audio (upstream `always_disagg_mm_decider.go`)."""
+    """Another endpoint encodes images, videos and audio.
+
+    Upstream: `profilehandler/disagg/always_disagg_mm_decider.go`.
+    """
 
     kind: ClassVar[str] = "always-disagg-multimodal-decider"
 
@@ -74,7 +79,7 @@ class AlwaysMultimodal(_Decider, UpstreamParameters, frozen=True):
 class PrefixBased(_Decider, UpstreamParameters, frozen=True):
     """Another endpoint computes long prompts that the serving one has not cached.
 
-    Upstream `prefix_based_pd_decider.go`.
+    Upstream: `profilehandler/disagg/prefix_based_pd_decider.go`.
 
     Attributes:
         non_cached_tokens: Prompt tokens from which on another endpoint computes them, without those

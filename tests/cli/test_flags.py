@@ -248,20 +248,15 @@ def with_handler(handler):
     [
         "disagg-profile-handler, parameters: {deciders: {prefill: a}}",
         "disagg-profile-handler, parameters: {encodeDeciderPluginName: a}",
-        "disagg-profile-handler, parameters: {stageOrder: prefill-first}",
-        "disagg-profile-handler, parameters: {stageOrder: PREFILL_FIRST}",
-        "pd-profile-handler",
+        "pd-profile-handler, parameters: {deciderPluginName: a}",
     ],
 )
-def test_separate_prefill_is_refused_unless_allowed(handler):
-    """A split deployment would route to decode engines alone, and look as if it worked."""
-    text = with_handler(handler)
+def test_a_decider_that_is_no_plugin_is_refused(handler):
+    """Upstream does not start either."""
     with pytest.raises(ConfigError) as raised:
-        resolve(ENDPOINTS, "--config-text", text)
-    assert "engines of prefill would idle" in raised.value.got
-    assert "--allow-unsupported" in raised.value.fix
-    resolved = resolve(ENDPOINTS, "--config-text", text, "--allow-unsupported")
-    assert resolved.settings.scheduling.allow_unsupported
+        resolve(ENDPOINTS, "--config-text", with_handler(handler))
+    assert raised.value.wanted == "a decider among the plugins of the file"
+    assert raised.value.got == "a"
 
 
 SCREENER = """apiVersion: llm-d.ai/v1alpha1

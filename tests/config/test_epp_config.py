@@ -110,10 +110,10 @@ def test_ignored_plugins_are_warnings():
     """Saturation detectors and unsupported plugins are accepted with a warning."""
     settings, warnings = read(
         THEIRS
-        + "saturationDetector: {pluginRef: utilization-detector}\nplugins: [{type: always-disagg-pd-decider}]\n"
+        + "saturationDetector: {pluginRef: utilization-detector}\nplugins: [{type: slo-headroom-tier-filter}]\n"
     )
     assert any("saturationDetector is not acted on" in warning for warning in warnings)
-    assert any("always-disagg-pd-decider" in warning for warning in lint.find_warnings(settings))
+    assert any("slo-headroom-tier-filter" in warning for warning in lint.find_warnings(settings))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_handlers_name_the_profile_that_routes(handler, routing):
     """The older parameters count too, and an empty name is the usual one, as upstream."""
     document = loader.parse(
         THEIRS
-        + f"plugins: [{{type: max-score-picker}}, {{type: {handler}}}]\n"
+        + f"plugins: [{{type: prefix-based-pd-decider}}, {{type: {handler}}}]\n"
         + f"schedulingProfiles: [{{name: p}}, {{name: {routing}}}]\n",
         where="file.yaml",
     )

@@ -12,6 +12,7 @@ TABLES = {
     "scorer": registry.SCORERS,
     "picker": registry.PICKERS,
     "detector": registry.FILTERS,
+    "decider": registry.DECIDERS,
 }
 ROWS = [pytest.param(row, id=name) for name, row in TYPES.items()]
 

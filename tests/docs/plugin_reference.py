@@ -23,6 +23,7 @@ ROLES: Mapping[str, Mapping[str, type[Any]]] = {
     "Scorers": registry.SCORERS,
     "Costs": registry.COSTS,
     "Pickers": registry.PICKERS,
+    "Deciders": registry.DECIDERS,
 }
 
 #: What a plugin reads, or is.

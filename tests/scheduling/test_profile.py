@@ -230,6 +230,7 @@ def test_a_decision_without_its_prompt_has_everything_else():
     """Only prompt and blocks go, and a pool is named where it named none."""
     fields = {name: f"value of {name}" for name in Decision.__struct_fields__}
     fields["request"] = InferenceRequest(api="chat", model="m", prompt=b"prompt")
+    fields["disaggregation"] = None
     decision = Decision(**fields)
     request = InferenceRequest(api="chat", model="m")
     slim = decision.without_prompt("other")

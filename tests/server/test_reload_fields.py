@@ -17,9 +17,11 @@ from tests.support.reloading import PLUGIN, ReloadingScene, read
 pytestmark = pytest.mark.usefixtures("level")
 
 #: Rules that split prefill from decode.
-SPLIT = (
-    "plugins: [{type: disagg-profile-handler, parameters: {deciders: {prefill: p}}}]\n"
-    "schedulingProfiles: [{name: prefill}, {name: decode}]"
+#: Refused without --allow-unsupported.
+STRICT = (
+    "plugins: [{type: random-picker}, {type: disaggregatedset-rollout-screener, parameters: "
+    "{headerSelectors: [{headerName: r, labelKey: r, mode: strict}]}}]\n"
+    "schedulingProfiles: [{name: strict, plugins: [{pluginRef: random-picker}]}]"
 )
 
 
@@ -195,6 +197,11 @@ LIVE = {
         "scheduling: {strategy: random, shadow: {strategy: round-robin}}",
         lambda scene: sorted(scene.picker.pool_registry.shadows()),
     ),
+    "scheduling.disaggregation": (
+        "scheduling: {strategy: random}",
+        "scheduling: {strategy: random, disaggregation: {prefill: {profile: {}}}}",
+        lambda scene: scene.decision().disaggregation,
+    ),
     "scheduling.fallbacks": (
         "scheduling: {fallbacks: 0}",
         "scheduling: {fallbacks: 2}",
@@ -227,7 +234,7 @@ LIVE = {
     ),
     "scheduling.allow_unsupported": (
         "scheduling: {profile: {picker: {kind: random}}}",
-        SPLIT,
+        STRICT,
         picker_of,
     ),
     "limits.max_body_bytes": (
