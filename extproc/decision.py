@@ -184,6 +184,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         match_source: Source of `matched_tokens`.
         affinity_seed: Hash by which ties are broken, 32 bits; None where it was not needed.
         disaggregation: Endpoints for parts of the request; None where no profile chooses any.
+        kv_cache_source: Endpoint from which the one that computes the prompt pulls cached tokens; None
+            for none.
     """
 
     request: InferenceRequest
@@ -212,6 +214,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     match_source: MatchSource = "estimate"
     affinity_seed: int | None = None
     disaggregation: Disaggregation | None = None
+    kv_cache_source: Endpoint | None = None
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -337,6 +340,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             self.match_source,
             self.affinity_seed,
             None if self.disaggregation is None else self._map_parts(Decision.without_prompt),
+            self.kv_cache_source,
         )
 
 

@@ -225,6 +225,9 @@ def _convert_plugins(
     warnings += unread
     if events is not None:
         sections["kv_events"] = events
+    source = epp_kv_events.convert_kv_cache_source(plugins, file)
+    if source:
+        sections["scheduling"] = {"kv_cache_source": source}
     responses = epp_request_cost.convert_request_cost(plugins, file)
     if responses:
         sections["responses"] = responses

@@ -340,3 +340,25 @@ def _convert_folders(tokenizers: object, model: object) -> dict[str, object]:
         return {}
     folder = path.removesuffix("/tokenizer.json")
     return {"tokenizer_path": folder} if local_tokenizer.is_available(folder) else {}
+
+
+class _SourceProducer(UpstreamParameters, frozen=True, kw_only=True):
+    """Parameters of `p2p-source-producer`."""
+
+    prefix_match_info_producer_name: str = ""
+    min_cached_token_delta: Annotated[int, msgspec.Meta(ge=1)] = 1
+    prefill_profile_name: str = ""
+
+
+def convert_kv_cache_source(plugins: EppPlugins, file: Place) -> dict[str, object]:
+    """Convert `p2p-source-producer` to our section `scheduling.kv_cache_source`; empty without one.
+
+    Raises:
+        ConfigError: Upstream refuses its parameters.
+    """
+    for index, plugin in enumerate(plugins.plugins):
+        if plugin.type == "p2p-source-producer":
+            place = file / "plugins" / index / "parameters"
+            written = validation.to_struct(plugin.parameters, _SourceProducer, where=place)
+            return {"min_cached_token_delta": written.min_cached_token_delta}
+    return {}

@@ -16,6 +16,7 @@ from extproc.endpoint import LabelExpression
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
 from extproc.scheduling.framework import UpstreamParameters
+from extproc.scheduling.kv_cache_source import KvCacheSource
 
 #: The table of kinds a plugin is looked up in.
 Role = Literal["filters", "scorers", "costs", "pickers"]
@@ -191,6 +192,10 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
         disaggregation: Prefill and encode on other endpoints than the serving one, for models without
             rules of their own; an EndpointPickerConfig says it with `disagg-profile-handler`. Null: the
             serving endpoint computes everything.
+        kv_cache_source: Name an engine that has more of the prompt cached than the one that computes it,
+            in `x-kv-cache-source-host-port`, for a sidecar that pulls the KV cache from there; an
+            EndpointPickerConfig says it with `p2p-source-producer`. Null, because engines need a tier of
+            their KV cache that others can read.
         allow_unsupported: Accept plugins of an EndpointPickerConfig that keep requests to some
             endpoints by a header, such as those of a revision. False: the deployment would seem to
             work while endpoints get requests that are not for them.
@@ -217,6 +222,7 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     models: Mapping[str, SchedulingRules] = {}
     shadow: ShadowRules | None = None
     disaggregation: DisaggregationRules | None = None
+    kv_cache_source: KvCacheSource | None = None
     allow_unsupported: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     respect_subset: bool = True

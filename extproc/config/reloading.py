@@ -44,6 +44,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "models",
         "shadow",
         "disaggregation",
+        "kv_cache_source",
         "fallbacks",
         "respect_subset",
         "unknown_model",

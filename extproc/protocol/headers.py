@@ -15,9 +15,11 @@ DESTINATION = "x-gateway-destination-endpoint"
 #: Data-parallel rank that serves the request, for engines with several behind their port: vLLM and
 #: SGLang read it.
 DATA_PARALLEL_RANK = "x-data-parallel-rank"
-#: Endpoints that the sidecar of the chosen endpoint asks to compute the prompt, and to encode media.
+#: Endpoints that the sidecar of the chosen endpoint asks to compute the prompt, to encode media, and
+#: for cached blocks of the prompt.
 PREFILLER = "x-prefiller-host-port"
 ENCODERS = "x-encoder-hosts-ports"
+KV_CACHE_SOURCE = "x-kv-cache-source-host-port"
 SCORES = "x-gateway-destination-endpoint-scores"
 COST = "x-gateway-inference-request-cost"
 SELECTION = "test-epp-endpoint-selection"
@@ -31,7 +33,7 @@ SIDECAR_HEADERS = frozenset(
         "x-data-parallel-host-port",
         DATA_PARALLEL_RANK,
         ENCODERS,
-        "x-kv-cache-source-host-port",
+        KV_CACHE_SOURCE,
         PREFILLER,
     }
 )
@@ -63,14 +65,15 @@ def steer_engine(
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """The headers to set for the engine and its sidecar, and the control headers to remove.
 
-    Those are the rank, and the endpoints of prefill and encode.
+    Those are the rank, and the endpoints of prefill, encode and the KV cache.
 
     Args:
         sent: Names of the headers that the client sent.
     """
     removed = CONTROL_HEADERS.intersection(sent)
     rank, stages = decision.endpoints[0].rank, decision.disaggregation
-    if rank is None and stages is None:
+    source = decision.kv_cache_source
+    if rank is None and stages is None and source is None:
         return (), tuple(removed)
     set_headers: list[tuple[str, str]] = []
     if rank is not None:
@@ -80,6 +83,8 @@ def steer_engine(
     if stages is not None and stages.encode is not None:
         encoders = [endpoint.host_port for endpoint in stages.encode.endpoints]
         set_headers.append((ENCODERS, ",".join(encoders)))
+    if source is not None:
+        set_headers.append((KV_CACHE_SOURCE, source.host_port))
     return tuple(set_headers), tuple(removed.difference([name for name, _ in set_headers]))
 
 

@@ -30,6 +30,7 @@ from extproc.routing import admission, eligibility, rendezvous_affinity
 from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.scheduling.disaggregation import DisaggregatedStages
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
+from extproc.scheduling.kv_cache_source import KvCacheSource
 from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
 
@@ -67,6 +68,7 @@ class RoutingConfig(msgspec.Struct, frozen=True):
             where no header is read.
         stages: Stages of requests of `profile` that other endpoints may do; None where the serving
             endpoint does all.
+        kv_cache_source: Names endpoints to pull cached prompts from; None for none.
         shadow: Second profile that looks at requests routed by `profile`; None for none.
         hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
             the next ones.
@@ -84,6 +86,7 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     shadow: ShadowScheduler | None = None
     by_header: HeaderProfiles | None = None
     stages: DisaggregatedStages | None = None
+    kv_cache_source: KvCacheSource | None = None
     hashes_prompts: bool = False
     credits_prefixes: bool = False
     tracks_conversations: bool = False
@@ -119,8 +122,8 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal any profile reads that routes."""
-        staged = frozenset() if self.stages is None else self.stages.needs
-        return staged.union(*(profile.needs for profile in self.profiles))
+        readers = (*self.profiles, self.stages, self.kv_cache_source)
+        return frozenset().union(*(reader.needs for reader in readers if reader is not None))
 
 
 #: Reads a text out of a request, as text or as its bytes in UTF-8.
@@ -259,26 +262,31 @@ class Scheduler:
             outcome = self._run(profile, context, candidates, may_defer=may_defer)
         if not isinstance(outcome, Decision):
             return outcome
-        if routing.stages is not None and profile is routing.profile:
-            outcome = self._choose_stages(routing.stages, context, candidates, eligible, outcome)
+        if routing.stages is not None or routing.kv_cache_source is not None:
+            outcome = self._choose_others(profile, context, candidates, eligible, outcome)
         return eligible.with_exclusions(outcome)
 
-    def _choose_stages(
+    def _choose_others(
         self,
-        stages: DisaggregatedStages,
+        profile: SchedulerProfile,
         context: SchedulingContext,
         candidates: Sequence[Candidate],
         eligible: eligibility.EligibleEndpoints,
         decision: Decision,
     ) -> Decision:
-        """Add the endpoints of other stages; endpoints that are to be probed are none of them."""
+        """Add endpoints beside the serving one; those that are to be probed are none of them."""
+        routing = self._routing
         if eligible.overdue:
             probed = {member.endpoint.address for member in eligible.overdue}
             candidates = [c for c in candidates if c.endpoint.address not in probed]
-        decision = stages.choose(context, candidates, decision)
-        if self._exact_matcher is not None and decision.disaggregation is not None:
-            for part in decision.disaggregation.parts:
-                self._exact_matcher.with_source(part)
+        if routing.stages is not None and profile is routing.profile:
+            decision = routing.stages.choose(context, candidates, decision)
+            stages = decision.disaggregation
+            if self._exact_matcher is not None and stages is not None:
+                for part in stages.parts:
+                    self._exact_matcher.with_source(part)
+        if routing.kv_cache_source is not None:
+            decision = routing.kv_cache_source.add_source(context, candidates, decision)
         return decision
 
     def _read_conversations(

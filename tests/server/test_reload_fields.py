@@ -202,6 +202,11 @@ LIVE = {
         "scheduling: {strategy: random, disaggregation: {prefill: {profile: {}}}}",
         lambda scene: scene.decision().disaggregation,
     ),
+    "scheduling.kv_cache_source": (
+        "scheduling: {strategy: adaptive}",
+        "scheduling: {strategy: adaptive, kv_cache_source: {min_cached_token_delta: 5}}",
+        lambda scene: scene.runtime.parts.director.routing.kv_cache_source,
+    ),
     "scheduling.fallbacks": (
         "scheduling: {fallbacks: 0}",
         "scheduling: {fallbacks: 2}",
