@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
+from extproc.decision import MODEL_NOT_FOUND, Decision, Disaggregation, Rejection
 from extproc.request import RequestLabels
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
@@ -50,6 +50,9 @@ class PoolCounters:
         rejections: Rejected requests by (status, reason).
         rejection_causes: Rejected requests by (status, cause), for the log.
         degraded: Decisions by fallback, by reason.
+        disaggregation: Decisions in which other endpoints may do stages, by (model, decision type).
+        routed_stages: Stages of these that other endpoints do, by (endpoint address, stage).
+        kept_stages: Stages of these that the serving endpoint does itself, by (stage, reason).
         responses: Responses by (endpoint address, HTTP status text).
         without_response: Routed requests whose stream ended before response headers, by address.
         prompt_tokens: Estimated prompt tokens of routed requests.
@@ -80,6 +83,9 @@ class PoolCounters:
         self.rejections: Counter[tuple[int, str]] = Counter()
         self.rejection_causes: Counter[tuple[int, str]] = Counter()
         self.degraded: Counter[str] = Counter()
+        self.disaggregation: Counter[tuple[str, str]] = Counter()
+        self.routed_stages: Counter[tuple[str, str]] = Counter()
+        self.kept_stages: Counter[tuple[str, str]] = Counter()
         self.responses: Counter[tuple[str, str]] = Counter()
         self.without_response: Counter[str] = Counter()
         self.prompt_tokens = 0
@@ -112,6 +118,20 @@ class PoolCounters:
             [hits / tokens for hits, tokens in zip(matched, prompts, strict=True) if tokens]
         )
         self.degraded.update([decision.degraded for decision in decisions if decision.degraded])
+
+    def record_stages(self, stages: Disaggregation, *, model: str) -> None:
+        """Counts a decision in which other endpoints may do stages; `model` is that of its series."""
+        self.disaggregation[model, stages.decision_type] += 1
+        for stage, part, reason in (
+            ("prefill", stages.prefill, stages.prefill_reason),
+            ("encode", stages.encode, stages.encode_reason),
+        ):
+            if part is not None:
+                self.routed_stages.update(
+                    [(endpoint.address, stage) for endpoint in part.endpoints]
+                )
+            elif reason:
+                self.kept_stages[stage, reason] += 1
 
     def record_unlisted(self) -> None:
         """Counts a routed request for a model that no eligible endpoint lists."""
@@ -179,7 +199,7 @@ class PoolCounters:
         self.requests_routed.pop(address, None)
         self.without_response.pop(address, None)
         self.endpoint_headers_s.pop(address, None)
-        for counter in (self.responses, self.scrapes, self.model_list_polls):
+        for counter in (self.responses, self.scrapes, self.model_list_polls, self.routed_stages):
             for key in [key for key in counter if key[0] == address]:
                 del counter[key]
 

@@ -35,6 +35,10 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
     ),
     "prefix_indexer_size": ("inference_extension_prefix_indexer_size", ()),
     "datalayer_poll_errors": ("llm_d_inference_scheduler_datalayer_poll_errors", None),
+    "disagg_decision": (
+        "llm_d_inference_scheduler_disagg_decision",
+        ("model_name", "decision_type"),
+    ),
     "prefix_indexer_hit_ratio": ("inference_extension_prefix_indexer_hit_ratio", ()),
     "ready_endpoints": ("inference_pool_ready_pods", None),
     **{

@@ -14,6 +14,7 @@ from extproc.telemetry.pool_state import PoolView
 #: Default names of the plugins there that have what is counted here.
 _PRODUCER: Final = "inflight-load-producer"
 _DETECTOR: Final = "utilization-detector"
+_SPLITTER: Final = "disagg-profile-handler"
 
 #: Status codes by result of a stream. Envoy resets the stream of an answered request.
 _CODES: Final = {
@@ -77,6 +78,17 @@ def process_families(
         "Routed requests whose model name was rewritten.",
         ("model_rewrite_name", "model_name", "target_model"),
         rewrites.items(),
+    )
+    stages: Counter[tuple[str, ...]] = Counter()
+    for pool in counters.pools.values():
+        for labels, count in pool.disaggregation.items():
+            stages[_SPLITTER, _SPLITTER, *labels] += count
+    yield from build_values(
+        "counter",
+        "disagg_decision",
+        "Routed requests by the stages that were split.",
+        ("plugin_name", "plugin_type", "model_name", "decision_type"),
+        stages.items(),
     )
 
 

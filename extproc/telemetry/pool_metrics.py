@@ -61,6 +61,24 @@ _COUNTERS: tuple[_CounterRow, ...] = (
         lambda counters: labeled(counters.degraded),
     ),
     (
+        "extproc_disaggregation_decisions",
+        "Requests routed by a profile with stages that other endpoints may do, by the stages that were split.",
+        ("model", "type"),
+        lambda counters: list(counters.disaggregation.items()),
+    ),
+    (
+        "extproc_disaggregation_routed_stages",
+        "Stages of these requests that the endpoint does before the one that serves.",
+        ("endpoint", "stage"),
+        lambda counters: list(counters.routed_stages.items()),
+    ),
+    (
+        "extproc_disaggregation_kept_stages",
+        "Stages of these requests that the serving endpoint does itself, by reason.",
+        ("stage", "reason"),
+        lambda counters: list(counters.kept_stages.items()),
+    ),
+    (
         "extproc_responses",
         "Responses to routed requests, by HTTP status.",
         ("endpoint", "status"),

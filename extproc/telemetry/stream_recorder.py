@@ -177,7 +177,10 @@ class StreamRecorder:
         self.counters.routing_duration_s.add_all([request.routing_s for request in requests])
         counters.record_routed([request.decision for request in requests])
         for request in requests:
-            request.find_series().change_running(1)
+            series, stages = request.find_series(), request.decision.disaggregation
+            series.change_running(1)
+            if stages is not None:
+                counters.record_stages(stages, model=series.labels.target_model)
         self.decisions.extend(requests)
 
     def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:

@@ -112,19 +112,22 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         "",
     ),
     (
+        ("disagg_decision_total",),
+        "`extproc_disaggregation_decisions_total` by model and type, also of `pd-profile-handler`",
+    ),
+    (
+        ("pd_decision_total",),
+        "of `pd-profile-handler` only; `disagg_decision_total` counts for both",
+    ),
+    (
         (
-            "disagg_decision_total",
-            "pd_decision_total",
             "disaggregatedset_strict_header_no_match_total",
             "disaggregatedset_revision_gating_share",
             "encoder_cache_queries_total",
             "encoder_cache_hits_total",
             "encoder_cache_hit_ratio",
         ),
-        (
-            "not provided: they are of separate prefill and encode engines, which extproc refuses or"
-            " leaves idle ([limits](../about/limits.md)); all of its decisions would be `decode-only`"
-        ),
+        "",
     ),
     (
         (

@@ -18,6 +18,15 @@ from tests.support.pool_fixture import PoolFixture
 
 #: Values of labels, where there are few: `family/label`.
 VALUES = {
+    "extproc_disaggregation_decisions/type": (
+        *("decode-only", "prefill-decode", "encode-decode", "encode-prefill-decode"),
+    ),
+    "extproc_disaggregation_kept_stages/stage": ("prefill", "encode"),
+    "extproc_disaggregation_routed_stages/stage": ("prefill", "encode"),
+    "extproc_disaggregation_kept_stages/reason": (
+        *("disabled", "short", "cached", "no-media"),
+        *("no-endpoint", "same-endpoint", "slower"),
+    ),
     "extproc_ejections/cause": ("errors", "hung", "passed-over", "unreachable"),
     "extproc_kv_event_batches/result": get_args(BatchResult),
     "extproc_kv_event_subscription_state/state": get_args(SubscriptionState),

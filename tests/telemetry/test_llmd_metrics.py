@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from extproc.config import loader, pools
-from extproc.decision import NO_ENDPOINTS, Decision
+from extproc.decision import NO_ENDPOINTS, Decision, Disaggregation
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
@@ -45,6 +45,7 @@ def exported(**more):
             InferenceRequest("chat", "llama", prompt_tokens=10),
             [Endpoint(FIRST)],
             matched_tokens=5,
+            disaggregation=Disaggregation(prefill_reason="cached"),
         )
         request.on_dequeued(0.2, priority=2)
         request.on_routed(
@@ -232,6 +233,16 @@ def value(name, /, **labels):
             {"model_rewrite_name": "", "model_name": "chat", "target_model": "llama"},
             2,
         ),
+        (
+            "disagg_decision_total",
+            {
+                "plugin_name": "disagg-profile-handler",
+                "plugin_type": "disagg-profile-handler",
+                "model_name": "llama",
+                "decision_type": "decode-only",
+            },
+            2,
+        ),
     ],
 )
 def test_samples_have_the_labels_of_llmd(name, labels, expected):
@@ -292,6 +303,11 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
                 "plugin_type": "adaptive",
                 "plugin_name": "adaptive",
             },
+            2,
+        ),
+        (
+            "llm_d_inference_scheduler_disagg_decision_total",
+            {"model_name": "llama", "decision_type": "decode-only"},
             2,
         ),
         ("inference_extension_scheduler_attempts_total", {**ATTEMPT, "pod_name": FIRST}, 2),

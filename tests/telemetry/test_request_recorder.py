@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.decision import NO_ENDPOINTS, Decision, Rejection
+from extproc.decision import NO_ENDPOINTS, Decision, Disaggregation, Rejection
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.prefix_cache import blocks
 from extproc.recording.rows import pack_hashes
@@ -19,6 +19,7 @@ from extproc.request import HttpRequest, InferenceRequest, RequestLabels
 from extproc.telemetry import explanation, exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
+from extproc.telemetry.request_series import MAX_UNANSWERED_MODELS
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support import recordings
 from tests.support.pool_fixture import PoolFixture
@@ -59,7 +60,7 @@ class RecorderFixture:
         self.decisions = DecisionLog(10)
         self.recorder = StreamRecorder(self.counters, self.decisions, lambda: 0.0)
 
-    def route(self, pool="default", *, prompt=None):
+    def route(self, pool="default", *, prompt=None, disaggregation=None, model="m"):
         """The recorder of a routed request."""
         request = self.recorder.observe_request("default")
         if pool != "default":
@@ -68,8 +69,10 @@ class RecorderFixture:
         if prompt is not None:
             inference = msgspec.structs.replace(decision.request, prompt=prompt)
             decision = msgspec.structs.replace(decision, request=inference)
+        decision = msgspec.structs.replace(decision, disaggregation=disaggregation)
+        labels = RequestLabels(model, model, "none", 0)
         request.on_routed(
-            decision, request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+            decision, request_id="id", labels=labels, trace_id="", now=1.0, duration_s=0.001
         )
         return request
 
@@ -104,6 +107,43 @@ def test_requests_for_unlisted_models_are_counted_at_once():
     counters = scene.counters.open_pools["default"]
     assert (counters.unknown_models, counters.routed_total) == (1, 0)
     assert (scene.counters.for_pool("default").unknown_models, counters.routed_total) == (1, 1)
+
+
+def test_decisions_with_stages_are_counted_by_type_and_reason():
+    """By the model of their series, so that clients cannot make any number of them."""
+    scene = RecorderFixture()
+    elsewhere = decided()
+    for stages in (
+        Disaggregation(prefill=elsewhere, encode_reason="no-media"),
+        Disaggregation(prefill_reason="cached", encode_reason="no-media"),
+        Disaggregation(prefill_reason="cached", encode=elsewhere),
+        Disaggregation(prefill=elsewhere, encode=elsewhere),
+        None,
+    ):
+        scene.route(disaggregation=stages)
+    series = page(scene.counters)
+    head = 'extproc_disaggregation_decisions_total{model="m",pool="default",type='
+    assert {name: value for name, value in series.items() if name.startswith(head)} == {
+        f'{head}"{kind}"}}': 1
+        for kind in ("prefill-decode", "decode-only", "encode-decode", "encode-prefill-decode")
+    }
+    head = 'extproc_disaggregation_kept_stages_total{pool="default",reason='
+    assert series[f'{head}"no-media",stage="encode"}}'] == 2
+    assert series[f'{head}"cached",stage="prefill"}}'] == 2
+    name = f'extproc_disaggregation_routed_stages_total{{endpoint="{SPOT.address}",pool="default",'
+    assert series[f'{name}stage="prefill"}}'] == series[f'{name}stage="encode"}}'] == 2
+    scene.counters.for_pool("default").forget(SPOT.address)
+    assert f'{name}stage="prefill"}}' not in page(scene.counters)
+
+
+def test_a_model_of_no_series_counts_its_stages_as_other():
+    """As all that is counted by model."""
+    scene = RecorderFixture()
+    for number in range(2 * MAX_UNANSWERED_MODELS):
+        scene.route(disaggregation=Disaggregation(), model=f"model-{number}")
+    counts = scene.counters.for_pool("default").disaggregation
+    assert len(counts) == MAX_UNANSWERED_MODELS + 1
+    assert counts["other", "decode-only"] == MAX_UNANSWERED_MODELS
 
 
 def test_facts_of_many_open_requests_are_counted_in_small_parts():
