@@ -17,7 +17,7 @@ from typing import ClassVar, Final, Literal, get_args
 
 import msgspec
 
-from extproc.decision import Decision, Rejection
+from extproc.decision import Decision, Disaggregation, Rejection
 from extproc.parsing import surfaces
 from extproc.request import MAX_ID_BYTES, shorten_id
 from extproc.scheduling import registry
@@ -268,7 +268,17 @@ def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:
 def _weigh(records: Sequence[DecisionRecord]) -> list[int]:
     """Candidates and endpoints that requests may go to, by decision (count)."""
     decisions = [record.decision for record in records]
-    return [len(known.candidates) + len(known.request.subset or ()) for known in decisions]
+    return [
+        len(known.candidates)
+        + len(known.request.subset or ())
+        + (0 if known.disaggregation is None else _weigh_stages(known.disaggregation))
+        for known in decisions
+    ]
+
+
+def _weigh_stages(stages: Disaggregation) -> int:
+    """Candidates of stages: their filters and scores are their own."""
+    return sum(len(part.candidates) for part in stages.parts)
 
 
 #: Strategies that need neither prompt nor headers; `adaptive` reads the first message to settle ties.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, assert_never
+from typing import Any, Final, assert_never
 
 import msgspec
 
@@ -16,6 +16,7 @@ from extproc.decision import (
     CostResult,
     Decision,
     Deferral,
+    Disaggregation,
     FilterTreeStep,
     Outcome,
     Rejection,
@@ -29,6 +30,12 @@ from extproc.telemetry.decision_log import DecisionRecord, RejectionRecord
 
 #: What the choice by /v1/models is called among the filters, which it runs before.
 SERVES_MODEL = "serves-model"
+
+#: Keys of a decision that a stage has as well.
+_STAGE_KEYS: Final = (
+    *("profile", "picker", "degraded", "match_source", "endpoints", "runner_up", "candidates"),
+    *("filters", "scorers", "cost", "scored_candidates"),
+)
 
 #: Plain JSON: mappings, lists, text, numbers, booleans, None.
 Json = dict[str, Any]
@@ -109,9 +116,10 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
     Returns:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded,
         match_source, endpoints, runner_up, candidates, excluded_by_model, excluded_by_health,
-        model_unlisted, model_rewrite, filters, scorers, cost and scored_candidates; for a rejection
-        outcome, status, message, reason and retry_after_s; for a deferral the same of its
-        rejection, and preferred_endpoint, which is None for any.
+        model_unlisted, model_rewrite, filters, scorers, cost and scored_candidates, and
+        disaggregation where other endpoints may do stages; for a rejection outcome, status, message,
+        reason and retry_after_s; for a deferral the same of its rejection, and preferred_endpoint,
+        which is None for any.
     """
     match outcome:
         case Decision():
@@ -138,6 +146,7 @@ def _rejection(rejection: Rejection) -> Json:
 
 
 def _decision(outcome: Decision, health: Json | None) -> Json:
+    stages = outcome.disaggregation
     return {
         "outcome": "decision",
         "pool": outcome.pool,
@@ -161,7 +170,24 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
         "scorers": [{"name": scored.name, "weight": scored.weight} for scored in outcome.scores],
         "cost": _cost(outcome.cost),
         "scored_candidates": _scored_candidates(outcome),
+        **({} if stages is None else {"disaggregation": _stages(stages)}),
     }
+
+
+def _stages(stages: Disaggregation) -> Json:
+    return {
+        "decision_type": stages.decision_type,
+        "prefill": _stage(stages.prefill, stages.prefill_reason),
+        "encode": _stage(stages.encode, stages.encode_reason),
+    }
+
+
+def _stage(part: Decision | None, reason: str) -> Json | None:
+    """A stage: the choice of other endpoints, or why there are none; None for no such stage."""
+    if part is None:
+        return {"endpoints": [], "reason": reason} if reason else None
+    choice = _decision(part, None)
+    return {"reason": reason, **{key: choice[key] for key in _STAGE_KEYS}}
 
 
 def show_id(record: DecisionRecord | RejectionRecord) -> str:
@@ -237,6 +263,9 @@ def format_short(decision: Decision) -> str:
     """A decision in one line of ASCII, fit for a header.
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
+
+    Endpoints of stages are at the end, or why the chosen endpoint does them:
+    `prefill=10.0.0.3:8000; encode=here:no-media`
     """
     chosen, other = decision.find_chosen_and_runner_up()
     priced, value, following = decision.cost, "", ""
@@ -254,7 +283,21 @@ def format_short(decision: Decision) -> str:
         f"{decision.profile}; chose={decision.endpoints[0].address}{value}"
         f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
         f"{following}{'; degraded' if decision.degraded else ''}"
+        f"{'' if decision.disaggregation is None else _format_stages(decision.disaggregation)}"
     )
+
+
+def _format_stages(stages: Disaggregation) -> str:
+    text = ""
+    for name, part, reason in (
+        ("prefill", stages.prefill, stages.prefill_reason),
+        ("encode", stages.encode, stages.encode_reason),
+    ):
+        if part is not None:
+            text += f"; {name}={','.join([endpoint.address for endpoint in part.endpoints])}"
+        elif reason:
+            text += f"; {name}=here:{reason}"
+    return text
 
 
 def _runner_up(decision: Decision) -> str | None:

@@ -32,6 +32,12 @@ _LEGEND = {
     "runner-up": "endpoint with the best total but that of the chosen one",
 }
 
+#: Meaning of the lines of stages.
+_STAGE_LEGEND = {
+    "prefill": "endpoint that computes the prompt before the chosen one, or why the chosen one does",
+    "encode": "endpoints that encode images, videos and audio before, or why none does",
+}
+
 #: Meaning of the terms of the cost `estimated-time`; those after `batch` are delays of other requests,
 #: and of later tokens.
 _COST_TERMS = {
@@ -50,12 +56,15 @@ _COST_TERMS = {
 
 def render_legend(explanation: Json) -> str:
     """Renders the meaning of all columns, and of the last line, one per line."""
+    stages = _find_stages(explanation)
     meanings = {}
     for name, text in _LEGEND.items():
         meanings[name] = text
         if name == "COST":
-            shown = (explanation.get("cost") or {}).get("terms", ())
+            costs = [choice.get("cost") or {} for choice in (explanation, *stages.values())]
+            shown = [term for cost in costs for term in cost.get("terms", ())]
             meanings |= {term: _COST_TERMS[term] for term in shown if term in _COST_TERMS}
+    meanings |= {name: _STAGE_LEGEND[name] for name in stages}
     width = max(map(len, meanings))
     return "".join(f"{name:<{width}}  {text}\n" for name, text in meanings.items())
 
@@ -69,14 +78,41 @@ def render_table(explanation: Json) -> str:
     is_failing = health and all(condition["state"] in _FAILING for condition in health.values())
     if is_failing or "least-bad" in explanation["excluded_by_health"]:
         sections.append("all endpoints are failing; the least bad is tried")
-    if explanation["filters"]:
-        sections.append(_steps(explanation["filters"]))
-    if explanation["scorers"]:
-        sections.append(_scores(explanation))
-    if explanation.get("cost"):
-        sections.append(_costs(explanation))
-    sections.append(_chosen(explanation))
+    sections += [*_tables(explanation), _chosen(explanation)]
+    for name, stage in _find_stages(explanation).items():
+        sections += _stage(name, stage)
     return "\n\n".join(sections) + "\n"
+
+
+def _tables(choice: Json) -> list[str]:
+    """Filters, scores and costs of a choice, where it has them."""
+    tables = []
+    if choice["filters"]:
+        tables.append(_steps(choice["filters"]))
+    if choice["scorers"]:
+        tables.append(_scores(choice))
+    if choice.get("cost"):
+        tables.append(_costs(choice))
+    return tables
+
+
+def _find_stages(explanation: Json) -> dict[str, Json]:
+    """Stages that other endpoints may do, by name."""
+    stages = explanation.get("disaggregation") or {}
+    return {name: stages[name] for name in _STAGE_LEGEND if stages.get(name)}
+
+
+def _stage(name: str, stage: Json) -> list[str]:
+    """The other endpoints for a stage and the tables of their choice, or why there are none."""
+    if not stage["endpoints"]:
+        return [f"{name}: the chosen endpoint itself ({stage['reason']})"]
+    line = f"{name}: {', '.join(stage['endpoints'])}"
+    line += f", chosen by {stage['picker']} of profile {stage['profile']}"
+    if stage["runner_up"]:
+        line += f"; runner-up: {stage['runner_up']}"
+    if stage["degraded"]:
+        line += f"\ndegraded: {stage['degraded']}"
+    return [line, *_tables(stage)]
 
 
 def render_past(record: Json) -> str:

@@ -24,7 +24,7 @@ from extproc.server import app
 from extproc.server.reload import ReloadResult
 from extproc.telemetry.decision_log import RejectionRecord
 from tests.console import browser
-from tests.support import serving
+from tests.support import disaggregation, serving
 from tests.support.waiting import until
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -158,6 +158,19 @@ async def test_a_request_whose_id_is_a_path_is_explained(scene, chromium, reques
         await page.page.get_by_role("link", name=request_id, exact=True).click()
         shown = "document.querySelector('#decision-explanation').textContent"
         await page.until(f"{shown}.includes('{address}')")
+        assert page.complaints == []
+
+
+async def test_stages_of_other_endpoints_are_shown(scene, chromium):
+    """The endpoint that computes the prompt, and why no other one encodes."""
+    decision = disaggregation.decide()
+    scene.picker.decisions.add("split", decision, time.monotonic())
+    prefill = decision.disaggregation.prefill.endpoints[0].address
+    async with chromium.page(scene.port) as page:
+        await page.open("#/decision/split")
+        shown = "document.querySelector('#decision-explanation').textContent"
+        text = f"Prefill by{prefill}Encode bythe chosen endpoint itself: no-media"
+        await page.until(f"{shown}.includes('{text}')")
         assert page.complaints == []
 
 

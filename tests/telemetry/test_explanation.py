@@ -10,6 +10,7 @@ from extproc.decision import (
     CostResult,
     Decision,
     Deferral,
+    Disaggregation,
     FilterResult,
     FilterTreeStep,
     Rejection,
@@ -25,6 +26,7 @@ from extproc.telemetry import (
     explanation_text,
     pool_state,
 )
+from tests.support import disaggregation
 
 A, B, C = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2, 3))
 
@@ -220,6 +222,67 @@ def test_the_runner_up_has_the_highest_total_of_the_others():
             others = [at for at in range(3) if at != chosen]
             expected = max(others, key=lambda at: (totals[at], at == fallback))
             assert outcome.find_chosen_and_runner_up() == (chosen, expected)
+
+
+def test_stages_are_explained_with_their_endpoints():
+    """The candidates and scores of each are there, and the tables name the endpoints."""
+    document = explanation.explain(disaggregation.decide(has_picture=True))
+    stages = document["disaggregation"]
+    assert stages["decision_type"] == "encode-prefill-decode"
+    prefill, encode = stages["prefill"], stages["encode"]
+    assert {*prefill["endpoints"], prefill["runner_up"]} == {
+        disaggregation.PREFILL,
+        disaggregation.OTHER_PREFILL,
+    }
+    assert (prefill["reason"], prefill["profile"]) == ("", "prefill")
+    assert [step["name"] for step in prefill["filters"]] == ["prefill-filter"]
+    assert [row["endpoint"] for row in prefill["candidates"]] == [*disaggregation.ROLES]
+    assert [row["total"] for row in prefill["scored_candidates"]] == [0.5, 0.5]
+    assert encode["endpoints"] == [disaggregation.ENCODE]
+    text = explanation_text.render_table(document)
+    assert (
+        f"prefill: {prefill['endpoints'][0]}, chosen by max-score-picker of profile prefill; "
+        f"runner-up: {prefill['runner_up']}\n\nFILTER          LEFT  DROPPED\nprefill-filter     2"
+    ) in text
+    assert f"encode: {disaggregation.ENCODE}, chosen by max-score-picker" in text
+    assert "\nencode     endpoints that" in explanation_text.render_legend(document)
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_stages_of_the_chosen_endpoint_are_explained():
+    """The reason is one word, in the tables, in JSON and in the short form."""
+    outcome = disaggregation.decide("short")
+    document = explanation.explain(outcome)
+    assert document["disaggregation"] == {
+        "decision_type": "decode-only",
+        "prefill": {"endpoints": [], "reason": "short"},
+        "encode": {"endpoints": [], "reason": "no-media"},
+    }
+    assert "\n\nprefill: the chosen endpoint itself (short)\n" in explanation_text.render_table(
+        document
+    )
+    assert explanation.format_short(outcome).endswith("; prefill=here:short; encode=here:no-media")
+
+
+def test_a_decision_without_stages_names_none():
+    """Nor one of a pool in which encode alone is split that of prefill."""
+    document = explanation.explain(decision())
+    assert "disaggregation" not in document
+    assert "prefill  " not in explanation_text.render_legend(document)
+    outcome = decision(disaggregation=Disaggregation(encode_reason="no-media"))
+    assert explanation.explain(outcome)["disaggregation"]["prefill"] is None
+    assert explanation.format_short(outcome).endswith("; encode=here:no-media")
+    assert "prefill" not in explanation_text.render_table(explanation.explain(outcome))
+
+
+def test_a_recorded_decision_names_the_endpoints_of_stages():
+    """Also where the log kept few of its candidates, and in the list of decisions."""
+    outcome = disaggregation.decide()
+    record = decision_log.DecisionLog(1).add("id", outcome, 0.0)
+    chosen = outcome.disaggregation.prefill.endpoints[0].address
+    assert f"; prefill={chosen}; " in explanation.summarize_record(record, 1.0)["why"]
+    text = explanation_text.render_past(explanation.explain_record(record, 1.0))
+    assert f"\n\nprefill: {chosen}, " in text
 
 
 def test_short_form_fits_a_header():

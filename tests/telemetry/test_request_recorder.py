@@ -395,6 +395,18 @@ def test_a_request_frees_a_dropped_decision():
     assert len(alive) == 11
 
 
+def test_candidates_of_stages_count_against_the_bound():
+    """Their filters and scores take memory of their own."""
+    ring = DecisionLog(4, most_candidates=12)
+    part = decided(4)
+    split = msgspec.structs.replace(
+        decided(4), disaggregation=Disaggregation(prefill=part, encode_reason="no-media")
+    )
+    for number in range(3):
+        ring.add(str(number), split, float(number))
+    assert [record.id for record in ring.latest()] == ["2"]
+
+
 @pytest.mark.parametrize("strategy", ["adaptive", "weighted", "least-request", "lmetric"])
 def test_open_requests_that_the_log_dropped_keep_two_candidates(strategy):
     """Candidates of many endpoints are large, and answers run for minutes."""

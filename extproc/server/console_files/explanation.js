@@ -149,9 +149,19 @@ function requestCard(outcome) {
         ["Pool", outcome.pool],
         ["Profile", `${outcome.profile}, picker ${outcome.picker}`],
         ["Fallbacks", outcome.endpoints.slice(1).join(", ")],
+        ["Prefill by", stageText(outcome.disaggregation?.prefill)],
+        ["Encode by", stageText(outcome.disaggregation?.encode)],
       ]),
     ),
   );
+}
+
+/** The endpoints that do a stage before the chosen one, or why that one does it. */
+function stageText(stage) {
+  if (!stage) {
+    return "";
+  }
+  return stage.endpoints.join(", ") || `the chosen endpoint itself: ${stage.reason}`;
 }
 
 function answerText(request) {
