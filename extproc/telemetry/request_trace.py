@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from extproc.decision import Decision, Rejection
+from extproc.decision import Decision, Disaggregation, Rejection
 from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
@@ -216,7 +216,7 @@ def _describe_decision(
     make_span_id: Callable[[], str],
 ) -> Iterator[SpanRecord]:
     """Spans of the decision; its steps are not timed, and have the time of the whole."""
-    orchestration, scheduling = make_span_id(), make_span_id()
+    orchestration = make_span_id()
     start_s, end_s = recorder.at, recorder.at + recorder.routing_s
     request = decision.request
     yield SpanRecord(
@@ -230,6 +230,50 @@ def _describe_decision(
             "request_prio": request.priority,
         },
     )
+    names = name_request(recorder.id, request.target)
+    stages = decision.disaggregation
+    for choice in (decision,) if stages is None else (decision, *stages.parts):
+        yield from _describe_choice(
+            choice, names, orchestration, make_span_id, start_s=start_s, end_s=end_s
+        )
+    if stages is not None:
+        attributes = names | _describe_stages(stages)
+        name = "prepare_disaggregation"
+        yield SpanRecord(name, make_span_id(), orchestration, start_s, end_s, attributes)
+
+
+def _describe_stages(stages: Disaggregation) -> Attributes:
+    """The endpoints of stages, or why the serving endpoint does them, under the names of upstream."""
+    prefill, encode = stages.prefill, stages.encode
+    attributes: Attributes = {
+        "llm_d.epp.pd.disaggregation_used": prefill is not None,
+        "llm_d.epp.encode.disaggregation_used": encode is not None,
+    }
+    if prefill is not None:
+        endpoint = prefill.endpoints[0]
+        attributes["llm_d.epp.pd.prefill_pod_address"] = endpoint.ip
+        attributes["llm_d.epp.pd.prefill_pod_port"] = str(endpoint.port)
+    elif stages.prefill_reason:
+        attributes["llm_d.epp.pd.reason"] = stages.prefill_reason
+    if encode is not None:
+        hosts = [endpoint.host_port for endpoint in encode.endpoints]
+        attributes["llm_d.epp.encode.endpoints"] = ",".join(hosts)
+    elif stages.encode_reason:
+        attributes["llm_d.epp.encode.reason"] = stages.encode_reason
+    return attributes
+
+
+def _describe_choice(
+    decision: Decision,
+    names: Attributes,
+    orchestration: str,
+    make_span_id: Callable[[], str],
+    *,
+    start_s: float,
+    end_s: float,
+) -> Iterator[SpanRecord]:
+    """Spans of the run of a profile and of its steps."""
+    scheduling = make_span_id()
     yield SpanRecord(
         "run_scheduler_profile",
         scheduling,
@@ -238,7 +282,6 @@ def _describe_decision(
         end_s,
         {"llm_d.epp.scheduling.profile.name": decision.profile},
     )
-    names = name_request(recorder.id, request.target)
     best = _best(decision)
     table = [SpanEvent("candidate", end_s, _describe_candidate(decision, at)) for at in best]
     steps = [

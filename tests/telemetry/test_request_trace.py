@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 
-from extproc.decision import CostResult, Decision, FilterResult, Rejection, ScorerResult
+from extproc.decision import (
+    CostResult,
+    Decision,
+    Disaggregation,
+    FilterResult,
+    Rejection,
+    ScorerResult,
+)
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.protocol.trace_context import TraceContext
 from extproc.request import InferenceRequest, RequestLabels
@@ -14,6 +21,7 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.request_trace import MAX_CANDIDATES
 from extproc.telemetry.stream_recorder import StreamRecorder
+from tests.support import disaggregation
 from tests.support.canary import CANARY
 
 TRACE = TraceContext("a" * 32, "b" * 16, 1, "c" * 16)
@@ -39,13 +47,15 @@ class TraceFixture:
         self.decisions = DecisionLog(10)
         self.recorder = StreamRecorder(ProcessCounters(), self.decisions, lambda: 0.0, tracer=self)
         self.traces = []
+        self.spans = []
         self._ids = itertools.count(1)
 
     def make_span_id(self):
         return f"{next(self._ids):016x}"
 
     def add(self, trace, spans):
-        self.traces.append((trace, {span.name: span for span in spans}))
+        self.spans = list(spans)
+        self.traces.append((trace, {span.name: span for span in self.spans}))
 
     def begin(self):
         """The recorder of a traced request whose first message came at 10 s."""
@@ -142,6 +152,44 @@ def weighted():
         totals=[2.75, 1.75],
         picker="max-score-picker",
     )
+
+
+def test_stages_have_the_attributes_of_upstream():
+    """In a span of their own, beside those of the profiles that chose their endpoints."""
+    fixture = TraceFixture()
+    decision = disaggregation.decide(has_picture=True)
+    stages = fixture.serve(decision)["prepare_disaggregation"]
+    profiles = [span for span in fixture.spans if span.name == "run_scheduler_profile"]
+    assert [span.attributes["llm_d.epp.scheduling.profile.name"] for span in profiles] == [
+        *("decode", "prefill", "encode"),
+    ]
+    assert {span.parent_span_id for span in profiles} == {stages.parent_span_id}
+    assert stages.attributes == {
+        "gen_ai.request.id": "my-id",
+        "gen_ai.request.model": "m",
+        "llm_d.epp.pd.disaggregation_used": True,
+        "llm_d.epp.pd.prefill_pod_address": decision.disaggregation.prefill.endpoints[0].ip,
+        "llm_d.epp.pd.prefill_pod_port": "8000",
+        "llm_d.epp.encode.disaggregation_used": True,
+        "llm_d.epp.encode.endpoints": disaggregation.ENCODE,
+    }
+
+
+def test_stages_that_are_not_split_have_a_reason():
+    """One that never is has none."""
+    stages = TraceFixture().serve(disaggregation.decide("short"))["prepare_disaggregation"]
+    assert stages.attributes["llm_d.epp.pd.reason"] == "short"
+    assert stages.attributes["llm_d.epp.encode.reason"] == "no-media"
+    stages = TraceFixture().serve(timed(disaggregation=Disaggregation(prefill_reason="cached")))[
+        "prepare_disaggregation"
+    ]
+    assert stages.attributes == {
+        "gen_ai.request.id": "my-id",
+        "gen_ai.request.model": "m",
+        "llm_d.epp.pd.disaggregation_used": False,
+        "llm_d.epp.pd.reason": "cached",
+        "llm_d.epp.encode.disaggregation_used": False,
+    }
 
 
 def test_spans_have_the_names_and_parents_of_upstream():
