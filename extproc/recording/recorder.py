@@ -451,6 +451,8 @@ class Recordings:
             decision.matched_tokens,
             decision.conversation_stats,
         )
+        if decision.disaggregation is not None:
+            row.set_stages(decision.disaggregation)
         for at, recording in enumerate(self._active):
             # Endpoints may have another number in each.
             own = copy.copy(row) if at else row

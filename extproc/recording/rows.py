@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from extproc.decision import Disaggregation
 from extproc.endpoint import NO_EXTRA, NO_LABELS, NO_LOAD, Load, StepTimeModel
 
 #: Version of the rows; a reader refuses others.
@@ -153,6 +154,8 @@ CANDIDATE_FIELDS: Final = CandidateTable.__struct_fields__[1:]
 class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="decision", gc=False):
     """A request and the endpoint chosen for it; `complete` sets endpoint and candidates.
 
+    `set_stages` sets what is known of stages.
+
     Attributes:
         n: Its number; grows.
         at: Monotonic seconds of the decision.
@@ -175,6 +178,12 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
         matched_tokens: Prompt tokens predicted as cached on the chosen endpoint.
         conversation_stats: As in `Decision`.
         candidates: Candidates of the scheduler; None where decisions came too fast to record all.
+        decision_type: Stages that were split, such as `prefill-decode`; empty where no profile
+            chooses endpoints for stages, as are the next ones.
+        prefill_endpoint: Address of the endpoint that computes the prompt; empty for the chosen one.
+        prefill_reason: Why the chosen endpoint computes the prompt, such as `cached`.
+        encode_endpoints: Addresses of the endpoints that encode media, by commas.
+        encode_reason: Why there are none.
     """
 
     n: int
@@ -199,6 +208,11 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
     matched_tokens: int = 0
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     candidates: CandidateTable | None = None
+    decision_type: str = ""
+    prefill_endpoint: str = ""
+    prefill_reason: str = ""
+    encode_endpoints: str = ""
+    encode_reason: str = ""
 
     @property
     def chain(self) -> Sequence[int]:
@@ -208,6 +222,16 @@ class DecisionRow(msgspec.Struct, omit_defaults=True, tag_field="kind", tag="dec
     def complete(self, endpoint: int, candidates: CandidateTable | None) -> None:
         """Set the endpoint and the candidates."""
         self.endpoint, self.candidates = endpoint, candidates
+
+    def set_stages(self, stages: Disaggregation) -> None:
+        """Set the endpoints of stages, and the reasons why there are none."""
+        self.decision_type = stages.decision_type
+        if stages.prefill is not None:
+            self.prefill_endpoint = stages.prefill.endpoints[0].address
+        if stages.encode is not None:
+            addresses = [endpoint.address for endpoint in stages.encode.endpoints]
+            self.encode_endpoints = ",".join(addresses)
+        self.prefill_reason, self.encode_reason = stages.prefill_reason, stages.encode_reason
 
 
 def pack_hashes(chain: Sequence[int]) -> bytes:

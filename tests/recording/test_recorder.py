@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from extproc.decision import Decision
+from extproc.decision import Decision, Disaggregation
 from extproc.endpoint import NO_LOAD, Candidate, Endpoint, Load, StepTimeModel
 from extproc.recording import recorder, rows
 from extproc.request import HttpRequest, InferenceRequest, hash_affinity_key
@@ -76,6 +76,48 @@ def test_a_decision_has_endpoints_and_states_before_it():
     assert written[3]["n"] == decision["endpoint"]
     assert (hashes(decision), decision["matched_tokens"]) == ([1, 2], 64)
     assert decision["candidates"]["endpoints"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "recorded"),
+    [
+        (None, {}),
+        (
+            {"prefill": "10.0.0.2:8000", "encode_reason": "no-media"},
+            {
+                "decision_type": "prefill-decode",
+                "prefill_endpoint": "10.0.0.2:8000",
+                "encode_reason": "no-media",
+            },
+        ),
+        (
+            {"prefill_reason": "cached", "encode": "10.0.0.3:8000"},
+            {
+                "decision_type": "encode-decode",
+                "prefill_reason": "cached",
+                "encode_endpoints": "10.0.0.3:8000,10.0.0.4:8000",
+            },
+        ),
+    ],
+)
+def test_a_decision_has_the_endpoints_of_its_stages(stages, recorded):
+    """Or why there are none; without stages none of it."""
+    plain = a_decision([a_candidate(1)])
+    parts = {
+        name: msgspec.structs.replace(plain, endpoints=[Endpoint(value), Endpoint("10.0.0.4:8000")])
+        if name in {"prefill", "encode"}
+        else value
+        for name, value in (stages or {}).items()
+    }
+    active = recordings.recordings()
+    first, second = active.start(), active.start()
+    split = None if stages is None else Disaggregation(**parts)
+    add(active, msgspec.structs.replace(plain, disaggregation=split))
+    names = [*rows.DecisionRow.__struct_fields__]
+    names = names[names.index("decision_type") :]
+    for recording in (first, second):
+        row = lines(recording)[-1]
+        assert {name: row[name] for name in names if name in row} == recorded
 
 
 def test_recordings_beside_each_other_number_endpoints_for_themselves():
