@@ -15,7 +15,7 @@ plugins:
 - {type: encode-filter}
 - {type: prefill-filter}
 - {type: decode-filter}
-- {type: queue-scorer}
+- {type: active-request-scorer}
 - {type: max-score-picker}
 - {type: prefix-based-pd-decider, parameters: {nonCachedTokens: 64}}
 - {type: always-disagg-multimodal-decider}
@@ -24,11 +24,20 @@ plugins:
     deciders: {prefill: prefix-based-pd-decider, encode: always-disagg-multimodal-decider}
 schedulingProfiles:
 - name: encode
-  plugins: [{pluginRef: encode-filter}, {pluginRef: queue-scorer}, {pluginRef: max-score-picker}]
+  plugins:
+  - {pluginRef: encode-filter}
+  - {pluginRef: active-request-scorer}
+  - {pluginRef: max-score-picker}
 - name: prefill
-  plugins: [{pluginRef: prefill-filter}, {pluginRef: queue-scorer}, {pluginRef: max-score-picker}]
+  plugins:
+  - {pluginRef: prefill-filter}
+  - {pluginRef: active-request-scorer}
+  - {pluginRef: max-score-picker}
 - name: decode
-  plugins: [{pluginRef: decode-filter}, {pluginRef: queue-scorer}, {pluginRef: max-score-picker}]
+  plugins:
+  - {pluginRef: decode-filter}
+  - {pluginRef: active-request-scorer}
+  - {pluginRef: max-score-picker}
 """
 ENCODE, PREFILL, OTHER_PREFILL, DECODE = (f"10.0.0.{n}:8000" for n in range(1, 5))
 ROLES = {ENCODE: "encode", PREFILL: "prefill", OTHER_PREFILL: "prefill", DECODE: "decode"}

@@ -237,7 +237,7 @@ def test_stages_are_explained_with_their_endpoints():
     assert (prefill["reason"], prefill["profile"]) == ("", "prefill")
     assert [step["name"] for step in prefill["filters"]] == ["prefill-filter"]
     assert [row["endpoint"] for row in prefill["candidates"]] == [*disaggregation.ROLES]
-    assert [row["total"] for row in prefill["scored_candidates"]] == [0.5, 0.5]
+    assert [row["total"] for row in prefill["scored_candidates"]] == [1.0, 1.0]
     assert encode["endpoints"] == [disaggregation.ENCODE]
     text = explanation_text.render_table(document)
     assert (
