@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, Load
 from extproc.pool.engine_counters import AdapterSlotState, IdleTime
 from extproc.pool.queued_work import QueuedWork
 from extproc.pool.request_tokens import (
@@ -27,6 +27,9 @@ from extproc.pool.request_tokens import (
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64
 
+
+#: Seconds in which a request may reach an engine and not be shown yet: it is read and tokenized first.
+_UNSHOWN_S = 0.25
 
 #: What an endpoint computes of a request; empty for all.
 Stage: TypeAlias = Literal["", "prefill", "encode", "decode"]
@@ -73,6 +76,7 @@ class InflightLoad(QueuedWork):
         "_context",
         "_idle_s",
         "_idled",
+        "_prefills",
         "_turned_at",
         "active_context_tokens",
         "adapter_slots",
@@ -117,6 +121,7 @@ class InflightLoad(QueuedWork):
         self.answered_tokens = 0
         self._idle_s = self._turned_at = 0.0
         self._idled = 0
+        self._prefills: dict[Reservation, None] = {}
         self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
         self.media_answered = 0
@@ -181,6 +186,8 @@ class InflightLoad(QueuedWork):
             stage,
         )
         self._open[reservation] = None
+        if stage == "prefill":
+            self._prefills[reservation] = None
         return reservation
 
     def restore(self, requests: int, *, prompt_tokens: int, queued_tokens: int, now: float) -> None:
@@ -194,6 +201,19 @@ class InflightLoad(QueuedWork):
             self.open("", tokens, cached_tokens=tokens, now=now)
         self.sent, self.done = queued_tokens, 0.0
         self.kv_tokens_sent = self.kv_tokens_scraped
+
+    def settle_prefills(self, load: Load) -> None:
+        """Close requests for prefill alone that the engine has done, as far as a page shows it.
+
+        They count until another engine answers, which may wait for long. Of those that the page must
+        show, the engine has no more than its running and waiting requests; it takes the first first.
+        """
+        if not self._prefills or load.running is None or load.waiting is None:
+            return
+        until = load.at - _UNSHOWN_S
+        parts = [part for part in self._prefills if part.at <= until]
+        for part in parts[: max(0, len(parts) - int(load.running + load.waiting))]:
+            part.close(load.at)
 
     def take_ran(self) -> set[str]:
         """Return and forget the names of requests answered since the last call."""
@@ -275,6 +295,7 @@ class InflightLoad(QueuedWork):
 
     def _close(self, reservation: Reservation, now: float, *, answered: bool) -> None:
         del self._open[reservation]
+        self._prefills.pop(reservation, None)
         self.adapter_slots = None
         self.in_flight -= 1
         if not self.in_flight:

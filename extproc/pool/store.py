@@ -226,6 +226,7 @@ class PoolStore:
         restart = engine_counters.engine_restarted(member.load, load)
         self._learn_text_sizes(load, account)
         own = max(token.in_flight, account.in_flight)
+        account.settle_prefills(load)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         progress = plausibility.next_progress(
             member.progress, account, before=member.load, after=load

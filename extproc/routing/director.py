@@ -448,7 +448,8 @@ class Director:
     ) -> None:
         """Close the accounts of the stages that other endpoints did: they end before the response."""
         for part in reservation.take_parts(now):
-            part.close(now, answered=answered)
+            if part.is_open:
+                part.close(now, answered=answered)
             if not ran:
                 self._retract_prefix(part)
             part.forget_blocks()

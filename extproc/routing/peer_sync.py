@@ -435,6 +435,8 @@ def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]
 def _close(
     charged: _ChargedRequest, now: float, freed: set[str], *, answered: bool, ran: bool
 ) -> None:
+    if not charged.reservation.is_open:
+        return  # a request for prefill alone, which its engine has done
     if ran:
         charged.reservation.close(now, answered=answered)
     else:

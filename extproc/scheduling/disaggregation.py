@@ -104,16 +104,20 @@ class PrefixBased(_Decider, UpstreamParameters, frozen=True):
 
 
 class EstimatedTimeDecider(PluginParameters, frozen=True):
-    """Another endpoint computes a prompt where its first token is expected earlier there.
+    """Another endpoint computes a prompt where that costs less time.
 
-    Both profiles need the cost `estimated-time`; without a prediction, another endpoint computes the
-    prompt.
+    Compared are the seconds until the first token: there with the transfer of the KV cache, and here
+    with those that the answers lose which run here meanwhile. Both profiles need the cost
+    `estimated-time`; without a prediction, another endpoint computes the prompt.
 
     Attributes:
         transfer_tokens_per_s: Speed at which the KV cache of a prompt reaches the serving endpoint
             (tokens/s). 200,000: 128 kB per token, as of an 8B model with 16-bit values, over 200
             Gbit/s.
         transfer_ms: Duration of a transfer without tokens (milliseconds).
+        others_share: Seconds of the request that weigh as much as one second of every answer that runs
+            on the serving endpoint. 0.1: simulated (docs/guides/disaggregation.md), 0.02 brings first
+            tokens a tenth earlier and makes later tokens a sixth slower, 0.5 the reverse.
     """
 
     kind: ClassVar[str] = "estimated-time-pd-decider"
@@ -121,18 +125,23 @@ class EstimatedTimeDecider(PluginParameters, frozen=True):
 
     transfer_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] = 200_000.0
     transfer_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    others_share: Annotated[float, msgspec.Meta(ge=0)] = 0.1
 
     def find_reason_to_keep(self, decode: Decision) -> str:
         """Keep prompts that are cached as a whole."""
         return "" if decode.request.prompt_tokens > decode.matched_tokens else "cached"
 
     def compare(self, decode: Decision, part: Decision) -> str:
-        """Keep a prompt whose first token comes no later from the serving endpoint."""
+        """Keep a prompt that costs no more on the serving endpoint."""
         here_s, there_s = decode.predicted_ttft_s, part.predicted_ttft_s
-        if here_s is None or there_s is None:
+        chosen = decode.find_chosen()
+        if here_s is None or there_s is None or chosen is None:
             return ""
-        moved = decode.request.prompt_tokens - decode.matched_tokens
-        transfer_s = self.transfer_ms / 1e3 + moved / self.transfer_tokens_per_s
+        candidate = decode.scored_candidates[chosen]
+        uncached = decode.request.prompt_tokens - decode.matched_tokens
+        prefill_s = uncached * candidate.rates.prefill_s
+        here_s += self.others_share * candidate.estimated_requests * prefill_s
+        transfer_s = self.transfer_ms / 1e3 + uncached / self.transfer_tokens_per_s
         return "slower" if there_s + transfer_s >= here_s else ""
 
 

@@ -28,6 +28,7 @@ class Sequence:
         generated: Output tokens; current only while it does not decode.
         joined: Iteration counter minus generated tokens, while it decodes.
         end: The iteration that brings its last token, while it decodes.
+        received: Tokens that came from another engine when it last entered the batch.
         reloaded: Tokens that were loaded from the memory of the host when it last entered the batch.
         stopped_at: When a preemption stopped its decoding; until then not a number.
     """
@@ -44,6 +45,7 @@ class Sequence:
         "joined",
         "phase",
         "preemptions",
+        "received",
         "reloaded",
         "started_at",
         "state",
@@ -64,7 +66,7 @@ class Sequence:
         self.target = the_job.prompt_tokens
         self.computed = 0
         self.cached = 0
-        self.reloaded = 0
+        self.received = self.reloaded = 0
         self.generated = 0
         self.joined = 0
         self.phase = 0

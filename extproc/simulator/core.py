@@ -325,10 +325,14 @@ class SimulatedEngine:
         seq.held = list(seq.hashes[:depth])
         pool.pin(seq.held)
         pool.allocate(fresh)
+        seq.reloaded = (end - depth) * size
+        # A preempted request has lost what came from elsewhere.
+        arrived = 0 if seq.preemptions else min(seq.job.received_tokens, seq.target - 1) // size
+        seq.received = max(0, arrived - end) * size
+        end = max(end, arrived)
         if end > depth:
             pool.register(seq.held, seq.hashes, end)
         seq.computed = end * size
-        seq.reloaded = (end - depth) * size
         return True
 
     def _enter(self, seq: batch.Sequence, plan: batch.StepPlan) -> None:
@@ -341,7 +345,7 @@ class SimulatedEngine:
         seq.cached = seq.computed
         seq.started_at = plan.start
         self.prefix_queries += seq.job.prompt_tokens
-        self.prefix_hits += seq.cached - seq.reloaded
+        self.prefix_hits += seq.cached - seq.reloaded - seq.received
         plan.started.append(engine_request.RequestAdmitted(seq.job.id, seq.cached))
 
     def _stretch(self, plan: batch.StepPlan, horizon: float) -> int:

@@ -19,6 +19,7 @@ class EngineRequest(msgspec.Struct, frozen=True, gc=False):
             caller knows it; non-negative. May be shorter than the blocks: the rest is never
             found in the cache. Adapter and salt are the caller's part of the hash.
         adapter: LoRA adapter; empty for the base model.
+        received_tokens: Leading prompt tokens whose KV cache came from another engine.
     """
 
     id: str
@@ -26,6 +27,7 @@ class EngineRequest(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int
     hashes: Sequence[int] = ()
     adapter: str = ""
+    received_tokens: int = 0
 
 
 class EngineRejection(enum.Enum):

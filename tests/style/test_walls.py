@@ -63,13 +63,13 @@ ALLOWED = (
         "extproc/simulator/core.py",
         (
             "cached computed decoding first_s first_token_at generated growth_s hashes held "
-            "reloaded started_at state steps stopped_at target"
+            "received reloaded started_at state steps stopped_at target"
         ),
         "sequences and plans are plain data of the simulated engine, which the core writes",
     ),
     (
         "extproc/simulator/fleet/*.py",
-        "cached_tokens failure first_s held_s node predicted_tokens took_s",
+        "cached_tokens failure first_s held_s node predicted_tokens prefill_node received_tokens took_s",
         "a simulated request is plain data of the fleet, on which each part notes its result",
     ),
 )

@@ -23,6 +23,7 @@ class EngineNode:
     Args:
         finished: Called with every request that ended, with or without failure.
         gaps: Called with the time between tokens.
+        began: Called with a request at its first token if another engine computed its prompt.
 
     Attributes:
         up: Whether the process is there.
@@ -38,6 +39,7 @@ class EngineNode:
         finished: OnFinished,
         gaps: OnGaps,
         has_metrics: bool = True,
+        began: OnFinished = lambda _: None,
     ) -> None:
         self.profile = profile
         self.has_metrics = has_metrics
@@ -47,6 +49,7 @@ class EngineNode:
         self._timeline = timeline
         self._finished = finished
         self._gaps = gaps
+        self._began = began
         self.requests: dict[str, SimRequest] = {}
         self._block_listeners: list[OnBlocks] = []
         self.start()
@@ -120,7 +123,12 @@ class EngineNode:
             work = sim_request.work
             refusal = self.engine.submit(
                 engine_request.EngineRequest(
-                    sim_request.id, work.prompt_tokens, work.output_tokens, work.keys, work.adapter
+                    sim_request.id,
+                    work.prompt_tokens,
+                    work.output_tokens,
+                    work.keys,
+                    work.adapter,
+                    sim_request.received_tokens,
                 ),
                 self._timeline.now,
             )
@@ -216,7 +224,10 @@ class EngineNode:
             self._note_gap(gap, 1)
         sim_requests = self.requests
         for first in done.first_tokens:
-            sim_requests[first.id].first_s = due - sim_requests[first.id].sent_at
+            sim_request = sim_requests[first.id]
+            sim_request.first_s = due - sim_request.sent_at
+            if sim_request.prefill_node >= 0:
+                self._began(sim_request)
         for finished in done.finished:
             sim_request = sim_requests.pop(finished.job.id)
             sim_request.took_s = due - sim_request.sent_at

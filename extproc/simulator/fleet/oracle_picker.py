@@ -119,6 +119,9 @@ class OraclePicker:
         del sim_request
         return False
 
+    def began(self, sim_request: SimRequest) -> None:
+        """See `SimPicker`; it never splits a request."""
+
     def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
         del self._uncached[sim_request.id], self._unpinned[sim_request.id]

@@ -56,6 +56,9 @@ class SimPicker(Protocol):
     def cancel(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
 
+    def began(self, sim_request: SimRequest) -> None:
+        """Handle the first token of a request whose prompt another engine computed."""
+
     def ended(self, sim_request: SimRequest) -> None:
         """Handle the end of a routed request."""
 
@@ -70,6 +73,7 @@ class ExtprocPicker:
         settings: As from a configuration file.
         nodes: All engines there will ever be.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
+        labels: Labels of each engine, in the same order. None: none has any.
         ranks: Data-parallel ranks of each engine (counts), in the order of `nodes`, of which each
             is a rank. None: each is an engine.
         models: What every engine lists, where the settings ask for it.
@@ -81,7 +85,7 @@ class ExtprocPicker:
         cuts: Tokens after which prompts are cut into blocks; ascending.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of a scenario
         self,
         settings: Settings,
         nodes: Sequence[EngineNode],
@@ -90,6 +94,7 @@ class ExtprocPicker:
         delay_s: float,
         models: ServedModels,
         ranks: Sequence[int] | None = None,
+        labels: Sequence[Mapping[str, str]] | None = None,
         knows_max_tokens: bool = False,
         on_dequeued: Callable[[SimRequest], None] | None = None,
     ) -> None:
@@ -111,7 +116,11 @@ class ExtprocPicker:
         self._reservations: dict[str, Reservation] = {}
         self._pending: dict[str, conversations.PendingShare] = {}
         counts = [1] * len(nodes) if ranks is None else ranks
-        engines = [Endpoint(engine_address(n), name=f"engine-{n}") for n in range(len(counts))]
+        named = labels or [{}] * len(counts)
+        engines = [
+            Endpoint(engine_address(n), name=f"engine-{n}", labels=named[n])
+            for n in range(len(counts))
+        ]
         self._engine_of = [n for n, count in enumerate(counts) for _ in range(count)]
         self._engines = engines
         self._endpoints = [
@@ -273,14 +282,29 @@ class ExtprocPicker:
             self._kv_events.map_prompt(work, outcome.block_hashes)
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._nodes_of[outcome.endpoints[0].address]
+        self._mark_busy(n)
+        stages = outcome.disaggregation
+        if stages is not None and stages.prefill is not None:
+            sim_request.prefill_node = self._nodes_of[stages.prefill.endpoints[0].address]
+            self._mark_busy(sim_request.prefill_node)
+        if self._resting:
+            self._end_rest()
+        return n
+
+    def _mark_busy(self, n: int) -> None:
         if n not in self._busy:
             self._busy[n] = 0
             self._counts.change_busy(1, self._timeline.now)
         self._busy[n] += 1
         self._touched.add(n)
-        if self._resting:
-            self._end_rest()
-        return n
+
+    def _unmark_busy(self, n: int) -> None:
+        left = self._busy[n] - 1
+        if left:
+            self._busy[n] = left
+        else:
+            del self._busy[n]
+            self._counts.change_busy(-1, self._timeline.now)
 
     def _end_rest(self) -> None:
         """Bring the next scrapes forward, as the real scraper does."""
@@ -305,23 +329,25 @@ class ExtprocPicker:
         full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
         return [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
 
+    def began(self, sim_request: SimRequest) -> None:
+        """See `SimPicker`."""
+        reservation = self._reservations[sim_request.id]
+        self.parts.director.on_response_headers(reservation, "200", self._timeline.now)
+
     def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
         reservation = self._reservations.pop(sim_request.id)
         director, now = self.parts.director, self._timeline.now
         status = _status(sim_request)
-        if status:
+        if status and reservation.prefilled_at is None:
             director.on_response_headers(reservation, status, now)
         director.release(reservation, now, answered=bool(status))
         if self.flow_controller is not None and not sim_request.failure:
             self.flow_controller.charge(sim_request)
         self._changed()
-        left = self._busy[sim_request.node] - 1
-        if left:
-            self._busy[sim_request.node] = left
-        else:
-            del self._busy[sim_request.node]
-            self._counts.change_busy(-1, self._timeline.now)
+        self._unmark_busy(sim_request.node)
+        if sim_request.prefill_node >= 0:
+            self._unmark_busy(sim_request.prefill_node)
 
     def rates(self) -> StepTimeModel | None:
         """See `SimPicker`."""

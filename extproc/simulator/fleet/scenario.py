@@ -40,6 +40,7 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             prefill_s_per_token, decode_s_per_seq, context_s_per_token, kv_tokens, token_budget,
             max_num_seqs, max_model_len, max_queued, max_loras, lora_load_s, lora_kv_tokens, and of
             evicted blocks in the memory of the host host_kv_tokens, reload_s_per_token.
+        labels: Labels of the endpoints, such as `llm-d.ai/role: prefill`.
     """
 
     count: Positive = 8
@@ -49,6 +50,7 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ready_s: Seconds = 0.0
     has_metrics: bool = True
     set: Mapping[str, float] = {}
+    labels: Mapping[str, str] = {}
 
     def resolved(self) -> profiles.EngineProfile:
         """Resolve the profile of the engines.
@@ -87,6 +89,19 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 fix="remove it",
             )
         return profile
+
+
+class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Transfer of the KV cache of a prompt from the engine that computed it to the one that decodes.
+
+    Attributes:
+        latency_s: Seconds without tokens.
+        tokens_per_s: Tokens that are transferred per second; those that are cached already are not.
+            200,000: 128 kB per token, as of an 8B model with 16-bit values, over 200 Gbit/s.
+    """
+
+    latency_s: Seconds = 0.005
+    tokens_per_s: Factor = 200_000.0
 
 
 class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -213,6 +228,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         client: How it is offered.
         picking: The pickers.
         outages: Engines that die.
+        kv_transfer: Transfer of KV caches, where a configuration splits prefill and decode.
         autoscaling: How many engines of the fleet are up. None: all, always.
         strategies: Named strategies, `clairvoyant`, or variants.
         seeds: Seeds; every strategy runs with each. Five, so that an interval can be given.
@@ -227,6 +243,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     client: Client = Client()
     picking: Picking = Picking()
     outages: Sequence[Outage] = ()
+    kv_transfer: KvTransfer = KvTransfer()
     autoscaling: ScenarioAutoscaling | None = None
     strategies: Sequence[str | Variant] = ("adaptive",)
     seeds: Annotated[Sequence[int], msgspec.Meta(min_length=1)] = (1, 2, 3, 4, 5)

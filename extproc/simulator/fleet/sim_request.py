@@ -74,6 +74,8 @@ class SimRequest:
         took_s: Seconds to the last token.
         cached_tokens: Prompt tokens the engine found cached.
         predicted_tokens: Prompt tokens the picker predicted as cached.
+        prefill_node: Index of the engine that computes its prompt for `node`; -1 where `node` does.
+        received_tokens: Prompt tokens that came from there.
         preemptions: How often the engine recomputed it.
         failure: Why it failed; empty while it did not.
         refused_s: Seconds until it was refused; NaN while it was not.
@@ -89,6 +91,8 @@ class SimRequest:
         "node",
         "predicted_tokens",
         "preemptions",
+        "prefill_node",
+        "received_tokens",
         "refused_s",
         "retry_after_s",
         "sent_at",
@@ -106,6 +110,8 @@ class SimRequest:
         self.took_s = math.nan
         self.cached_tokens = 0
         self.predicted_tokens = 0
+        self.prefill_node = -1
+        self.received_tokens = 0
         self.preemptions = 0
         self.failure = ""
         self.refused_s = math.nan

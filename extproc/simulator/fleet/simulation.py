@@ -22,7 +22,7 @@ from extproc.simulator.fleet.oracle_picker import OraclePicker
 from extproc.simulator.fleet.picker import MODEL, ExtprocPicker, SimPicker
 from extproc.simulator.fleet.run_metrics import UNFINISHED, RunMetrics, RunSummary
 from extproc.simulator.fleet.scenario import Outage, Scenario, ScenarioAutoscaling
-from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequest
 
 #: Speed of an engine that `slows`, as a share of its own.
 _SLOWED = 0.2
@@ -63,6 +63,8 @@ class Simulation:
         self._picker_of: dict[str, SimPicker] = {}
         self._client = client or scenario.client
         scaled = autoscaling or scenario.autoscaling
+        #: Requests for prefill alone, by id, to the requests they are for.
+        self._prefills: dict[str, SimRequest] = {}
         #: Requests their clients left, and engines go on with.
         self._left: set[str] = set()
         for engines in scenario.fleet:
@@ -77,6 +79,7 @@ class Simulation:
                         finished=self._ended,
                         gaps=self.metrics.gaps,
                         has_metrics=engines.has_metrics,
+                        began=self._began,
                     )
                     self._add_node(node, engines.ready_s if scaled is None else None)
         self._settings, self._waits = settings, scaled is None
@@ -171,6 +174,7 @@ class Simulation:
             delay_s=self._scenario.picking.delay_s,
             models=ServedModels(frozenset({MODEL}), workloads.named(self._scenario.workload)),
             ranks=[engines.ranks for engines in self._scenario.fleet for _ in range(engines.count)],
+            labels=[group.labels for group in self._scenario.fleet for _ in range(group.count)],
             knows_max_tokens=self._scenario.picking.with_max_tokens,
             on_dequeued=self._on_dequeued if waits else None,
         )
@@ -287,12 +291,49 @@ class Simulation:
 
     def _on_dequeued(self, sim_request: SimRequest) -> None:
         """Handle the late decision of a picker for a queued request."""
+        if sim_request.prefill_node >= 0:
+            self._prefill(sim_request)
+            return
         if sim_request.node >= 0:
             self.nodes[sim_request.node].submit(sim_request)
             return
         del self._picker_of[sim_request.id]
         # On the next event, as above.
         self.timeline.after(0.0, lambda: self._over(sim_request))
+
+    def _prefill(self, sim_request: SimRequest) -> None:
+        """Send a request for the first token alone to the engine that computes the prompt."""
+        work = msgspec.structs.replace(sim_request.work, output_tokens=1)
+        part = SimRequest(f"{sim_request.id}/prefill", work, self.timeline.now)
+        self._prefills[part.id] = sim_request
+        self.nodes[sim_request.prefill_node].submit(part)
+
+    def _prefilled(self, part: SimRequest) -> None:
+        """Send a request on to the engine that decodes, after the transfer of its KV cache.
+
+        Where prefill failed, that engine computes the prompt, as behind llm-d's sidecar.
+        """
+        sim_request = self._prefills.pop(part.id)
+        node, work = self.nodes[sim_request.node], sim_request.work
+        transfer_s = 0.0
+        if not part.failure:
+            cached = (
+                node.engine.pool.match(work.keys, work.prompt_tokens // KEY_TOKENS) * KEY_TOKENS
+            )
+            transfer = self._scenario.kv_transfer
+            transfer_s = transfer.latency_s + (work.prompt_tokens - cached) / transfer.tokens_per_s
+            sim_request.received_tokens = work.prompt_tokens
+
+        def decode() -> None:
+            if sim_request.failure:
+                self._ended(sim_request)
+            else:
+                node.submit(sim_request)
+
+        self.timeline.after(transfer_s, decode)
+
+    def _began(self, sim_request: SimRequest) -> None:
+        self._picker_of[sim_request.id].began(sim_request)
 
     def _give_up(self, sim_request: SimRequest) -> None:
         """Handle the timeout of a client."""
@@ -306,13 +347,20 @@ class Simulation:
                 sim_request.failure = "timeout"
                 self._over(sim_request)
         elif not self._client.abandons:
-            self.nodes[sim_request.node].cancel(sim_request, "timeout")
+            node = self.nodes[sim_request.node]
+            if sim_request.id in self._picker_of and sim_request.id not in node.requests:
+                # Its prompt is computed elsewhere: it ends before it is sent on.
+                sim_request.failure = sim_request.failure or "timeout"
+            node.cancel(sim_request, "timeout")
         elif sim_request.id in self._picker_of:
             self._left.add(sim_request.id)
             sim_request.failure = "timeout"
             self._over(sim_request)
 
     def _ended(self, sim_request: SimRequest) -> None:
+        if sim_request.id in self._prefills:
+            self._prefilled(sim_request)
+            return
         self._picker_of.pop(sim_request.id).ended(sim_request)
         if self._replicas:
             self._replicas.ended(sim_request)
