@@ -76,12 +76,14 @@ class ProfileOrigin(msgspec.Struct, frozen=True):
         epp: Plugins of an EndpointPickerConfig; None without any.
         external: External classes that the rules may name; an edited file creates new classes.
         budget_ms: Time budget of a call to an external plugin (milliseconds); 0 without any.
+        goal: Goal of the stages of an EndpointPickerConfig; empty elsewhere, as it is a rule.
     """
 
     rules: pool_sections.SchedulingRules | pool_sections.DisaggregationRules | None
     epp: pool_sections.EppPlugins | None
     external: frozenset[type]
     budget_ms: float
+    goal: str = ""
 
 
 def build_profile(settings: Settings, *, where: str) -> SchedulerProfile:
@@ -169,6 +171,7 @@ def resolve_all(
     profile = ruled(scheduling, None, place)
     resolved = ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
     stages, origin = _resolve_stages(scheduling, tables, place, check, before)
+    _require_distinct(profile, stages, place)
     resolved = msgspec.structs.replace(resolved, stages=stages, stages_origin=origin)
     epp = scheduling.epp if scheduling.profile is None else None
     if before is not None and before.profile is profile:
@@ -198,6 +201,8 @@ def _resolve_stages(
     """Build the stages, or reuse them where their origin is the same; None without any."""
     epp = scheduling.epp if scheduling.profile is None else None
     origin = _origin_of(scheduling.disaggregation, epp, tables, scheduling.plugin_budget_ms)
+    if epp is not None:
+        origin = msgspec.structs.replace(origin, goal=scheduling.goal)
     if before is not None and before.stages_origin == origin:
         return before.stages, origin
     stages: dict[str, Stage] = {}
@@ -205,6 +210,22 @@ def _resolve_stages(
         check(name, (*stage.profile.plugins, stage.decider), spot)
         stages[name] = stage
     return DisaggregatedStages(**stages) if stages else None, origin
+
+
+def _require_distinct(
+    profile: SchedulerProfile, stages: DisaggregatedStages | None, place: Place
+) -> None:
+    """Reject profiles of one name: plugins learn of decisions by it."""
+    staged = () if stages is None else stages.profiles
+    names = [profile.name, *(stage.name for stage in staged)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            place,
+            wanted="a profile with a name of its own for each stage",
+            got=f"{twice!r} twice",
+            fix="change the name of a profile",
+        )
 
 
 def _build_stages(
