@@ -274,19 +274,24 @@ class Scheduler:
         eligible: eligibility.EligibleEndpoints,
         decision: Decision,
     ) -> Decision:
-        """Add endpoints beside the serving one; those that are to be probed are none of them."""
-        routing = self._routing
+        """Add endpoints beside the serving one, for stages first those that are to be probed.
+
+        None of those where the request probes its serving endpoint already.
+        """
+        routing, groups = self._routing, [candidates]
         if eligible.overdue:
-            probed = {member.endpoint.address for member in eligible.overdue}
-            candidates = [c for c in candidates if c.endpoint.address not in probed]
+            addresses = {member.endpoint.address for member in eligible.overdue}
+            groups = [[c for c in candidates if c.endpoint.address not in addresses]]
+            if decision.endpoints[0].address not in addresses:
+                groups.insert(0, [c for c in candidates if c.endpoint.address in addresses])
         if routing.stages is not None and profile is routing.profile:
-            decision = routing.stages.choose(context, candidates, decision)
+            decision = routing.stages.choose(context, groups, decision)
             stages = decision.disaggregation
             if self._exact_matcher is not None and stages is not None:
                 for part in stages.parts:
                     self._exact_matcher.with_source(part)
         if routing.kv_cache_source is not None:
-            decision = routing.kv_cache_source.add_source(context, candidates, decision)
+            decision = routing.kv_cache_source.add_source(context, groups[-1], decision)
         return decision
 
     def _read_conversations(

@@ -158,14 +158,15 @@ class Stage(msgspec.Struct, frozen=True):
     def choose(
         self,
         context: SchedulingContext,
-        candidates: Sequence[Candidate],
+        groups: Sequence[Sequence[Candidate]],
         decode: Decision,
     ) -> tuple[Decision | None, str]:
         """Choose other endpoints for the stage; None and why where the serving one does it."""
         if reason := self.decider.find_reason_to_keep(decode):
             return None, reason
-        chosen = self.profile.run(context, candidates)
-        if not isinstance(chosen, Decision):
+        outcomes = (self.profile.run(context, candidates) for candidates in groups)
+        chosen = next((o for o in outcomes if isinstance(o, Decision)), None)
+        if chosen is None:
             return None, NO_ENDPOINT
         if chosen.endpoints[0].host_port == decode.endpoints[0].host_port:
             return None, SAME_ENDPOINT
@@ -197,23 +198,24 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
     def choose(
         self,
         context: SchedulingContext,
-        candidates: Sequence[Candidate],
+        groups: Sequence[Sequence[Candidate]],
         decode: Decision,
     ) -> Decision:
         """Add the endpoints of the stages to the decision for decode.
 
         Args:
-            candidates: Endpoints that the profiles of the stages choose among.
+            groups: Endpoints that the profiles of the stages choose among; those of the first group
+                that leaves any.
         """
         stages, request, replace = Disaggregation(), context.request, msgspec.structs.replace
         if self.encode is not None:
             media = replace(request, prompt_tokens=0, prompt_bytes=0, max_tokens=1)
             alone = replace(context, request=media, blocks=())
-            part, reason = self.encode.choose(alone, candidates, decode)
+            part, reason = self.encode.choose(alone, groups, decode)
             stages = replace(stages, encode=part, encode_reason=reason)
         if self.prefill is not None:
             # Prefill ends with the first token.
             alone = replace(context, request=replace(request, max_tokens=1))
-            part, reason = self.prefill.choose(alone, candidates, decode)
+            part, reason = self.prefill.choose(alone, groups, decode)
             stages = replace(stages, prefill=part, prefill_reason=reason)
         return replace(decode, disaggregation=stages)

@@ -7,8 +7,9 @@ import pytest
 
 from extproc.config import factory, loader
 from extproc.decision import Decision, Deferral
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.errors import ConfigError
+from extproc.pool.endpoint_health import HealthState
 from extproc.request import HttpRequest
 from tests.support import pictures
 
@@ -331,3 +332,27 @@ def test_profiles_of_one_name_are_refused():
         factory.build(
             native(text=NATIVE.replace("profile: {filters", "profile: {name: decode, filters"))
         )
+
+
+def test_an_ejected_endpoint_is_probed_by_a_stage():
+    """No request for decode would, and without one it would stay out."""
+    other = "10.0.0.5:8000"
+    parts = build(native(), {PREFILL: "prefill", other: "prefill", DECODE: "decode"})
+    incarnation = parts.store.pool.find(PREFILL).endpoint.incarnation
+    detector = parts.store.outlier_detector
+    open_here = account(parts, PREFILL).open("m", 10, cached_tokens=0, now=0.0)
+    now = 0.0
+    while detector.condition(incarnation).state is HealthState.HEALTHY:
+        now += 5.0
+        assert now < 1000.0
+        scrape(parts, PREFILL, now, running=1.0, counters=EngineCounters(steps=7.0))
+    open_here.close(now, answered=False)
+    assert addresses(decide(parts, chat(), now)[1].prefill) == [other]
+    later = detector.condition(incarnation).until + parts.store.outlier_detector.settings.cap_s
+    decision, stages = decide(parts, chat(), later)
+    assert addresses(stages.prefill) == [PREFILL]
+    parts.director.reserve(decision, later)
+    assert detector.condition(incarnation).state is HealthState.PROBING
+    assert addresses(decide(parts, chat(), later)[1].prefill) == [other]
+    scrape(parts, PREFILL, later + 1.0, counters=EngineCounters(steps=8.0))
+    assert detector.condition(incarnation).state is HealthState.HEALTHY
