@@ -251,7 +251,8 @@ def columns_of(
     Raises:
         ConfigError: A strategy or configuration is wrong.
     """
-    columns = [SimulationColumn(f"{RECORDED} ({_name_of(settings)})", settings)]
+    recorded = profile_builder.build_profile(settings, where="the recording").name
+    columns = [SimulationColumn(f"{RECORDED} ({recorded})", settings)]
     for name in strategies:
         if name == RECORDED:
             continue
@@ -275,16 +276,14 @@ def columns_of(
     return columns
 
 
-def _name_of(settings: Settings) -> str:
-    return profile_builder.build_profile(settings, where="the recording").name
-
-
 def scenario_of(replay: Replay, seeds: Sequence[int]) -> scenario.Scenario:
     """The recording as a scenario of the simulator.
 
     Raises:
-        ConfigError: The recording knows no engine, or its numbers do not go together.
+        ConfigError: The recording knows no engine, its numbers do not go together, or a column has
+            stages on other endpoints.
     """
+    simulation_runs.check_stages(replay.columns, replay.where)
     if not replay.fleet:
         raise ConfigError(
             replay.where,

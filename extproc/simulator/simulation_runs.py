@@ -153,9 +153,30 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
         warnings.append(
             f"plugins that read {', '.join(unknown)} have no effect: simulations have none of that"
         )
-    return SimulationColumn(
+    simulated = SimulationColumn(
         variant.name, settings, variant.client, variant.autoscaling, tuple(warnings)
     )
+    check_stages([simulated], spot)
+    return simulated
+
+
+def check_stages(columns: Sequence[SimulationColumn], where: str) -> None:
+    """Reject stages on other endpoints: simulated engines transfer no KV caches.
+
+    Raises:
+        ConfigError: A column chooses endpoints for prefill or encode.
+    """
+    for settings in [column.settings for column in columns if column.settings is not None]:
+        stages = profile_builder.resolve_all(settings, where=where).stages
+        if stages is not None:
+            names = ", ".join(profile.name for profile in stages.profiles)
+            raise ConfigError(
+                where,
+                wanted="endpoints that compute whole requests, as simulated ones do",
+                got=f"{names} on other endpoints than decode",
+                fix="remove scheduling.disaggregation, or the profile handler of the "
+                "EndpointPickerConfig",
+            )
 
 
 def _check_strategy(name: str, *, where: str) -> None:

@@ -55,6 +55,19 @@ def test_a_recording_without_candidates_has_no_engines(tmp_path, capsys, command
     assert "expected endpoints with scraped loads, got none" in refusal(capsys, *command, str(path))
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_recording_with_stages_is_not_simulated(tmp_path, capsys, command):
+    """Simulated engines compute requests as a whole."""
+
+    def split(row):
+        if "settings" in row:
+            profile = {"picker": {"kind": "random"}}
+            row["settings"]["scheduling"]["disaggregation"] = {"prefill": {"profile": profile}}
+
+    path = changed_example(tmp_path, split)
+    assert "got prefill on other endpoints than decode" in refusal(capsys, *command, str(path))
+
+
 @pytest.mark.parametrize("objective", ["tpot_mean=1s", "itl_p95=1s"])
 def test_answers_of_one_token_have_no_time_between_tokens(tmp_path, capsys, objective):
     """No fleet would be enough for such an objective."""

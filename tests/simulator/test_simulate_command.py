@@ -114,6 +114,17 @@ def test_variants_are_configurations_with_something_put_over(small):
     assert fast.settings.scrape.busy_interval_s == 0.1
 
 
+def test_stages_on_other_endpoints_are_refused(small):
+    """Simulated engines transfer no KV caches."""
+    split = small.parent / "split.yaml"
+    split.write_text(
+        "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+        "scheduling: {disaggregation: {prefill: {profile: {cost: {kind: estimated-time}}}}}\n"
+    )
+    with pytest.raises(ConfigError, match="got prefill on other endpoints than decode; remove"):
+        planned(small, strategies=["round-robin"], configs=[split])
+
+
 def test_plugins_that_simulations_have_nothing_for_are_a_warning(small):
     """Simulated requests have no headers, and engines no labels."""
     sticky = small.parent / "sticky.yaml"
