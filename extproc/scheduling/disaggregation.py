@@ -208,6 +208,7 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
                 that leaves any.
         """
         stages, request, replace = Disaggregation(), context.request, msgspec.structs.replace
+        context = replace(context, peer=decode.endpoints[0])
         if self.encode is not None:
             media = replace(request, prompt_tokens=0, prompt_bytes=0, max_tokens=1)
             alone = replace(context, request=media, blocks=())

@@ -234,6 +234,8 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         idle_conversations_per_open: Conversations that will continue and have no request open now,
             for each open request.
         known_seed: Result of `affinity_seed` where it was needed before; None has it read at next use.
+        peer: Endpoint chosen for decode, where a profile chooses the endpoint of another stage; None
+            for the one that serves.
     """
 
     request: InferenceRequest
@@ -248,6 +250,7 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
     foreign_share: float = 0.0
     idle_conversations_per_open: float = 0.0
     known_seed: int | None = None
+    peer: Endpoint | None = None
 
     @property
     def first_user_message(self) -> str:

@@ -53,7 +53,7 @@ def capable(adapter_name: str, candidates: Sequence[Candidate]) -> Sequence[Cand
     return [] if labels_exist else candidates
 
 
-#: Header in which a coordinator names the machine an earlier stage ran on.
+#: Header in which a coordinator names the machine an earlier stage ran on; read without a peer.
 PEER_HEADER = "x-peer-topology"
 
 #: Levels, nearest first, and their labels; the first label that an endpoint has counts.
@@ -94,6 +94,15 @@ def location_of(
         for level, names in levels.items()
     }
     return {level: value for level, value in where.items() if value}
+
+
+def _find_peer(
+    context: SchedulingContext, levels: Mapping[str, tuple[str, ...]], header: str = ""
+) -> Mapping[str, str]:
+    """Location of the peer: of the header, if one is named; else of the endpoint chosen for decode."""
+    if context.peer is not None and not header:
+        return location_of(context.peer, levels)
+    return parse_topology(context.headers.get(header.lower() or PEER_HEADER, ""))
 
 
 def distance(peer: Mapping[str, str], other: Mapping[str, str]) -> int:
@@ -156,9 +165,9 @@ SCORES = (1.0, 0.20, 0.05, 0.02, 0.0)
 class TopologyAffinityScorer(PluginParameters, frozen=True, kw_only=True):
     """Same host 1, same rack 0.20, same zone 0.05, same region 0.02, otherwise 0.
 
-    The other machine is named by the request header `x-peer-topology`; without it all score
-    0. The upstream picker knows it from having picked the decode endpoint in the same context, which
-    this picker does not do. The location of an endpoint stands in its labels: `kubernetes.io/hostname`,
+    In a profile that chooses an endpoint for prefill or encode, the other machine is the endpoint
+    chosen for decode; elsewhere the request header `x-peer-topology` names it, and without it all
+    score 0. The location of an endpoint stands in its labels: `kubernetes.io/hostname`,
     `topology.kubernetes.io/rack`, `.../zone` and `.../region`, or `host`, `rack`, `zone` and
     `region`. A missing label is nothing in common. Upstream: `scorer/topologyaffinity/scorer.go`.
 
@@ -173,10 +182,10 @@ class TopologyAffinityScorer(PluginParameters, frozen=True, kw_only=True):
     labels: Mapping[Level, LabelName] = {}
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        peer = parse_topology(context.headers.get(PEER_HEADER, ""))
+        levels = _levels_with(self.labels)
+        peer = _find_peer(context, levels)
         if not peer:
             return [0.0] * len(candidates)
-        levels = _levels_with(self.labels)
         return [SCORES[distance(peer, location_of(c.endpoint, levels))] for c in candidates]
 
 
@@ -314,15 +323,16 @@ class LabelSelectorFilter(UpstreamParameters, frozen=True, kw_only=True):
 class TopologyAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps candidates that share `minAffinity` or a nearer level with the peer; else all.
 
-    The peer is named by a request header; without it all are kept. The location of an endpoint
-    stands in its labels, see the scorer `topology-affinity-scorer`. A missing label is nothing in
-    common. Upstream: `filter/topologyaffinity/filter.go`.
+    In a profile that chooses an endpoint for prefill or encode, the peer is the endpoint chosen for
+    decode; elsewhere a request header names it, and without it all are kept. The location of an
+    endpoint stands in its labels, see the scorer `topology-affinity-scorer`. A missing label is
+    nothing in common. Upstream: `filter/topologyaffinity/filter.go`.
 
     Attributes:
         min_affinity: `host`, `rack`, `zone` or `region`.
-        peer_topology_header: Header that names the peer, as `host=n12,rack=r7`. Empty, the default,
-            reads `x-peer-topology`: the upstream picker then takes the decode endpoint picked in
-            the same context, which there is none of here.
+        peer_topology_header: Header that names the peer in every profile, as `host=n12,rack=r7`.
+            Empty, the default, takes the endpoint chosen for decode, and reads `x-peer-topology`
+            where none was chosen before.
         labels: Label of a level, in place of the usual ones, as in `topology-affinity-scorer`.
     """
 
@@ -336,10 +346,9 @@ class TopologyAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        header = self.peer_topology_header.lower() or PEER_HEADER
-        peer = parse_topology(context.headers.get(header, ""))
-        furthest = DISTANCES[self.min_affinity]
         levels = _levels_with(self.labels)
+        peer = _find_peer(context, levels, self.peer_topology_header)
+        furthest = DISTANCES[self.min_affinity]
         near = [
             c for c in candidates if distance(peer, location_of(c.endpoint, levels)) <= furthest
         ]

@@ -326,6 +326,24 @@ def test_an_external_plugin_chooses_for_a_stage(tmp_path):
     assert plugin.notes == [("prefill", ENCODE_TOO)]
 
 
+def test_stages_are_chosen_near_the_endpoint_that_decodes():
+    """The profile of prefill compares locations with it."""
+    other = "10.0.0.5:8000"
+    near = "{kind: topology-affinity-filter, params: {minAffinity: rack}}"
+    parts = factory.build(
+        native(text=NATIVE.replace("{kind: prefill-filter}", "{kind: prefill-filter}, " + near))
+    )
+    racks = {PREFILL: "r1", other: "r2", DECODE: "r2"}
+    roles = {PREFILL: "prefill", other: "prefill", DECODE: "decode"}
+    parts.store.set_endpoints(
+        [Endpoint(a, labels={"llm-d.ai/role": roles[a], "rack": racks[a]}) for a in racks], 0.0
+    )
+    for _ in range(3):
+        decision, stages = decide(parts, chat(x_peer_topology="rack=r1"))
+        assert addresses(stages.prefill) == [other]
+        parts.director.reserve(decision, 1.0)
+
+
 def test_profiles_of_one_name_are_refused():
     """Plugins of one would learn of the decisions of the other."""
     with pytest.raises(ConfigError, match="'decode' twice"):

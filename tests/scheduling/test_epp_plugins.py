@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
+from extproc.endpoint import Endpoint
 from extproc.scheduling import attributes, labels, registry
 from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.prefix_affinity import NoHitLruScorer
@@ -193,3 +194,33 @@ def test_labels_without_a_range_are_ignored(text):
 def test_unknown_levels_of_a_peer_are_ignored():
     """Unknown levels, and text that is no pair, leave the other levels in effect."""
     assert labels.parse_topology("host = n1 ,planet=earth,rack,zone=") == {"host": "n1"}
+
+
+RACKS = builders.candidates({"a": {"labels": {"rack": "r1"}}, "b": {"labels": {"rack": "r2"}}})
+
+
+@pytest.mark.parametrize(
+    ("params", "headers", "peer", "names"),
+    [
+        ({}, {}, None, ["a", "b"]),
+        ({}, {"x-peer-topology": "rack=r1"}, None, ["a"]),
+        ({}, {}, "r2", ["b"]),
+        ({}, {"x-peer-topology": "rack=r1"}, "r2", ["b"]),
+        ({}, {"x-peer-topology": "rack=r1"}, "", ["a", "b"]),
+        ({"peerTopologyHeader": "X-Near"}, {"x-near": "rack=r1"}, "r2", ["a"]),
+        ({"peerTopologyHeader": "X-Near"}, {}, "r2", ["a", "b"]),
+    ],
+)
+def test_the_peer_of_a_stage_is_the_endpoint_that_decodes(params, headers, peer, names):
+    """The header counts where it is named, or where no endpoint was chosen before."""
+    endpoint = None
+    if peer is not None:
+        endpoint = Endpoint("10.0.0.9:8000", labels={"rack": peer} if peer else {})
+    context = builders.context(headers=headers, peer=endpoint)
+    near = msgspec.convert(
+        {"minAffinity": "rack", **params}, registry.FILTERS["topology-affinity-filter"]
+    )
+    assert builders.names(near.filter(context, RACKS)) == names
+    if not params:
+        scored = registry.SCORERS["topology-affinity-scorer"]().score(context, RACKS)
+        assert [0.2 * (len(names) == 1 and n in names) for n in ("a", "b")] == scored
