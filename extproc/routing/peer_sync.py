@@ -10,8 +10,8 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Final, get_args
 
 import msgspec
 
@@ -48,6 +48,9 @@ _Block = Annotated[int, msgspec.Meta(ge=0, le=HASH_MASK)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 _PickerName = Annotated[str, msgspec.Meta(max_length=256)]
 
+#: Stages by name in messages: a value that does not decode would void all facts of its message.
+_STAGES: Final[Mapping[str, Stage]] = {stage: stage for stage in get_args(Stage)}
+
 
 class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     """A request was committed to an endpoint.
@@ -56,6 +59,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
         number: Number of the request, counted from 1 by its replica.
         prompt_bytes: Bytes the tokens are estimated from; 0 when they are exact.
         stage: What the endpoint computes of the request; empty for all, and from versions without it.
+            Of a stage that this version does not know, the endpoint counts as computing all.
     """
 
     number: _Number
@@ -66,7 +70,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
     prompt_bytes: _Bytes
     blocks: Sequence[_Block]
     has_media: bool = False
-    stage: Stage = ""
+    stage: _Name = ""
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
@@ -392,7 +396,7 @@ class PeerReplica:
             cached_tokens=CachedTokens(cached, cached),
             now=now,
             from_peers=True,
-            stage=fact.stage,
+            stage=_STAGES.get(fact.stage, ""),
         )
         peer.open[number] = _ChargedRequest(fact.pool, director, reservation)
 

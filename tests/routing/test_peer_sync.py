@@ -404,3 +404,19 @@ def test_any_values_in_a_message_are_handled(facts, picker):
 def test_a_message_out_of_range_is_ignored(data):
     """Invalid UTF-8, endless nesting, numbers and names beyond their ranges, and sheer length."""
     assert peer_sync.decode(data) is None
+
+
+@pytest.mark.parametrize("stage", [None, "", "decode", "prefill", "verify"])
+def test_stages_of_other_versions_are_readable(stage):
+    """Without the stage, and with one of a later version, the endpoint counts as computing all."""
+    side = Side("a")
+    started = ["s", 1, "", FIRST, "m", 100, 400, [1, 2, 3], False]
+    if stage is not None:
+        started.append(stage)
+    message = peer_sync.decode(msgspec.msgpack.encode(["b", [started]]))
+    assert message is not None
+    side.mirror.apply_message(message, 1.0)
+    account = side.account(FIRST)
+    assert (account.in_flight, account.sent) == (1, 1 if stage == "decode" else 100)
+    say(side, peer_sync.RequestEnded(1, True))
+    assert (account.in_flight, account.queued(9.0)) == (0, 0.0)
