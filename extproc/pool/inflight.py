@@ -56,7 +56,7 @@ class InflightLoad(QueuedWork):
             with the expected growth of young conversations; 0 while no plugin needs it.
         opened: Reservations ever opened (count).
         answered: Requests closed with an answer (count, cumulative).
-        served: Of these, requests with a prompt that this replica sent itself.
+        served: Requests with a prompt that this replica sent itself and the endpoint answered.
         answered_s: Seconds that those answered took, summed (cumulative).
         answered_tokens: Their uncached prompt tokens, summed.
         ran: Adapter or model names of requests answered since the last scrape.
@@ -281,17 +281,19 @@ class InflightLoad(QueuedWork):
         return self.in_flight - self.from_peers
 
     def count_settled(self, until: float) -> int:
-        """Open requests with a prompt that this picker sent by then (count)."""
+        """Open requests with a prompt that this picker sent, and that are in the engine since then (count)."""
         count = 0
         for reservation in self._open:
-            if reservation.at <= until:
+            if reservation.entered_at <= until:
                 count += bool(reservation.prompt_tokens) and not reservation.from_peers
         return count
 
     def open_work(self, now: float) -> Iterator[tuple[float, int]]:
-        """Seconds that each open request is open, and its uncached prompt tokens."""
+        """Seconds that each open request is in the engine, and its uncached prompt tokens."""
         for reservation in self._open:
-            yield now - reservation.at, reservation.uncached_tokens
+            entered_at = reservation.entered_at
+            if entered_at < math.inf:
+                yield now - entered_at, reservation.uncached_tokens
 
     def _close(self, reservation: Reservation, now: float, *, answered: bool) -> None:
         del self._open[reservation]
@@ -315,9 +317,11 @@ class InflightLoad(QueuedWork):
         self._drain(now)
         if answered:
             self._remember(reservation, now)
+        if answered and reservation.stage != "decode":
             self.done = max(self.done, reservation.sent)
         else:
-            # It never ran: its work is gone, and nothing is known of what was sent before it.
+            # Its work is gone, and nothing is known of what was sent before it: it never ran, or
+            # passed the prompts that waited, as its own was computed elsewhere.
             self.done = min(self.done + reservation.uncached_tokens, self.sent)
 
     def _remember_times(self, reservation: Reservation, now: float) -> None:
@@ -339,9 +343,12 @@ class InflightLoad(QueuedWork):
         if reservation.prompt_tokens:
             if reservation.stage != "decode":
                 self.typical_work.add(reservation.uncached_tokens)
-            self.served += not reservation.from_peers
+            if reservation.stage != "prefill":  # whether its endpoint computed it does not show
+                self.served += not reservation.from_peers
         if len(self.ran) < _MAX_RECENT:
             self.ran.add(reservation.target)
+        if reservation.stage:
+            return
         if reservation.has_media:
             self.media_answered += 1
         elif reservation.prompt_bytes:
@@ -399,6 +406,17 @@ class Reservation(msgspec.Struct, eq=False):
     def is_open(self) -> bool:
         """True until it is closed."""
         return self._account is not None
+
+    @property
+    def entered_at(self) -> float:
+        """Monotonic seconds since when it is in the engine; infinity where it may not be there.
+
+        A request waits until other endpoints have done its stages, and these may be done long before
+        its answer shows it.
+        """
+        if self.prefilled_at is not None:
+            return self.prefilled_at
+        return math.inf if self.stage or self.parts else self.at
 
     @property
     def cached_tokens(self) -> int:

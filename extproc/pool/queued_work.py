@@ -8,6 +8,7 @@ not.
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Final, Protocol
 
@@ -35,6 +36,7 @@ class OpenRequest(Protocol):
         prompt_tokens: Tokens of its prompt.
         uncached_tokens: Of these, not in the engine's prefix cache; at least 1.
         from_peers: Whether another replica sent it.
+        prefilled_at: Monotonic seconds at which another endpoint had computed the prompt; None for not.
     """
 
     at: float
@@ -42,6 +44,11 @@ class OpenRequest(Protocol):
     prompt_tokens: int
     uncached_tokens: int
     from_peers: bool
+    prefilled_at: float | None
+
+    @property
+    def entered_at(self) -> float:
+        """Monotonic seconds since when it is in the engine; infinity where it may not be there."""
 
 
 class QueuedWork:
@@ -120,16 +127,17 @@ class QueuedWork:
         self._drain(now)
         if waiting is None:
             return False
-        before = [reservation for reservation in self._open if reservation.sent <= sent]
+        before = [r for r in self._open if r.sent <= sent and r.prefilled_at is None]
         largest = max((reservation.uncached_tokens for reservation in before), default=0)
         queueing = min(int(waiting), len(before))
-        if running is not None:
-            queueing = max(queueing, len(before) - int(running))
+        if running is not None and len(before) - int(running) > queueing:
+            num_here = sum(reservation.entered_at < math.inf for reservation in before)
+            queueing = max(queueing, num_here - int(running))
         # The first of those that wait, counted from the end, has everything before it admitted.
         admitted, waited_s = sent, 0.0
         for reservation in islice(reversed(before), queueing - 1, queueing) if queueing else ():
             admitted = reservation.sent - reservation.uncached_tokens
-            waited_s = at - reservation.at
+            waited_s = at - reservation.entered_at
         usual_s = (sent - admitted + largest) / self.tokens_per_s + self.iteration_s
         longest = max([reservation.prompt_tokens for reservation in before], default=0)
         lacks_memory = free_tokens is None or free_tokens < _ROOMY * longest
