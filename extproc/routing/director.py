@@ -374,7 +374,8 @@ class Director:
             reservation.refuse(not_found=status == "404")
             self._retract_prefix(reservation)
         if reservation.parts:
-            self._release_parts(reservation, now, answered=outcome is _SERVED)
+            is_served = outcome is _SERVED
+            self._release_parts(reservation, now, answered=is_served, ran=is_served)
         reservation.forget_blocks()
 
     def _move(
@@ -452,6 +453,10 @@ class Director:
                 part.close(now, answered=answered)
             if not ran:
                 self._retract_prefix(part)
+            elif not answered:
+                self._cache_model.record_abandoned(
+                    part.endpoint, part.prompt_tokens, part.cached_tokens
+                )
             part.forget_blocks()
             if self._event_listener is not None:
                 self._event_listener.on_released(part, answered=answered, ran=ran)
@@ -459,12 +464,12 @@ class Director:
     def unreserve(self, reservation: Reservation, now: float) -> None:
         """Close the accounts of a request that was never sent, and retract its prediction."""
         try:
-            if reservation.parts:
-                self._release_parts(reservation, now, answered=False, ran=False)
             reservation.close(now, answered=False)
             self._retract_prefix(reservation)
             reservation.forget_blocks()
         finally:
+            if reservation.parts:
+                self._release_parts(reservation, now, answered=False, ran=False)
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=False, ran=False)
 
@@ -476,17 +481,19 @@ class Director:
         """
         ran = not reservation.refused
         try:
-            if reservation.parts:
-                self._release_parts(reservation, now, answered=False)
             reservation.close(now, answered=answered and ran)
             if not answered:
+                # While another endpoint may still be at a stage, its silence says nothing.
+                sent_at = min(reservation.entered_at, now)
                 self._store.record_outcome(
-                    reservation.endpoint, _NO_RESPONSE, sent_at=reservation.at, now=now
+                    reservation.endpoint, _NO_RESPONSE, sent_at=sent_at, now=now
                 )
                 if ran:
                     self._cache_model.record_abandoned(
                         reservation.endpoint, reservation.prompt_tokens, reservation.cached_tokens
                     )
         finally:
+            if reservation.parts:
+                self._release_parts(reservation, now, answered=False)
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)

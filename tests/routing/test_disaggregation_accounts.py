@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -187,6 +188,17 @@ def test_both_endpoints_are_charged_for_their_stage():
     assert decode.in_flight == 0
 
 
+@pytest.mark.parametrize("status", ["400", "503"])
+def test_a_refusal_retracts_what_was_expected_of_prefill(status):
+    """Nothing of the prompt ran for all that is known, at either endpoint."""
+    parts = build(native())
+    _, reservation = send(parts)
+    assert parts.index.blocks_total > 0
+    parts.director.on_response_headers(reservation, status, 2.0)
+    parts.director.release(reservation, 2.0)
+    assert parts.index.blocks_total == 0
+
+
 def test_a_request_that_is_taken_back_is_retracted_everywhere():
     """It was never sent."""
     parts = build(native())
@@ -273,3 +285,14 @@ def test_an_answer_overtakes_prompts_that_wait():
     parts.director.on_response_headers(reservation, "200", 1.0)
     parts.director.release(reservation, 1.0)
     assert decode.queued(1.0) == 50_000
+
+
+def test_silence_of_prefill_is_not_that_of_the_endpoint_that_decodes():
+    """Its client leaves after a minute without an answer, and nothing was scraped."""
+    parts = build(native(text=NATIVE + "scrape: {enabled: false}\n"))
+    detector = parts.store.outlier_detector
+    incarnation = parts.store.pool.find(DECODE).endpoint.incarnation
+    for at in range(1, 9):
+        _, reservation = send(parts, now=float(at))
+        parts.director.release(reservation, at + 600.0, answered=False)
+    assert detector.condition(incarnation).state is HealthState.HEALTHY
