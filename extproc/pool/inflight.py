@@ -32,7 +32,7 @@ _MAX_RECENT = 64
 _UNSHOWN_S = 0.25
 
 #: What an endpoint computes of a request; empty for all.
-Stage: TypeAlias = Literal["", "prefill", "encode", "decode"]
+Stage: TypeAlias = Literal["", "prefill", "encode", "decode", "prefill-decode"]
 
 
 class Turn(Protocol):

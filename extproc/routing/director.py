@@ -179,7 +179,11 @@ class Director:
             LookupError: The endpoint is not in the pool; `reserve` was not called in the same turn.
         """
         split = decision.disaggregation
-        stage: Stage = "" if split is None or split.prefill is None else "decode"
+        stage: Stage = ""
+        if split is not None and split.prefill is not None:
+            stage = "decode"
+        elif split is not None and split.encode is not None:
+            stage = "prefill-decode"
         reservation = self._reserve_stage(decision, decision.endpoints[0], stage, now)
         if len(decision.endpoints) > 1:
             reservation.allow_fallbacks()

@@ -207,6 +207,18 @@ def test_a_request_that_is_taken_back_is_retracted_everywhere():
     assert parts.index.blocks_total == 0
 
 
+def test_a_request_whose_media_are_encoded_elsewhere_computes_its_prompt():
+    """Its duration says nothing of the endpoint that answers."""
+    parts = build(native(), {DECODE: "", ENCODE: "encode"})
+    decision, reservation = send(parts, images=1)
+    decode = account(parts, DECODE)
+    assert reservation.stage == "prefill-decode"
+    assert decode.queued(1.0) == decision.request.prompt_tokens
+    parts.director.on_response_headers(reservation, "200", 60.0)
+    parts.director.release(reservation, 61.0)
+    assert (decode.answered, decode.served, decode.queued(61.0)) == (0, 1, 0.0)
+
+
 def test_a_moved_request_is_still_one_that_decodes():
     """The endpoint that answers in the place of the first one computes no prompt either."""
     parts = build(native(text=FALLBACKS), ALL)
