@@ -48,7 +48,7 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
         model_unlisted: No allowed endpoint lists the model, and all of them listed theirs.
         excluded_by_health: Further excluded endpoints by reason: `failing` for endpoints whose
             requests fail or that are out of reach, `warming` for recent endpoints in slow start;
-            `least-bad`, with none, where all fail.
+            `least-bad`, with none, where all fail, or all that the profile may choose.
         overdue: Members that a request is to probe before it may go to the others; empty where there
             are no others.
         valid_until: Monotonic seconds before which the same snapshot gives the same endpoints to
@@ -72,6 +72,25 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
             model_unlisted=self.model_unlisted,
             excluded_by_health=(*self.excluded_by_health, *decision.excluded_by_health),
         )
+
+    def with_least_bad(self, pool: Pool) -> EligibleEndpoints:
+        """With the best of those that are excluded by health, which thereby are eligible."""
+        excluded = {e.address for _, endpoints in self.excluded_by_health for e in endpoints}
+        members = [m for m in pool.members if m.endpoint.address in excluded]
+        best = {member.endpoint.address for member in snapshot.healthiest(members)}
+        eligible = best.union(member.endpoint.address for member in self.members)
+        left = [m.endpoint for m in members if m.endpoint.address not in best]
+        return msgspec.structs.replace(
+            self,
+            members=[m for m in pool.members if m.endpoint.address in eligible],
+            excluded_by_health=(*(((FAILING, left),) if left else ()), (LEAST_BAD, ())),
+            overdue=(),
+        )
+
+    @property
+    def has_excluded(self) -> bool:
+        """True if endpoints are excluded by their health."""
+        return any(endpoints for _, endpoints in self.excluded_by_health)
 
 
 def find_eligible(

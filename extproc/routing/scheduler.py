@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from extproc.decision import SHEDDABLE_DROPPED, Decision, Deferral, Outcome, Rejection
+from extproc.decision import SATURATED, SHEDDABLE_DROPPED, Decision, Deferral, Outcome, Rejection
 from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.pool import candidate_builder, inference_policy, snapshot
@@ -218,7 +218,35 @@ class Scheduler:
         eligible = self._find_eligible(pool, request, now)
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
-        members = eligible.members
+        while True:
+            outcome = self._choose(
+                profile,
+                eligible,
+                request,
+                now,
+                chain=chain,
+                headers=headers,
+                may_defer=may_defer,
+                read_first_message=read_first_message,
+            )
+            if outcome is not None:
+                return outcome
+            eligible = eligible.with_least_bad(pool)
+
+    def _choose(
+        self,
+        profile: SchedulerProfile,
+        eligible: eligibility.EligibleEndpoints,
+        request: InferenceRequest,
+        now: float,
+        *,
+        chain: Sequence[int],
+        headers: Mapping[str, str],
+        may_defer: bool,
+        read_first_message: _ReadText,
+    ) -> Outcome | None:
+        """Choose among eligible endpoints; None where all that the labels allow are put aside."""
+        pool, routing, members = self._store.pool, self._routing, eligible.members
         request, tokens = self._count_tokens(request, chain)
         adapter = pool.adapter_of(request.model, request.adapter)
         exact = self._exact_matcher
@@ -261,6 +289,8 @@ class Scheduler:
         else:
             outcome = self._run(profile, context, candidates, may_defer=may_defer)
         if not isinstance(outcome, Decision):
+            if outcome is SATURATED and eligible.has_excluded:
+                return outcome if profile.fits_any(context, candidates) else None
             return outcome
         if routing.stages is not None or routing.kv_cache_source is not None:
             outcome = self._choose_others(profile, context, candidates, eligible, outcome)

@@ -193,6 +193,12 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             affinity_seed=context.known_seed,
         )
 
+    def fits_any(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> bool:
+        """True if a candidate passes the filters that read labels alone, such as those of roles."""
+        fixed = [plugin for plugin in self.filters if plugin.needs == {Signal.LABELS}]
+        alone = msgspec.structs.replace(self, filters=tuple(fixed))
+        return bool(alone._filter(context, candidates, [])[0])  # noqa: SLF001 - of this class
+
     def find_fallbacks(
         self,
         context: SchedulingContext,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from extproc.config import factory, loader
-from extproc.decision import Decision, Deferral
+from extproc.decision import SATURATED, Decision, Deferral
 from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.errors import ConfigError
 from extproc.pool.endpoint_health import HealthState
@@ -374,3 +374,50 @@ def test_an_ejected_endpoint_is_probed_by_a_stage():
     assert addresses(decide(parts, chat(), later)[1].prefill) == [other]
     scrape(parts, PREFILL, later + 1.0, counters=EngineCounters(steps=8.0))
     assert detector.condition(incarnation).state is HealthState.HEALTHY
+
+
+def test_requests_go_to_a_role_whose_endpoints_all_fail():
+    """Healthy endpoints of other roles are no place for them; they prefill as before."""
+    other = "10.0.0.5:8000"
+    prefill = {f"10.0.1.{n}:8000": "prefill" for n in range(6)}
+    parts = build(native(), {**prefill, DECODE: "decode", other: "decode"})
+    chosen = set()
+    for at in range(40):
+        now = 1.0 + 0.1 * at
+        decision, stages = decide(parts, chat(), now)
+        chosen.add(decision.endpoints[0].address)
+        assert addresses(stages.prefill)[0] in prefill
+        reservation = parts.director.reserve(decision, now)
+        parts.director.on_response_headers(reservation, "503", now)
+        parts.director.release(reservation, now)
+    assert chosen == {DECODE, other}
+    reasons = [reason for reason, _ in decision.excluded_by_health]
+    assert reasons[-1] == "least-bad"
+
+
+def test_requests_go_to_a_role_whose_endpoints_are_all_new():
+    """Slow start would leave endpoints of the other role alone at times."""
+    parts = build(native(), {PREFILL: "prefill"})
+    parts.store.set_endpoints(endpoints({PREFILL: "prefill", DECODE: "decode"}), 1.0)
+    for at in range(50):
+        _, stages = decide(parts, chat(), 1.0 + 0.01 * at)
+        assert addresses(stages.prefill) == [PREFILL]
+
+
+def test_full_endpoints_are_not_passed_over_for_failing_ones():
+    """A filter of load has a reason to leave none."""
+    text = NATIVE.replace(
+        "{kind: decode-filter}",
+        "{kind: decode-filter}, {kind: utilization-filter, params: {conditions: "
+        "[{metric: active-requests, maxValue: 1}]}}",
+    )
+    other = "10.0.0.5:8000"
+    parts = build(native(text=text), {PREFILL: "prefill", DECODE: "decode", other: "decode"})
+    decision, _ = decide(parts, chat())
+    reservation = parts.director.reserve(decision, 1.0)
+    parts.director.on_response_headers(reservation, "503", 1.0)
+    parts.director.release(reservation, 1.0)
+    (left,) = {DECODE, other} - {decision.endpoints[0].address}
+    for _ in range(3):
+        account(parts, left).open("m", 1, cached_tokens=0, now=1.0)
+    assert parts.director.route(chat(), 1.1) is SATURATED
