@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_CITATION = re.compile(r"\bdocs/[\w/.-]+\.md(?:#[\w-]+)?")
+#: Pages of this repository: those in the address of another one are none.
+_CITATION = re.compile(r"(?<![\w/])docs/[\w/.-]+\.md(?:#[\w-]+)?")
 _HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 _ANCHOR = re.compile(r'<a id="([\w-]+)">')
 
