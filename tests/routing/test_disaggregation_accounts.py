@@ -277,15 +277,21 @@ def test_pages_are_not_held_against_requests_that_may_be_elsewhere():
 def test_prompts_that_left_prefill_are_no_queue_there():
     """Their requests wait for a place where they are decoded, and are open for as long."""
     parts = build(native())
-    for _ in range(4):
-        send(parts)
+    sent = [send(parts)[1] for _ in range(4)]
     prefill = account(parts, PREFILL)
     assert prefill.queued(1.0) > 1000
+    scrape(parts, PREFILL, 1.1)
+    assert prefill.in_flight == 4  # the engine may read them still
     drained_s = 1.0 + 2.0 * prefill.queued(1.0) / prefill.tokens_per_s
-    scrape(parts, PREFILL, drained_s)
-    assert prefill.queued(drained_s) == 0.0
-    scrape(parts, PREFILL, drained_s + 1.0, waiting=1.0)
-    assert prefill.queued(drained_s + 1.0) > 0.0
+    scrape(parts, PREFILL, drained_s, waiting=1.0)
+    assert prefill.in_flight == 1
+    assert prefill.queued(drained_s) > 0.0
+    scrape(parts, PREFILL, drained_s + 1.0)
+    assert (prefill.in_flight, prefill.queued(drained_s + 1.0)) == (0, 0.0)
+    for reservation in sent:
+        parts.director.on_response_headers(reservation, "200", drained_s + 2.0)
+        parts.director.release(reservation, drained_s + 3.0)
+    assert (prefill.in_flight, account(parts, DECODE).in_flight) == (0, 0)
 
 
 def test_an_answer_overtakes_prompts_that_wait():
