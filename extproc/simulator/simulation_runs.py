@@ -156,27 +156,35 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
     simulated = SimulationColumn(
         variant.name, settings, variant.client, variant.autoscaling, tuple(warnings)
     )
-    check_stages([simulated], spot)
+    check_stages([simulated], spot, has_labels=True)
     return simulated
 
 
-def check_stages(columns: Sequence[SimulationColumn], where: str) -> None:
-    """Reject stages on other endpoints: simulated engines transfer no KV caches.
+def check_stages(
+    columns: Sequence[SimulationColumn], where: str, *, has_labels: bool = False
+) -> None:
+    """Reject stages on other endpoints that are not simulated.
+
+    Args:
+        has_labels: Whether engines have the labels by which profiles tell stages apart; prefill is
+            simulated then, and encode never.
 
     Raises:
-        ConfigError: A column chooses endpoints for prefill or encode.
+        ConfigError: A column chooses endpoints for such a stage.
     """
     for settings in [column.settings for column in columns if column.settings is not None]:
         stages = profile_builder.resolve_all(settings, where=where).stages
-        if stages is not None:
-            names = ", ".join(profile.name for profile in stages.profiles)
-            raise ConfigError(
-                where,
-                wanted="endpoints that compute whole requests, as simulated ones do",
-                got=f"{names} on other endpoints than decode",
-                fix="remove scheduling.disaggregation, or the profile handler of the "
-                "EndpointPickerConfig",
-            )
+        if stages is None or (has_labels and stages.encode is None):
+            continue
+        names = ", ".join(profile.name for profile in stages.profiles)
+        raise ConfigError(
+            where,
+            wanted="prefill at most on other endpoints than decode"
+            if has_labels
+            else "endpoints that compute whole requests, as simulated ones do",
+            got=f"{names} on other endpoints than decode",
+            fix="remove scheduling.disaggregation, or the profile handler of the EndpointPickerConfig",
+        )
 
 
 def _check_strategy(name: str, *, where: str) -> None:

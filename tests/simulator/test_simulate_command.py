@@ -114,15 +114,18 @@ def test_variants_are_configurations_with_something_put_over(small):
     assert fast.settings.scrape.busy_interval_s == 0.1
 
 
-def test_stages_on_other_endpoints_are_refused(small):
-    """Simulated engines transfer no KV caches."""
+def test_encode_on_other_endpoints_is_refused(small):
+    """Simulated engines transfer KV caches, and no embeddings."""
     split = small.parent / "split.yaml"
-    split.write_text(
+    text = (
         "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-        "scheduling: {disaggregation: {prefill: {profile: {cost: {kind: estimated-time}}}}}\n"
+        "scheduling: {disaggregation: {STAGE: {profile: {cost: {kind: estimated-time}}}}}\n"
     )
-    with pytest.raises(ConfigError, match="got prefill on other endpoints than decode; remove"):
+    split.write_text(text.replace("STAGE", "encode"))
+    with pytest.raises(ConfigError, match="got encode on other endpoints than decode; remove"):
         planned(small, strategies=["round-robin"], configs=[split])
+    split.write_text(text.replace("STAGE", "prefill"))
+    assert planned(small, strategies=["round-robin"], configs=[split])
 
 
 def test_plugins_that_simulations_have_nothing_for_are_a_warning(small):
