@@ -366,7 +366,10 @@ class Director:
         known = served == chosen.host_port
         # An unknown name is an address that the data plane writes in another way.
         other = self._store.pool.find_served(served, chosen.rank) if not known else None
-        if other is None:
+        if other is None and reservation.parts and outcome is _FAILED:
+            # A sidecar answers with the failure of another stage: those endpoints are blamed first.
+            self._store.record_outcome(chosen, _NO_RESPONSE, sent_at=now, now=now)
+        elif other is None:
             sole = known or (reservation.sole_endpoint and not served)
             self._store.record_outcome(chosen, outcome, sent_at=reservation.at, now=now, sole=sole)
         else:
@@ -378,8 +381,7 @@ class Director:
             reservation.refuse(not_found=status == "404")
             self._retract_prefix(reservation)
         if reservation.parts:
-            is_served = outcome is _SERVED
-            self._release_parts(reservation, now, answered=is_served, ran=is_served)
+            self._release_parts(reservation, now, outcome)
         reservation.forget_blocks()
 
     def _move(
@@ -449,12 +451,23 @@ class Director:
             )
 
     def _release_parts(
-        self, reservation: Reservation, now: float, *, answered: bool, ran: bool = True
+        self, reservation: Reservation, now: float, outcome: RequestOutcome | None
     ) -> None:
-        """Close the accounts of the stages that other endpoints did: they end before the response."""
+        """Close the accounts of the stages that other endpoints did: they end before the response.
+
+        Args:
+            outcome: Of the request; None where it was never sent.
+        """
+        answered, silent = outcome is _SERVED, outcome is _NO_RESPONSE
+        ran = answered or silent
         for part in reservation.take_parts(now):
             if part.is_open:
                 part.close(now, answered=answered)
+            if outcome is not None:
+                sent_at = now if silent else part.at
+                self._store.record_outcome(
+                    part.endpoint, outcome, sent_at=sent_at, now=now, sole=False
+                )
             if not ran:
                 self._retract_prefix(part)
             elif not answered:
@@ -473,7 +486,7 @@ class Director:
             reservation.forget_blocks()
         finally:
             if reservation.parts:
-                self._release_parts(reservation, now, answered=False, ran=False)
+                self._release_parts(reservation, now, None)
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=False, ran=False)
 
@@ -498,6 +511,6 @@ class Director:
                     )
         finally:
             if reservation.parts:
-                self._release_parts(reservation, now, answered=False)
+                self._release_parts(reservation, now, _NO_RESPONSE)
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)

@@ -9,7 +9,7 @@ from extproc.config import factory, loader
 from extproc.decision import SATURATED, Decision, Deferral
 from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.errors import ConfigError
-from extproc.pool.endpoint_health import HealthState
+from extproc.pool.endpoint_health import HealthState, RequestOutcome
 from extproc.request import HttpRequest
 from tests.support import pictures
 
@@ -129,6 +129,10 @@ def addresses(part):
 
 def account(parts, address):
     return parts.store.pool.find(address).account
+
+
+def fail(parts, endpoint, now):
+    parts.store.record_outcome(endpoint, RequestOutcome.FAILED, sent_at=now, now=now)
 
 
 def scrape(parts, address, now, **numbers):
@@ -387,9 +391,7 @@ def test_requests_go_to_a_role_whose_endpoints_all_fail():
         decision, stages = decide(parts, chat(), now)
         chosen.add(decision.endpoints[0].address)
         assert addresses(stages.prefill)[0] in prefill
-        reservation = parts.director.reserve(decision, now)
-        parts.director.on_response_headers(reservation, "503", now)
-        parts.director.release(reservation, now)
+        fail(parts, decision.endpoints[0], now)
     assert chosen == {DECODE, other}
     reasons = [reason for reason, _ in decision.excluded_by_health]
     assert reasons[-1] == "least-bad"
@@ -414,9 +416,7 @@ def test_full_endpoints_are_not_passed_over_for_failing_ones():
     other = "10.0.0.5:8000"
     parts = build(native(text=text), {PREFILL: "prefill", DECODE: "decode", other: "decode"})
     decision, _ = decide(parts, chat())
-    reservation = parts.director.reserve(decision, 1.0)
-    parts.director.on_response_headers(reservation, "503", 1.0)
-    parts.director.release(reservation, 1.0)
+    fail(parts, decision.endpoints[0], 1.0)
     (left,) = {DECODE, other} - {decision.endpoints[0].address}
     for _ in range(3):
         account(parts, left).open("m", 1, cached_tokens=0, now=1.0)
