@@ -17,9 +17,8 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.cache_model import CacheModel
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import request_preparer, scheduler, usage_feedback
-from extproc.routing.eligibility import ModelBitsets
+from extproc.request import HttpRequest
+from extproc.routing import eligibility, request_preparer, scheduler, usage_feedback
 from extproc.routing.request_listeners import PromptListener, RequestEventListener
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
@@ -77,7 +76,7 @@ class Director:
             exact=exact,
         )
         self.preparer = RequestPreparer(store, routing=routing, schedule=schedule, rng=rng)
-        self._serving_bits: ModelBitsets | None = None
+        self._serving_bits: eligibility.ModelBitsets | None = None
         self.routing = routing
 
     @property
@@ -90,11 +89,11 @@ class Director:
         return address in self._store.pool.positions
 
     @property
-    def serving_bits(self) -> ModelBitsets:
+    def serving_bits(self) -> eligibility.ModelBitsets:
         """Endpoints that can serve each request, as bits; the same object until they change."""
         pool, known = self._store.pool, self._serving_bits
         if known is None or known.serving is not pool.serving:
-            known = self._serving_bits = ModelBitsets(
+            known = self._serving_bits = eligibility.ModelBitsets(
                 pool,
                 respect_subset=self.routing.settings.respect_subset,
                 reject_unlisted=self.routing.settings.reject_unlisted,
@@ -155,19 +154,8 @@ class Director:
         Args:
             why: Name of what was raised; put into the decision.
         """
-        members = self._store.pool.eligible(
-            raw.subset if self.routing.settings.respect_subset else None
-        )
-        if not members:
-            message = f"the decision failed ({why}) and there is no endpoint to fall to"
-            return Rejection(500, message, cause="bug")
-        chosen = min(members, key=lambda member: member.account.in_flight)
-        return Decision(
-            request=InferenceRequest(api="opaque", subset=raw.subset),
-            endpoints=(chosen.endpoint,),
-            picker="rescue",
-            degraded=f"route raised {why}",
-        )
+        subset = raw.subset if self.routing.settings.respect_subset else None
+        return eligibility.choose_rescue(self._store.pool.eligible(subset), raw, why=why)
 
     def reserve(self, decision: Decision, now: float) -> Reservation:
         """Charge a decision to its endpoint and predict its prompt as cached there.

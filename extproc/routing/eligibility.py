@@ -25,7 +25,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool import endpoint_health, snapshot
 from extproc.pool.endpoint_health import HealthState
 from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, ModelMatch, Pool
-from extproc.request import InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest
 
 #: Why endpoints are put aside.
 FAILING: Final = "failing"
@@ -224,6 +224,27 @@ def _excluded_by_model(
         return split.others
     allowed = {member.endpoint.address for member in pool.allowed(subset)}
     return tuple([endpoint for endpoint in split.others if endpoint.address in allowed])
+
+
+def choose_rescue(
+    members: Sequence[EndpointSnapshot], raw: HttpRequest, *, why: str
+) -> Decision | Rejection:
+    """Choose the endpoint with least requests in flight, after routing failed with a bug.
+
+    Args:
+        members: Endpoints that the request may be sent to.
+        why: Name of what was raised; put into the decision.
+    """
+    if not members:
+        message = f"the decision failed ({why}) and there is no endpoint to fall to"
+        return Rejection(500, message, cause="bug")
+    chosen = min(members, key=lambda member: member.account.in_flight)
+    return Decision(
+        request=InferenceRequest(api="opaque", subset=raw.subset),
+        endpoints=(chosen.endpoint,),
+        picker="rescue",
+        degraded=f"route raised {why}",
+    )
 
 
 class ModelBitsets:
