@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.engine_counters import AdapterSlotState, IdleTime
-from extproc.pool.queued_work import QueuedWork
+from extproc.pool.queued_work import QueuedWork, Stage
 from extproc.pool.request_tokens import (
     AnswerTokens,
     ContextShare,
@@ -30,9 +30,6 @@ _MAX_RECENT = 64
 
 #: Seconds in which a request may reach an engine and not be shown yet: it is read and tokenized first.
 _UNSHOWN_S = 0.25
-
-#: What an endpoint computes of a request; empty for all.
-Stage: TypeAlias = Literal["", "prefill", "encode", "decode", "prefill-decode"]
 
 
 class Turn(Protocol):
@@ -109,14 +106,10 @@ class InflightLoad(QueuedWork):
         self.endpoint = endpoint
         self.typical_work = typical_work or TypicalWork()
         self.answers = answers or AnswerTokens()
-        self.in_flight = 0
-        self.from_peers = 0
-        self.prompt_tokens = 0
+        self.in_flight = self.from_peers = self.prompt_tokens = 0
         self.active_context_tokens = 0.0
         self._context = SharedContext()
-        self.opened = 0
-        self.answered = 0
-        self.served = 0
+        self.opened = self.answered = self.served = 0
         self.answered_s = 0.0
         self.answered_tokens = 0
         self._idle_s = self._turned_at = 0.0
@@ -205,8 +198,7 @@ class InflightLoad(QueuedWork):
     def settle_prefills(self, load: Load) -> None:
         """Close requests for prefill alone that the engine has done, as far as a page shows it.
 
-        They count until another engine answers, which may wait for long. Of those that the page must
-        show, the engine has no more than its running and waiting requests; it takes the first first.
+        Of those that the page must show, the engine has no more than it shows in all, the last ones.
         """
         if not self._prefills or load.running is None or load.waiting is None:
             return
@@ -352,13 +344,10 @@ class InflightLoad(QueuedWork):
         if reservation.has_media:
             self.media_answered += 1
         elif reservation.prompt_bytes:
-            texts = self.texts.get(reservation.target)
-            if texts is None:
-                if len(self.texts) >= _MAX_RECENT:
-                    return
-                texts = self.texts[reservation.target] = [0, 0]
-            texts[0] += 1
-            texts[1] += reservation.prompt_bytes
+            if reservation.target in self.texts or len(self.texts) < _MAX_RECENT:
+                texts = self.texts.setdefault(reservation.target, [0, 0])
+                texts[0] += 1
+                texts[1] += reservation.prompt_bytes
 
 
 class Reservation(msgspec.Struct, eq=False):

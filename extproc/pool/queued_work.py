@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
 
@@ -25,6 +25,10 @@ _HELD_UP: Final = 2.0
 
 #: Longest prompts that fit into free memory where no request waits for memory (count).
 _ROOMY: Final = 2.0
+
+
+#: What an endpoint computes of a request; empty for all.
+Stage: TypeAlias = Literal["", "prefill", "encode", "decode", "prefill-decode"]
 
 
 class OpenRequest(Protocol):

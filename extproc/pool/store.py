@@ -222,8 +222,7 @@ class PoolStore:
         member = self._current(token)
         if member is None:
             return None
-        account = member.account
-        restart = engine_counters.engine_restarted(member.load, load)
+        account, restart = member.account, engine_counters.engine_restarted(member.load, load)
         self._learn_text_sizes(load, account)
         own = max(token.in_flight, account.in_flight)
         account.settle_prefills(load)

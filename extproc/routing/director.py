@@ -10,7 +10,8 @@ from extproc.endpoint import Endpoint
 from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import RequestOutcome, classify_status
-from extproc.pool.inflight import Reservation, Stage
+from extproc.pool.inflight import Reservation
+from extproc.pool.queued_work import Stage
 from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
@@ -22,7 +23,7 @@ from extproc.routing import eligibility, request_preparer, scheduler, usage_feed
 from extproc.routing.request_listeners import PromptListener, RequestEventListener
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
-from extproc.scheduling import plugin_guard
+from extproc.scheduling import disaggregation, plugin_guard
 
 # Globals, where every request passes: they cost less than the look-up in the enum.
 _SERVED, _FAILED = RequestOutcome.SERVED, RequestOutcome.FAILED
@@ -179,14 +180,8 @@ class Director:
             self.routing.shadow.on_routed(decision)
         if split is not None:
             try:
-                if split.prefill is not None:
-                    part = split.prefill
-                    endpoint = part.endpoints[0]
-                    reservation.add_part(self._reserve_stage(part, endpoint, "prefill", now))
-                if split.encode is not None:
-                    part = split.encode
-                    for endpoint in part.endpoints:
-                        reservation.add_part(self._reserve_stage(part, endpoint, "encode", now))
+                for stage, part, endpoint in disaggregation.list_assignments(split):
+                    reservation.add_part(self._reserve_stage(part, endpoint, stage, now))
             except BaseException:
                 self.unreserve(reservation, now)  # no other object holds it
                 raise

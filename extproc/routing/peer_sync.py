@@ -16,7 +16,8 @@ from typing import Annotated, Final, get_args
 import msgspec
 
 from extproc.decision import Decision
-from extproc.pool.inflight import Reservation, Stage
+from extproc.pool.inflight import Reservation
+from extproc.pool.queued_work import Stage
 from extproc.pool.request_tokens import CachedTokens, PromptSize
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.routing.director import Director

@@ -9,13 +9,13 @@ endpoints first; headers of the request name them. Upstream: `profilehandler/dis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import msgspec
 
 from extproc.decision import Decision, Disaggregation
-from extproc.endpoint import Candidate
+from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.framework import (
     Plugin,
     PluginParameters,
@@ -28,6 +28,17 @@ from extproc.scheduling.profile import SchedulerProfile
 #: Reasons why the serving endpoint does a stage itself, beside those of the deciders.
 NO_ENDPOINT = "no-endpoint"
 SAME_ENDPOINT = "same-endpoint"
+
+
+def list_assignments(
+    stages: Disaggregation,
+) -> Iterator[tuple[Literal["prefill", "encode"], Decision, Endpoint]]:
+    """List every endpoint of a stage, with the decision for it."""
+    if stages.prefill is not None:
+        yield "prefill", stages.prefill, stages.prefill.endpoints[0]
+    if stages.encode is not None:
+        for endpoint in stages.encode.endpoints:
+            yield "encode", stages.encode, endpoint
 
 
 class Decider(Plugin, Protocol):
