@@ -343,11 +343,12 @@ class InflightLoad(QueuedWork):
             return
         if reservation.has_media:
             self.media_answered += 1
-        elif reservation.prompt_bytes:
-            if reservation.target in self.texts or len(self.texts) < _MAX_RECENT:
-                texts = self.texts.setdefault(reservation.target, [0, 0])
-                texts[0] += 1
-                texts[1] += reservation.prompt_bytes
+        elif reservation.prompt_bytes and (
+            reservation.target in self.texts or len(self.texts) < _MAX_RECENT
+        ):
+            texts = self.texts.setdefault(reservation.target, [0, 0])
+            texts[0] += 1
+            texts[1] += reservation.prompt_bytes
 
 
 class Reservation(msgspec.Struct, eq=False):
