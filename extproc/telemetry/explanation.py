@@ -117,7 +117,8 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded,
         match_source, endpoints, runner_up, candidates, excluded_by_model, excluded_by_health,
         model_unlisted, model_rewrite, filters, scorers, cost and scored_candidates, and
-        disaggregation where other endpoints may do stages; for a rejection outcome, status, message,
+        disaggregation where other endpoints may do stages, and kv_cache_source where an endpoint is
+        named to pull cached tokens from; for a rejection outcome, status, message,
         reason and retry_after_s; for a deferral the same of its rejection, and preferred_endpoint,
         which is None for any.
     """
@@ -146,7 +147,7 @@ def _rejection(rejection: Rejection) -> Json:
 
 
 def _decision(outcome: Decision, health: Json | None) -> Json:
-    stages = outcome.disaggregation
+    stages, source = outcome.disaggregation, outcome.kv_cache_source
     return {
         "outcome": "decision",
         "pool": outcome.pool,
@@ -171,6 +172,7 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
         "cost": _cost(outcome.cost),
         "scored_candidates": _scored_candidates(outcome),
         **({} if stages is None else {"disaggregation": _stages(stages)}),
+        **({} if source is None else {"kv_cache_source": source.address}),
     }
 
 
@@ -264,10 +266,11 @@ def format_short(decision: Decision) -> str:
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
 
-    Endpoints of stages are at the end, or why the chosen endpoint does them:
-    `prefill=10.0.0.3:8000; encode=here:no-media`
+    Endpoints of stages are at the end, or why the chosen endpoint does them, and the source of the KV
+    cache: `prefill=10.0.0.3:8000; encode=here:no-media; kv-cache=10.0.0.4:8000`
     """
     chosen, other = decision.find_chosen_and_runner_up()
+    source = decision.kv_cache_source
     priced, value, following = decision.cost, "", ""
     values, factor, shown = decision.totals, 1.0, "; score=%.3f"
     if priced is not None:
@@ -284,6 +287,7 @@ def format_short(decision: Decision) -> str:
         f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
         f"{following}{'; degraded' if decision.degraded else ''}"
         f"{'' if decision.disaggregation is None else _format_stages(decision.disaggregation)}"
+        f"{'' if source is None else f'; kv-cache={source.address}'}"
     )
 
 

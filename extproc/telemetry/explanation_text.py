@@ -81,6 +81,8 @@ def render_table(explanation: Json) -> str:
     sections += [*_tables(explanation), _chosen(explanation)]
     for name, stage in _find_stages(explanation).items():
         sections += _stage(name, stage)
+    if explanation.get("kv_cache_source"):
+        sections.append(f"cached tokens can be pulled from {explanation['kv_cache_source']}")
     return "\n\n".join(sections) + "\n"
 
 

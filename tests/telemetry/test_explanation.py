@@ -275,6 +275,18 @@ def test_a_decision_without_stages_names_none():
     assert "prefill" not in explanation_text.render_table(explanation.explain(outcome))
 
 
+def test_the_source_of_a_kv_cache_is_named():
+    """In all forms, and in none without one."""
+    outcome = decision(kv_cache_source=Endpoint("10.0.0.9:8000"))
+    assert explanation.format_short(outcome).endswith("; kv-cache=10.0.0.9:8000")
+    document = explanation.explain(outcome)
+    assert document["kv_cache_source"] == "10.0.0.9:8000"
+    assert explanation_text.render_table(document).endswith(
+        "\n\ncached tokens can be pulled from 10.0.0.9:8000\n"
+    )
+    assert "kv_cache_source" not in explanation.explain(decision())
+
+
 def test_a_recorded_decision_names_the_endpoints_of_stages():
     """Also where the log kept few of its candidates, and in the list of decisions."""
     outcome = disaggregation.decide()
