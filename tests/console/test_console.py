@@ -163,7 +163,7 @@ async def test_a_request_whose_id_is_a_path_is_explained(scene, chromium, reques
 
 async def test_stages_of_other_endpoints_are_shown(scene, chromium):
     """The endpoint that computes the prompt, and why no other one encodes."""
-    decision = disaggregation.decide()
+    decision = msgspec.structs.replace(disaggregation.decide(), profile="adaptive")
     scene.picker.decisions.add("split", decision, time.monotonic())
     prefill = decision.disaggregation.prefill.endpoints[0].address
     async with chromium.page(scene.port) as page:
