@@ -118,7 +118,7 @@ class Disaggregation(msgspec.Struct, frozen=True, gc=False):
             another one does, or prefill is never split.
         encode: Decision for the endpoints that encode images, videos and audio; None where the
             serving one, or that of prefill, does.
-        encode_reason: Why; empty where others do, or encode is never split.
+        encode_reason: Why no other endpoint does, such as `no-media`; empty as above.
     """
 
     prefill: Decision | None = None

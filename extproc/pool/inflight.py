@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint
 from extproc.pool.engine_counters import AdapterSlotState, IdleTime
 from extproc.pool.queued_work import QueuedWork, Stage
 from extproc.pool.request_tokens import (
@@ -26,10 +26,6 @@ from extproc.pool.request_tokens import (
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64
-
-
-#: Seconds in which a request may reach an engine and not be shown yet: it is read and tokenized first.
-_UNSHOWN_S = 0.25
 
 
 class Turn(Protocol):
@@ -73,7 +69,6 @@ class InflightLoad(QueuedWork):
         "_context",
         "_idle_s",
         "_idled",
-        "_prefills",
         "_turned_at",
         "active_context_tokens",
         "adapter_slots",
@@ -114,7 +109,6 @@ class InflightLoad(QueuedWork):
         self.answered_tokens = 0
         self._idle_s = self._turned_at = 0.0
         self._idled = 0
-        self._prefills: dict[Reservation, None] = {}
         self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
         self.media_answered = 0
@@ -179,8 +173,6 @@ class InflightLoad(QueuedWork):
             stage,
         )
         self._open[reservation] = None
-        if stage == "prefill":
-            self._prefills[reservation] = None
         return reservation
 
     def restore(self, requests: int, *, prompt_tokens: int, queued_tokens: int, now: float) -> None:
@@ -194,18 +186,6 @@ class InflightLoad(QueuedWork):
             self.open("", tokens, cached_tokens=tokens, now=now)
         self.sent, self.done = queued_tokens, 0.0
         self.kv_tokens_sent = self.kv_tokens_scraped
-
-    def settle_prefills(self, load: Load) -> None:
-        """Close requests for prefill alone that the engine has done, as far as a page shows it.
-
-        Of those that the page must show, the engine has no more than it shows in all, the last ones.
-        """
-        if not self._prefills or load.running is None or load.waiting is None:
-            return
-        until = load.at - _UNSHOWN_S
-        parts = [part for part in self._prefills if part.at <= until]
-        for part in parts[: max(0, len(parts) - int(load.running + load.waiting))]:
-            part.close(load.at)
 
     def take_ran(self) -> set[str]:
         """Return and forget the names of requests answered since the last call."""
@@ -422,6 +402,11 @@ class Reservation(msgspec.Struct, eq=False):
     def add_part(self, part: Reservation) -> None:
         """Record a request that another endpoint gets for a stage of this one."""
         self.parts = (*self.parts, part)
+
+    def watch(self) -> None:
+        """Close it, a request for prefill alone that is at its engine, once pages show it no more."""
+        if self._account is not None:
+            self._account.watch_prefill(self)
 
     def take_parts(self, now: float) -> tuple[Reservation, ...]:
         """Remove and return the requests for stages, which are over."""

@@ -12,7 +12,7 @@ import math
 from itertools import islice
 from typing import Final, Literal, Protocol, TypeAlias
 
-from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
+from extproc.endpoint import DEFAULT_STEP_TIMES, Load, StepTimeModel
 
 #: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
 #: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
@@ -31,6 +31,13 @@ _ROOMY: Final = 2.0
 Stage: TypeAlias = Literal["", "prefill", "encode", "decode", "prefill-decode"]
 
 
+#: Seconds in which a request may reach an engine and not be shown yet: it is read and tokenized first.
+_UNSHOWN_S = 0.25
+
+#: Stages of requests that another endpoint serves.
+PARTS: Final = frozenset({"prefill", "encode"})
+
+
 class OpenRequest(Protocol):
     """A request that was sent to the endpoint and is open: what the account knows of it.
 
@@ -40,6 +47,7 @@ class OpenRequest(Protocol):
         prompt_tokens: Tokens of its prompt.
         uncached_tokens: Of these, not in the engine's prefix cache; at least 1.
         from_peers: Whether another replica sent it.
+        stage: What the endpoint computes of it; empty for all.
         prefilled_at: Monotonic seconds at which another endpoint had computed the prompt; None for not.
     """
 
@@ -48,7 +56,11 @@ class OpenRequest(Protocol):
     prompt_tokens: int
     uncached_tokens: int
     from_peers: bool
+    stage: Stage
     prefilled_at: float | None
+
+    def close(self, now: float, *, answered: bool = True) -> None:
+        """Give back what was charged."""
 
     @property
     def entered_at(self) -> float:
@@ -70,6 +82,7 @@ class QueuedWork:
 
     __slots__ = (
         "_open",
+        "_prefills",
         "at",
         "done",
         "iteration_s",
@@ -82,6 +95,8 @@ class QueuedWork:
     def __init__(self) -> None:
         #: Open requests, in the order they were sent.
         self._open: dict[OpenRequest, None] = {}
+        #: Those of them for prefill alone that pages may show as done.
+        self._prefills: dict[OpenRequest, None] = {}
         # A float, because every candidate subtracts one from it: an integer takes several times as long.
         self.sent = 0.0
         self.done = 0.0
@@ -90,6 +105,30 @@ class QueuedWork:
         self.iteration_s = DEFAULT_STEP_TIMES.iteration_s(1.0)
         self.kv_tokens_sent = 0
         self.kv_tokens_scraped = 0
+
+    def count_parts(self, *, own: bool = False) -> int:
+        """Open requests for a stage of a request that another endpoint serves (count).
+
+        Args:
+            own: Without those of other replicas.
+        """
+        return sum(r.stage in PARTS and not (own and r.from_peers) for r in self._open)
+
+    def watch_prefill(self, reservation: OpenRequest) -> None:
+        """See `Reservation.watch`."""
+        self._prefills[reservation] = None
+
+    def settle_prefills(self, load: Load) -> None:
+        """Close requests for prefill alone that the engine has done, as far as a page shows it.
+
+        Of those that the page must show, the engine has no more than it shows in all, the last ones.
+        """
+        if not self._prefills or load.running is None or load.waiting is None:
+            return
+        until = load.at - _UNSHOWN_S
+        parts = [part for part in self._prefills if part.at <= until]
+        for part in parts[: max(0, len(parts) - int(load.running + load.waiting))]:
+            part.close(load.at)
 
     def queued(self, now: float) -> float:
         """Uncached prompt tokens sent and estimated as not yet computed."""

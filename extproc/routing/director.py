@@ -167,13 +167,9 @@ class Director:
         Raises:
             LookupError: The endpoint is not in the pool; `reserve` was not called in the same turn.
         """
-        split = decision.disaggregation
-        stage: Stage = ""
-        if split is not None and split.prefill is not None:
-            stage = "decode"
-        elif split is not None and split.encode is not None:
-            stage = "prefill-decode"
-        reservation = self._reserve_stage(decision, decision.endpoints[0], stage, now)
+        split, endpoint = decision.disaggregation, decision.endpoints[0]
+        stage: Stage = "" if split is None else disaggregation.find_serving_stage(split)
+        reservation = self._reserve_stage(decision, endpoint, stage, now)
         if len(decision.endpoints) > 1:
             reservation.allow_fallbacks()
         if self.routing.shadow is not None:
@@ -181,7 +177,10 @@ class Director:
         if split is not None:
             try:
                 for stage, part, endpoint in disaggregation.list_assignments(split):
-                    reservation.add_part(self._reserve_stage(part, endpoint, stage, now))
+                    reserved = self._reserve_stage(part, endpoint, stage, now)
+                    reservation.add_part(reserved)
+                    if stage == "prefill" and split.encode is None:
+                        reserved.watch()
             except BaseException:
                 self.unreserve(reservation, now)  # no other object holds it
                 raise
@@ -349,14 +348,14 @@ class Director:
         known = served == chosen.host_port
         # An unknown name is an address that the data plane writes in another way.
         other = self._store.pool.find_served(served, chosen.rank) if not known else None
-        if other is None and reservation.parts and outcome is _FAILED:
-            # A sidecar answers with the failure of another stage: those endpoints are blamed first.
-            self._store.record_outcome(chosen, _NO_RESPONSE, sent_at=now, now=now)
-        elif other is None:
+        # A sidecar answers with the failure of another stage: those endpoints are blamed first.
+        of_part = bool(reservation.parts) and outcome is _FAILED
+        result, sent_at = (_NO_RESPONSE, now) if of_part else (outcome, reservation.at)
+        if other is None:
             sole = known or (reservation.sole_endpoint and not served)
-            self._store.record_outcome(chosen, outcome, sent_at=reservation.at, now=now, sole=sole)
+            self._store.record_outcome(chosen, result, sent_at=sent_at, now=now, sole=sole)
         else:
-            self._move(reservation, other, outcome, now)
+            self._move(reservation, other, result, sent_at, now)
             if decision is not None:
                 observers = self.routing.observers.get(decision.profile, ())
                 self._counts.notify_moved(observers, decision, other.endpoint, now)
@@ -372,6 +371,7 @@ class Director:
         reservation: Reservation,
         served: snapshot.EndpointSnapshot,
         outcome: RequestOutcome,
+        sent_at: float,
         now: float,
     ) -> None:
         """The data plane could not use the chosen endpoint, and another one answered."""
@@ -398,7 +398,7 @@ class Director:
                 answer_tokens=served.rates.output_tokens,
                 bytes_per_token=self._store.bytes_per_token.mean_ratio(target, size),
             )
-        self._store.record_outcome(served.endpoint, outcome, sent_at=reservation.at, now=now)
+        self._store.record_outcome(served.endpoint, outcome, sent_at=sent_at, now=now)
         if self._event_listener is not None:
             self._event_listener.on_moved(reservation, chain)
 
@@ -464,7 +464,8 @@ class Director:
     def unreserve(self, reservation: Reservation, now: float) -> None:
         """Close the accounts of a request that was never sent, and retract its prediction."""
         try:
-            reservation.close(now, answered=False)
+            if reservation.is_open:  # pages may have shown that its engine has it no more
+                reservation.close(now, answered=False)
             self._retract_prefix(reservation)
             reservation.forget_blocks()
         finally:

@@ -399,6 +399,8 @@ class PeerReplica:
             from_peers=True,
             stage=_STAGES.get(fact.stage, ""),
         )
+        if reservation.stage == "prefill":
+            reservation.watch()
         peer.open[number] = _ChargedRequest(fact.pool, director, reservation)
 
     def _on_ended(
@@ -440,12 +442,10 @@ def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]
 def _close(
     charged: _ChargedRequest, now: float, freed: set[str], *, answered: bool, ran: bool
 ) -> None:
-    if not charged.reservation.is_open:
-        return  # a request for prefill alone, which its engine has done
-    if ran:
-        charged.reservation.close(now, answered=answered)
-    else:
+    if not ran:
         charged.director.unreserve(charged.reservation, now)
+    elif charged.reservation.is_open:  # one for prefill alone may have ended, as pages show
+        charged.reservation.close(now, answered=answered)
     freed.add(charged.pool)
 
 

@@ -3,14 +3,14 @@
 Encode turns images, videos and audio into embeddings, prefill computes the prompt, decode generates
 the tokens. The profile that routes chooses the endpoint for decode, to which the data plane sends the
 request. A decider says for each of the other stages whether another endpoint does it, which the
-stage's own profile chooses. A sidecar of the serving endpoint, such as that of llm-d, asks these
+stage's own profile chooses; to keep a stage is to leave it to the serving endpoint. A sidecar of the serving endpoint, such as that of llm-d, asks these
 endpoints first; headers of the request name them. Upstream: `profilehandler/disagg`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
@@ -28,6 +28,10 @@ from extproc.scheduling.profile import SchedulerProfile
 #: Reasons why the serving endpoint does a stage itself, beside those of the deciders.
 NO_ENDPOINT = "no-endpoint"
 SAME_ENDPOINT = "same-endpoint"
+OTHER_API = "other-api"
+
+#: Surfaces of which the sidecar of llm-d splits requests (`pkg/sidecar/proxy/proxy.go`).
+_SPLIT_APIS: Final = frozenset({"chat", "completions", "messages", "responses", "generate"})
 
 
 def list_assignments(
@@ -41,6 +45,15 @@ def list_assignments(
             yield "encode", stages.encode, endpoint
 
 
+def find_serving_stage(
+    stages: Disaggregation,
+) -> Literal["", "decode", "prefill-decode"]:
+    """Return what the serving endpoint computes; empty for all."""
+    if stages.prefill is not None:
+        return "decode"
+    return "" if stages.encode is None else "prefill-decode"
+
+
 class Decider(Plugin, Protocol):
     """Says whether another endpoint does a stage of a request."""
 
@@ -48,7 +61,7 @@ class Decider(Plugin, Protocol):
         """Return why the serving endpoint does the stage; empty where another one may."""
 
     def compare(self, decode: Decision, part: Decision) -> str:
-        """Return why the serving endpoint does it after `part` chose another one; empty for not."""
+        """Return why the serving endpoint does it after `part` chose another; empty where that does."""
 
 
 class _Decider:
@@ -161,6 +174,7 @@ class Stage(msgspec.Struct, frozen=True):
 
     Attributes:
         profile: Chooses the endpoint, or several for encode.
+        decider: Says for each request whether another endpoint does the stage.
     """
 
     profile: SchedulerProfile
@@ -175,14 +189,19 @@ class Stage(msgspec.Struct, frozen=True):
         """Choose other endpoints for the stage; None and why where the serving one does it."""
         if reason := self.decider.find_reason_to_keep(decode):
             return None, reason
-        outcomes = (self.profile.run(context, candidates) for candidates in groups)
-        chosen = next((o for o in outcomes if isinstance(o, Decision)), None)
-        if chosen is None:
-            return None, NO_ENDPOINT
-        if chosen.endpoints[0].host_port == decode.endpoints[0].host_port:
-            return None, SAME_ENDPOINT
-        reason = self.decider.compare(decode, chosen)
-        return (None, reason) if reason else (chosen, "")
+        reason = NO_ENDPOINT
+        for candidates in groups:
+            chosen = self.profile.run(context, candidates)
+            if not isinstance(chosen, Decision):
+                continue
+            serving = decode.endpoints[0].host_port
+            others = [e for e in chosen.endpoints if e.host_port != serving]
+            if not others or others[0] is not chosen.endpoints[0]:
+                reason = SAME_ENDPOINT
+                continue
+            if not (reason := self.decider.compare(decode, chosen)):
+                return msgspec.structs.replace(chosen, endpoints=others), ""
+        return None, reason
 
 
 class DisaggregatedStages(msgspec.Struct, frozen=True):
@@ -192,19 +211,19 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
     encode: Stage | None = None
 
     @property
-    def all(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[Stage, ...]:
         """The stages that there are."""
         return tuple(stage for stage in (self.prefill, self.encode) if stage is not None)
 
     @property
     def profiles(self) -> tuple[SchedulerProfile, ...]:
         """The profiles of the stages."""
-        return tuple(stage.profile for stage in self.all)
+        return tuple(stage.profile for stage in self.stages)
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal that the deciders read."""
-        return frozenset().union(*(stage.decider.needs for stage in self.all))
+        return frozenset().union(*(stage.decider.needs for stage in self.stages))
 
     def choose(
         self,
@@ -219,15 +238,30 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
                 that leaves any.
         """
         stages, request, replace = Disaggregation(), context.request, msgspec.structs.replace
+        if request.api not in _SPLIT_APIS:
+            reasons = [
+                OTHER_API if stage is not None else "" for stage in (self.prefill, self.encode)
+            ]
+            unsplit = Disaggregation(prefill_reason=reasons[0], encode_reason=reasons[1])
+            return replace(decode, disaggregation=unsplit)
         context = replace(context, peer=decode.endpoints[0])
         if self.encode is not None:
             media = replace(request, prompt_tokens=0, prompt_bytes=0, max_tokens=1)
             alone = replace(context, request=media, blocks=())
             part, reason = self.encode.choose(alone, groups, decode)
             stages = replace(stages, encode=part, encode_reason=reason)
+        rank = decode.endpoints[0].rank
+        if rank is not None:  # the sidecar passes its header on
+            groups = [[c for c in group if _has_rank(c, rank.index)] for group in groups]
         if self.prefill is not None:
             # Prefill ends with the first token.
             alone = replace(context, request=replace(request, max_tokens=1))
             part, reason = self.prefill.choose(alone, groups, decode)
             stages = replace(stages, prefill=part, prefill_reason=reason)
         return replace(decode, disaggregation=stages)
+
+
+def _has_rank(candidate: Candidate, index: int) -> bool:
+    """True if an endpoint has the data-parallel rank of this number, or is no rank."""
+    rank = candidate.endpoint.rank
+    return rank is None or rank.index == index

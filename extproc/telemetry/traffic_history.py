@@ -260,7 +260,7 @@ def _point(
         ttft_p50_s=quantile(TTFT_BOUNDS_S, gained, 0.5),
         ttft_p95_s=quantile(TTFT_BOUNDS_S, gained, 0.95),
         queued=sum(view.queue[0] for view in views if view.queue is not None),
-        in_flight=sum(member.account.in_flight for member in members),
+        in_flight=sum(m.account.in_flight - m.account.count_parts() for m in members),
     )
 
 

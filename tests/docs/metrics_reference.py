@@ -25,7 +25,7 @@ VALUES = {
     "extproc_disaggregation_routed_stages/stage": ("prefill", "encode"),
     "extproc_disaggregation_kept_stages/reason": (
         *("disabled", "short", "cached", "no-media"),
-        *("no-endpoint", "same-endpoint", "slower"),
+        *("no-endpoint", "same-endpoint", "other-api", "slower"),
     ),
     "extproc_ejections/cause": ("errors", "hung", "passed-over", "unreachable"),
     "extproc_kv_event_batches/result": get_args(BatchResult),

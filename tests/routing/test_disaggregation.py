@@ -11,6 +11,7 @@ from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.errors import ConfigError
 from extproc.pool.endpoint_health import HealthState, RequestOutcome
 from extproc.request import HttpRequest
+from extproc.testing import builders
 from tests.support import pictures
 
 PREFILL, DECODE = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -421,3 +422,73 @@ def test_full_endpoints_are_not_passed_over_for_failing_ones():
     for _ in range(3):
         account(parts, left).open("m", 1, cached_tokens=0, now=1.0)
     assert parts.director.route(chat(), 1.1) is SATURATED
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/embeddings", b'{"model": "m", "input": "word"}'), ("/health", b"")]
+)
+def test_requests_that_no_sidecar_splits_are_not_split(path, body):
+    """The serving endpoint does all, and is charged for it."""
+    parts = build(native())
+    raw = HttpRequest({":method": "POST", ":path": path}, body)
+    decision, stages = decide(parts, raw)
+    assert (stages.prefill, stages.prefill_reason) == (None, "other-api")
+    assert (stages.encode, stages.encode_reason) == (None, "other-api")
+    reservation = parts.director.reserve(decision, 1.0)
+    assert (reservation.stage, reservation.parts) == ("", ())
+
+
+def test_the_serving_endpoint_is_no_encoder_of_its_own_request():
+    """Its sidecar would call itself; without another encoder it encodes alone."""
+    both = "encode-prefill-decode"
+    parts = build(native(), {DECODE: both, ENCODE: "encode"})
+    _, stages = decide(parts, chat(images=1))
+    named = stages.encode.endpoints if stages.encode else ()
+    assert [endpoint.address for endpoint in named] in ([], [ENCODE])
+    _, alone = decide(build(native(), {DECODE: both}), chat(images=1))
+    assert (alone.encode, alone.encode_reason) == (None, "same-endpoint")
+
+
+def test_a_slower_probe_does_not_keep_a_prompt_from_others():
+    """The endpoint that is to be probed is refused by the decider; healthy ones are compared too."""
+
+    class Refusing:
+        kind, needs = "refusing", frozenset()
+
+        def find_reason_to_keep(self, decode):
+            return ""
+
+        def compare(self, decode, part):
+            return "slower" if part.endpoints[0].address == PREFILL else ""
+
+    parts = build(native())
+    decision, _ = decide(parts, chat())
+    by_address = {c.endpoint.address: c for c in decision.candidates}
+    stage = parts.director.routing.stages.prefill
+    stage = msgspec.structs.replace(
+        stage,
+        decider=Refusing(),
+        profile=msgspec.structs.replace(stage.profile, filters=()),
+    )
+    groups = [[by_address[PREFILL]], [by_address[ENCODE]]]
+    context = builders.context(prompt_tokens=100)
+    chosen, reason = stage.choose(context, groups, decision)
+    assert (chosen.endpoints[0].address, reason) == (ENCODE, "")
+    assert stage.choose(context, groups[:1], decision) == (None, "slower")
+
+
+def test_prefill_takes_the_rank_of_decode():
+    """The sidecar passes the header of the rank on."""
+    parts = build(native(), {DECODE: "decode"})
+    engines = [
+        Endpoint(address, labels={"llm-d.ai/role": role})
+        for address, role in ((DECODE, "decode"), (PREFILL, "prefill"))
+    ]
+    parts.store.set_endpoints(engines, 1.0)
+    for endpoint in parts.store.pool.members:
+        parts.store.set_ranks(endpoint.endpoint, range(3), 1.0)
+    for _ in range(12):
+        decision, stages = decide(parts, chat())
+        prefill = stages.prefill.endpoints[0]
+        assert prefill.rank.index == decision.endpoints[0].rank.index
+        parts.director.reserve(decision, 1.0)

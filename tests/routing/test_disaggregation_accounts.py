@@ -314,3 +314,20 @@ def test_silence_of_prefill_is_not_that_of_the_endpoint_that_decodes():
         _, reservation = send(parts, now=float(at))
         parts.director.release(reservation, at + 600.0, answered=False)
     assert detector.condition(incarnation).state is HealthState.HEALTHY
+
+
+def test_a_prompt_that_waits_for_encode_is_not_settled():
+    """Pages of prefill do not show it yet."""
+    parts = build(native())
+    send(parts, images=1)
+    scrape(parts, PREFILL, 9.0)
+    assert account(parts, PREFILL).in_flight == 1
+
+
+def test_a_request_in_stages_counts_once():
+    """Its parts are no demand of their own."""
+    parts = build(native())
+    _, reservation = send(parts, images=1)
+    members = parts.store.pool.members
+    assert sum(member.account.in_flight for member in members) == 1 + len(reservation.parts) > 2
+    assert sum(m.account.own - m.account.count_parts(own=True) for m in members) == 1

@@ -101,3 +101,18 @@ def test_a_request_without_response_says_nothing_of_prefill():
     fixture.director.release(reservation, 10.1, answered=False)
     assert account.in_flight == 0
     assert fixture.state(PREFILL) is HealthState.HEALTHY
+
+
+def test_a_failure_of_a_fallback_counts_against_prefill():
+    """The endpoint that answered passed it on."""
+    others = [f"10.0.0.{number}:8000" for number in (3, 4, 5)]  # half of a pool is ejected at most
+    fixture = RoleFixture(**dict.fromkeys(others, "decode"))
+    decision = fixture.director.route(CHAT, 10.0)
+    reservation = fixture.director.reserve(decision, 10.0)
+    served = next(a for a in others if a != decision.endpoints[0].address)
+    fixture.director.on_response_headers(reservation, "503", 10.0, served=served)
+    states = {
+        member.endpoint.address: member.condition.state for member in fixture.store.pool.members
+    }
+    assert states[served] is HealthState.HEALTHY
+    assert states[PREFILL] is not HealthState.HEALTHY

@@ -88,7 +88,9 @@ class DemandCounters:
         self._read_answers(pool)
         return PickerCounters(
             held=held,
-            in_flight=sum(member.account.own for member in pool.members),
+            in_flight=sum(
+                member.account.own - member.account.count_parts(own=True) for member in pool.members
+            ),
             arrived=self._arrived,
             prompt_tokens=self._prompt_tokens,
             answered=float(self._answered),
