@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Decision
+from extproc.endpoint import Load
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.request import HttpRequest
 from extproc.routing import peer_sync
@@ -420,3 +421,18 @@ def test_stages_of_other_versions_are_readable(stage):
     assert (account.in_flight, account.sent) == (1, 1 if stage == "decode" else 100)
     say(side, peer_sync.RequestEnded(1, True))
     assert (account.in_flight, account.queued(9.0)) == (0, 0.0)
+
+
+def test_a_prefill_that_pages_show_as_done_is_retracted_all_the_same():
+    """Its request failed, though the engine no longer has it."""
+    side = Side("a")
+    say(side, peer_sync.RequestStarted(1, "", FIRST, "m", 100, 400, (1, 2, 3), False, "prefill"))
+    store = side.pool_fixture.store
+    member = store.pool.find(FIRST)
+    page = Load(at=9.0, engine="vllm", waiting=0.0, running=0.0)
+    store.observe(store.begin_scrape(member.endpoint), page, 9.0)
+    assert side.account(FIRST).in_flight == 0
+    assert side.pool_fixture.index.blocks_total
+    say(side, peer_sync.RequestEnded(1, False, False), now=10.0)
+    assert side.pool_fixture.index.blocks_total == 0
+    assert side.mirror.open == 0
