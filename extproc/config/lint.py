@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from extproc.config import epp_config, pool_sections, pools
+from extproc.config import epp_config, epp_handlers, pool_sections, pools, validation
+from extproc.config.epp_plugin_types import plugin_types
 from extproc.config.pool_sections import RewriteEntry, SchedulingSection
 from extproc.config.settings import FlowControlSection, ScrapeSection, Settings
+from extproc.scheduling import registry
 
 
 def find_warnings(settings: Settings) -> Iterator[str]:
@@ -17,6 +19,10 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _scaling(settings)
     yield from _rate_limits(settings.flow_control)
     yield from _shadows(settings)
+    yield from _stages(settings.scheduling, "")
+    for at, pool in enumerate(settings.pools):
+        if pool.scheduling is not None:
+            yield from _stages(pool.scheduling, f"pools[{at}].")
     yield from _bound_events(settings)
     yield from _peers(settings)
     scrape, limits = settings.scrape, settings.limits
@@ -98,6 +104,36 @@ def _shadow(scheduling: SchedulingSection, where: str) -> Iterator[str]:
     is_same = (shadow.strategy, shadow.goal, shadow.profile) == rules
     if is_same and scheduling.epp is None:
         yield f"{where} is the strategy in force: it has nothing to compare"
+
+
+def _stages(scheduling: SchedulingSection, where: str) -> Iterator[str]:
+    """Warn of endpoints of other stages that also get requests to decode."""
+    epp = scheduling.epp if scheduling.profile is None else None
+    stages = [] if epp is None else [*epp_handlers.find_stages(epp, validation.Place(""))]
+    if (rules := scheduling.disaggregation) is not None:
+        stages = [name for name in ("prefill", "encode") if getattr(rules, name) is not None]
+    if stages and not _has_filter(scheduling):
+        yield (
+            f"{where}scheduling.disaggregation: the profile that routes has no filter, so it also sends "
+            f"requests to endpoints of {' and '.join(stages)}: add decode-filter"
+        )
+
+
+def _has_filter(scheduling: SchedulingSection) -> bool:
+    """True where the profile that routes has a filter, or a plugin of a file that may be one."""
+    if scheduling.profile is not None:
+        return bool(scheduling.profile.filters)
+    if scheduling.epp is None:
+        return bool(registry.profiles()[scheduling.strategy].filters)
+    profile, _ = epp_handlers.find_profile(scheduling.epp, validation.Place(""))
+    types = {plugin.name or plugin.type: plugin.type for plugin in scheduling.epp.plugins}
+    rows = plugin_types()
+    kinds = {
+        rows[name].kind if name in rows else name
+        for name in (types[reference.plugin_ref] for reference in profile.plugins)
+    }
+    others = {"", *registry.SCORERS, *registry.COSTS, *registry.PICKERS, *registry.DECIDERS}
+    return bool(kinds & registry.FILTERS.keys() or kinds - others)
 
 
 def _rewrites(settings: Settings) -> Iterator[str]:

@@ -27,6 +27,7 @@ from extproc.scheduling.disaggregation import (
     AlwaysPrefill,
     Decider,
     DisaggregatedStages,
+    EstimatedTimeDecider,
     Stage,
 )
 from extproc.scheduling.estimated_time import EstimatedTime
@@ -172,6 +173,7 @@ def resolve_all(
     resolved = ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
     stages, origin = _resolve_stages(scheduling, tables, place, check, before)
     _require_distinct(profile, stages, place)
+    _require_predictions(profile, stages, scheduling, place)
     resolved = msgspec.structs.replace(resolved, stages=stages, stages_origin=origin)
     epp = scheduling.epp if scheduling.profile is None else None
     if before is not None and before.profile is profile:
@@ -226,6 +228,43 @@ def _require_distinct(
             got=f"{twice!r} twice",
             fix="change the name of a profile",
         )
+
+
+def _require_predictions(
+    profile: SchedulerProfile,
+    stages: DisaggregatedStages | None,
+    scheduling: pool_sections.SchedulingSection,
+    place: Place,
+) -> None:
+    """Reject a decider that compares predicted times where none are predicted."""
+    for name in () if stages is None else ("prefill", "encode"):
+        stage: Stage | None = getattr(stages, name)
+        if stage is None or not isinstance(stage.decider, EstimatedTimeDecider):
+            continue
+        spot, how = (
+            place / "disaggregation" / name / "decider",
+            "add `cost: {kind: estimated-time}`",
+        )
+        if scheduling.disaggregation is None and scheduling.epp is not None:
+            spot = epp_handlers.find_stages(scheduling.epp, Place(place.file))[name].place
+            how = "add a plugin of the type estimated-time"
+        if name == "encode":
+            raise ConfigError(
+                spot,
+                wanted="a decider for encode, which has no prompt whose time could be compared",
+                got=stage.decider.kind,
+                fix="name always-disagg-multimodal-decider",
+            )
+        both = (profile, stage.profile)
+        lacking = [used.name for used in both if not isinstance(used.cost, EstimatedTime)]
+        if lacking:
+            raise ConfigError(
+                spot,
+                wanted=f"the cost estimated-time in both profiles, as {stage.decider.kind} compares "
+                "their predictions",
+                got=f"none in {' and '.join(lacking)}",
+                fix=f"{how}, or name another decider such as prefix-based-pd-decider",
+            )
 
 
 def _build_stages(

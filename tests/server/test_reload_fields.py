@@ -199,7 +199,9 @@ LIVE = {
     ),
     "scheduling.disaggregation": (
         "scheduling: {strategy: random}",
-        "scheduling: {strategy: random, disaggregation: {prefill: {profile: {}}}}",
+        """scheduling:
+  strategy: random
+  disaggregation: {prefill: {profile: {}, decider: {kind: always-disagg-pd-decider}}}""",
         lambda scene: scene.decision().disaggregation,
     ),
     "scheduling.kv_cache_source": (

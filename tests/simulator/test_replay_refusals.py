@@ -62,7 +62,9 @@ def test_a_recording_with_stages_is_not_simulated(tmp_path, capsys, command):
     def split(row):
         if "settings" in row:
             profile = {"picker": {"kind": "random"}}
-            row["settings"]["scheduling"]["disaggregation"] = {"prefill": {"profile": profile}}
+            decider = {"kind": "always-disagg-pd-decider"}
+            prefill = {"profile": profile, "decider": decider}
+            row["settings"]["scheduling"]["disaggregation"] = {"prefill": prefill}
 
     path = changed_example(tmp_path, split)
     assert "got prefill on other endpoints than decode" in refusal(capsys, *command, str(path))
