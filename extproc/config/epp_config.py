@@ -104,6 +104,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     plugins = None
     if written.get("plugins"):
         plugins = validation.to_struct(written, EppPlugins, where=file)
+        epp_handlers.check_handlers(plugins, file)
     named = (
         {plugin.name or plugin.type: plugin.type for plugin in plugins.plugins} if plugins else {}
     )

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from extproc.config import validation
+from extproc.config import epp_plugin_types, validation
 from extproc.config.pool_sections import EppPlugins, EppProfile, NamedPlugin, PluginRef
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
@@ -152,6 +152,25 @@ def _check_selectors(screener: NamedPlugin, place: Place) -> None:
                 "accept that all endpoints get all requests with --allow-unsupported "
                 "(scheduling.allow_unsupported)",
             )
+
+
+def check_handlers(scheduling: EppPlugins, file: Place) -> None:
+    """Reject several handlers of profiles, as upstream does: each would act here.
+
+    Raises:
+        ConfigError: The file has more than one.
+    """
+    rows = epp_plugin_types.plugin_types()
+    types = {name for name, row in rows.items() if row.role == "handler"}
+    handlers = [(at, p.type) for at, p in enumerate(scheduling.plugins) if p.type in types]
+    if len(handlers) > 1:
+        (_, first), (at, second), *_ = handlers
+        raise ConfigError(
+            file / "plugins" / at / "type",
+            wanted="one profile handler",
+            got=f"{first} and {second}",
+            fix="remove one",
+        )
 
 
 def find_profile_header(scheduling: EppPlugins, file: Place) -> str:

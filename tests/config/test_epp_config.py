@@ -288,6 +288,23 @@ def test_handlers_name_the_profile_that_routes(handler, routing):
     assert profile_builder.build_profile(settings, where="file.yaml").name == routing
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("disagg-profile-handler", "header-profile-handler"),
+        ("single-profile-handler", "pd-profile-handler"),
+        ("header-profile-handler", "header-profile-handler, name: other"),
+    ],
+)
+def test_a_file_has_one_profile_handler(first, second):
+    """As upstream; two would both act."""
+    text = f"plugins: [{{type: queue-scorer}}, {{type: {first}}}, {{type: {second}}}]\n"
+    with pytest.raises(ConfigError) as raised:
+        resolved(THEIRS + text)
+    assert raised.value.where == "file.yaml: plugins[2].type"
+    assert raised.value.got == f"{first} and {second.split(',')[0]}"
+
+
 def test_a_predicted_latency_file_routes_without_predictions():
     """Of its three profiles the one without predictions routes."""
     text = """plugins:
