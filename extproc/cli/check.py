@@ -9,12 +9,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from extproc.cli import flags, main, serve
+from extproc.cli import flags, main, plugin_description, serve
 from extproc.config import (
     autoscaling,
     envoy_lint,
@@ -33,9 +33,8 @@ from extproc.config import (
 from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
-from extproc.scheduling import registry
 from extproc.scheduling.disaggregation import DisaggregatedStages, Stage
-from extproc.scheduling.framework import Plugin
+from extproc.scheduling.framework import Signal
 
 _MIB = 1024 * 1024
 
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 got="both",
                 fix="remove --json",
             )
-        print("\n".join(_describe_plugins()))
+        print("\n".join(plugin_description.describe_plugins()))
         return 0
     if args.schema:
         from extproc.config import schema
@@ -253,6 +252,7 @@ class CheckReport(msgspec.Struct, frozen=True):
         """The report for programs."""
         settings = self.resolved.settings if self.resolved else None
         profile = self.resolved.profile if self.resolved else None
+        signals: frozenset[Signal] = _find_signals(self.resolved) if self.resolved else frozenset()
         return {
             "file": str(self.where),
             "ok": not self.errors,
@@ -268,7 +268,7 @@ class CheckReport(msgspec.Struct, frozen=True):
                 for change in (reloading.find_changes_from_defaults(settings) if settings else ())
             ],
             "profile": profile.name if profile else None,
-            "signals": sorted(signal.value for signal in profile.needs) if profile else [],
+            "signals": sorted(signal.value for signal in signals),
             "envoy": self.envoy.to_json() if self.envoy else None,
             "diff": msgspec.to_builtins(self.diff),
         }
@@ -305,13 +305,7 @@ def _describe_server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
 def _describe_scheduling(settings: Settings, resolved: flags.Resolved) -> Iterator[str]:
     profile = resolved.profile
     yield f"profile     {profile.name}"
-    for plugin in profile.filters:
-        yield f"  filter    {_describe_plugin(plugin)}"
-    for scorer, weight in profile.scorers:
-        yield f"  scorer    {_describe_plugin(scorer)}, weight {weight:g}"
-    if profile.cost is not None:
-        yield f"  cost      {_describe_plugin(profile.cost)}"
-    yield f"  picker    {_describe_plugin(profile.picker)}"
+    yield from plugin_description.describe_profile(profile)
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
     epp = settings.scheduling.epp
@@ -320,12 +314,18 @@ def _describe_scheduling(settings: Settings, resolved: flags.Resolved) -> Iterat
         names = ", ".join(written.name for written in epp.scheduling_profiles)
         yield f"by header   {header} names one of {names}"
     yield from _describe_stages(resolved.stages)
+    source = settings.scheduling.kv_cache_source
+    if source is not None:
+        yield (
+            f"kv-cache    names an endpoint with at least {source.min_cached_token_delta} more cached "
+            f"prompt tokens, reads {plugin_description.join_signals(source.needs)}"
+        )
     shadow = settings.scheduling.shadow
     if shadow is not None:
         name = shadow.strategy if shadow.profile is None else shadow.profile.name
         yield f"shadow      {name} looks at {shadow.sample_ratio:.0%} of routed requests"
     yield from _describe_models(settings)
-    yield f"signals     {', '.join(sorted(signal.value for signal in profile.needs)) or 'none'}"
+    yield f"signals     {plugin_description.join_signals(_find_signals(resolved)) or 'none'}"
     scrape = settings.scrape
     port = f" on port {scrape.port}" if scrape.port else ""
     if scrape.enabled:
@@ -338,11 +338,21 @@ def _describe_scheduling(settings: Settings, resolved: flags.Resolved) -> Iterat
         yield "scrape      off"
 
 
+def _find_signals(resolved: flags.Resolved) -> frozenset[Signal]:
+    """Return every signal that decisions read."""
+    signals, stages = resolved.profile.needs, resolved.stages
+    if stages is not None:
+        signals = signals.union(stages.needs, *(profile.needs for profile in stages.profiles))
+    source = resolved.settings.scheduling.kv_cache_source
+    return signals if source is None else signals | source.needs
+
+
 def _describe_stages(stages: DisaggregatedStages | None) -> Iterator[str]:
     for name in () if stages is None else ("prefill", "encode"):
         stage: Stage | None = getattr(stages, name)
         if stage is not None:
-            yield f"{name:<11} {stage.profile.name}, if {_describe_plugin(stage.decider)}"
+            yield f"{name:<11} {stage.profile.name}, if {plugin_description.describe_plugin(stage.decider)}"
+            yield from plugin_description.describe_profile(stage.profile)
 
 
 def _describe_models(settings: Settings) -> Iterator[str]:
@@ -376,60 +386,6 @@ def _describe_limits(settings: Settings) -> Iterator[str]:
         f"prefix      {prefix.capacity_blocks} blocks for each endpoint, {_format_bytes(prefix.max_bytes)} "
         f"for all; prompts are matched up to {longest_tokens} tokens"
     )
-
-
-def _describe_plugins() -> Iterator[str]:
-    yield "strategies"
-    yield from (f"  {name}" for name in registry.profiles())
-    yield from _describe_kinds("filters", registry.FILTERS)
-    yield from _describe_kinds("scorers", registry.SCORERS)
-    yield from _describe_kinds("costs", registry.COSTS)
-    yield from _describe_kinds("pickers", registry.PICKERS)
-    yield from _describe_kinds("deciders", registry.DECIDERS)
-
-
-def _describe_kinds(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
-    yield title
-    for kind in sorted(kinds.keys() - registry.ALIASES.keys()):
-        aliases = registry.aliases_of(kind)
-        yield f"  {_describe_kind(kind, kinds[kind])}"
-        if aliases:
-            yield f"    also {', '.join(aliases)}"
-
-
-def _describe_kind(kind: str, cls: type[Plugin]) -> str:
-    """A kind with its parameters and their defaults, and the signals it needs."""
-    fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else ()
-    params = (
-        f"{field.encode_name}={'required' if field.required else _format_default(field)}"
-        for field in fields
-    )
-    return _describe(kind, params, cls.needs)
-
-
-def _describe_plugin(plugin: Plugin) -> str:
-    """A plugin with its parameters and the signals it needs."""
-    fields = msgspec.structs.fields(plugin) if isinstance(plugin, msgspec.Struct) else ()
-    params = (
-        f"{field.encode_name}={validation.show(getattr(plugin, field.name))}" for field in fields
-    )
-    return _describe(plugin.kind, params, plugin.needs)
-
-
-def _describe(kind: str, params: Iterable[str], needs: object) -> str:
-    listed = ", ".join(params)
-    text = f"{kind} ({listed})" if listed else kind
-    # A property: what the plugin needs depends on its parameters.
-    if not isinstance(needs, frozenset):
-        return f"{text}, reads what its parameters name"
-    signals = ", ".join(sorted(signal.value for signal in needs))
-    return f"{text}, reads {signals}" if signals else text
-
-
-def _format_default(field: msgspec.structs.FieldInfo) -> str:
-    has_factory = field.default_factory is not msgspec.NODEFAULT
-    value = field.default_factory() if has_factory else field.default
-    return validation.show(msgspec.to_builtins(value))
 
 
 def _format_bytes(count: int) -> str:

@@ -160,6 +160,39 @@ def test_check_without_scraping(capsys):
     assert "signals     none" in output
 
 
+def test_check_describes_stages(capsys):
+    """Each has the plugins of its profile, and all signals that decisions read are listed."""
+    text = """apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scheduling:
+  profile: {name: decode, filters: [{kind: decode-filter}]}
+  disaggregation:
+    prefill:
+      profile: {filters: [{kind: prefill-filter}], scorers: [{kind: queue-depth, weight: 2}]}
+      decider: {kind: always-disagg-pd-decider}
+    encode: {profile: {filters: [{kind: encode-filter}], cost: {kind: estimated-time}}}
+  kv_cache_source: {min_cached_token_delta: 64}
+"""
+    assert main.main(["check", "--config-text", text]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = [line[:12].rstrip() for line in lines]
+    at = starts.index("prefill")
+    assert starts[at : at + 9] == [
+        *("prefill", "  filter", "  scorer", "  picker"),
+        *("encode", "  filter", "  cost", "  picker", "kv-cache"),
+    ]
+    assert "prefill-filter" in lines[at + 1]
+    assert lines[at + 2].endswith("reads waiting, weight 2")
+    assert lines[at + 8] == (
+        "kv-cache    names an endpoint with at least 64 more cached prompt tokens, reads prefix"
+    )
+    (signals,) = [line for line in lines if line.startswith("signals")]
+    listed = signals.removeprefix("signals").strip().split(", ")
+    assert {"prefix", "waiting"} <= set(listed)
+    assert main.main(["check", "--json", "--config-text", text]) == 0
+    assert json.loads(capsys.readouterr().out)["signals"] == listed
+
+
 def test_check_describes_unknown_models(capsys):
     """The report says where requests for unlisted models go, and how names are read."""
     text = (
