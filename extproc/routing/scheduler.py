@@ -107,11 +107,6 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         """The profile that headers name; empty for none."""
         return "" if self.by_header is None else self.by_header.find_name(headers)
 
-    def find_profile(self, model: str, headers: Mapping[str, str]) -> SchedulerProfile | Rejection:
-        """The profile of a request; a rejection where its headers name one that does not exist."""
-        profile = self.by_model.get(model, self.profile)
-        return profile if self.by_header is None else self.by_header.choose(headers, profile)
-
     @property
     def profiles(self) -> Sequence[SchedulerProfile]:
         """Every profile that routes."""
@@ -207,9 +202,12 @@ class Scheduler:
             with_prompt: Returns the request with its prompt, where `request` has none.
         """
         pool, routing = self._store.pool, self._routing
-        profile = routing.find_profile(request.model, headers)
-        if isinstance(profile, Rejection):
-            return profile
+        profile = routing.by_model.get(request.model, routing.profile)
+        if routing.by_header is not None:
+            named = routing.by_header.choose(headers, profile)
+            if isinstance(named, Rejection):
+                return named
+            profile = named
         read_first_message: _ReadText = surfaces.no_user_message
         if routing.reads_first_message:
             read_first_message = surfaces.find_first_user_message
@@ -219,15 +217,16 @@ class Scheduler:
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
         while True:
+            # By position: a keyword costs more.
             outcome = self._choose(
                 profile,
                 eligible,
                 request,
                 now,
-                chain=chain,
-                headers=headers,
+                chain,
+                headers,
+                read_first_message,
                 may_defer=may_defer,
-                read_first_message=read_first_message,
             )
             if outcome is not None:
                 return outcome
@@ -239,11 +238,11 @@ class Scheduler:
         eligible: eligibility.EligibleEndpoints,
         request: InferenceRequest,
         now: float,
-        *,
         chain: Sequence[int],
         headers: Mapping[str, str],
-        may_defer: bool,
         read_first_message: _ReadText,
+        *,
+        may_defer: bool,
     ) -> Outcome | None:
         """Choose among eligible endpoints; None where all that the labels allow are put aside."""
         pool, routing, members = self._store.pool, self._routing, eligible.members
