@@ -23,7 +23,7 @@ _BAND_TOKENS: Final = 64
 class KvCacheSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Names an endpoint that has more of a prompt cached than the one that computes it.
 
-    Among those that have most, one is drawn with the probability 1 / (1 + waiting requests), as
+    Among those that have most, one is drawn by chance, with weights of 1 / (1 + waiting requests), as
     upstream's `p2psource/producer.go` does.
 
     Attributes:
