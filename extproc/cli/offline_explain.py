@@ -9,6 +9,7 @@ from extproc.config.settings import Settings
 from extproc.decision import Decision, Outcome
 from extproc.endpoint import NO_EXTRA, Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
+from extproc.parsing import surfaces
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.store import PoolStore
@@ -29,6 +30,8 @@ def route_offline(settings: Settings, pool: PoolState, raw: HttpRequest, *, wher
     Raises:
         ConfigError: An address stands twice in the state, or the settings have no profile.
     """
+    if not settings.parse_bodies:
+        raw = surfaces.parse_headers(raw)
     outcome_without_prefix = _restore_pool(settings, pool, where=where)
     outcome = outcome_without_prefix.director.route(raw, _NOW)
     if not isinstance(outcome, Decision) or not outcome.block_hashes:

@@ -54,7 +54,7 @@ _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("apiVersion", "kind", "metadata", "plugins", "schedulingProfiles"), ""),
     **dict.fromkeys(("featureGates", "dataLayer", "requestHandler", "flowControl"), ""),
     "data": "data is deprecated: write dataLayer",
-    "parser": "parser is deprecated and not needed: every surface is parsed",
+    "parser": "parser is deprecated: write requestHandler.parsers",
     "saturationDetector": epp_sections.SATURATION,
 }
 
@@ -116,7 +116,9 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         sections["scheduling"] = {"strategy": "weighted"}
-    ours = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
+    ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
+    if not epp_data_layer.parses_bodies(tree, file, plugins=named):
+        ours["parse_bodies"] = False
     return EppDocument({**ours, **sections}, plugins, tuple(warnings))
 
 

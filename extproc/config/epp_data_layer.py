@@ -1,8 +1,9 @@
 """Checks sections of an EndpointPickerConfig that refer to its plugins, and need no conversion.
 
 Upstream, `dataLayer` connects data sources with plugins that extract from them, and `requestHandler`
-names the parsers; here the scraper, discovery and the parsers need no connections. A warning names
-each setting that changes what upstream does.
+names the parsers; here the scraper, discovery and the parsers need no connections, and a parser counts
+only where it is the one that reads no body. A warning names each setting that changes what upstream
+does.
 """
 
 from __future__ import annotations
@@ -85,8 +86,7 @@ def check_sections(
     Raises:
         ConfigError: A key is unknown, a value has another type, or a reference has no plugin.
     """
-    written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
-    sections = validation.to_struct(written, _Sections, where=file)
+    sections = _read_sections(tree, file)
     for name, place in _references(sections, file):
         if place.path[0] in ("dataLayer", "data"):
             layer = sections.data_layer or sections.data or _DataLayer()
@@ -103,8 +103,22 @@ def check_sections(
     return [
         *_warn_without_effect("dataLayer", sections.data_layer),
         *_warn_without_effect("data", sections.data),
-        *_warn_of_unread_bodies(sections.request_handler, plugins),
     ]
+
+
+def parses_bodies(tree: Mapping[str, object], file: Place, *, plugins: Mapping[str, str]) -> bool:
+    """True unless the first parser is the one that reads no body, as it takes all requests.
+
+    Args:
+        plugins: Types of the plugins of the file, by name.
+
+    Raises:
+        ConfigError: A section is not valid.
+    """
+    sections = _read_sections(tree, file)
+    handler = sections.request_handler or _RequestHandler()
+    parser = next(iter(handler.parsers or ()), sections.parser)
+    return parser is None or plugins.get(parser.plugin_ref, parser.plugin_ref) != _PASSTHROUGH
 
 
 def find_sources(tree: Mapping[str, object], file: Place) -> NamedSources:
@@ -120,6 +134,11 @@ def find_sources(tree: Mapping[str, object], file: Place) -> NamedSources:
         sources |= {source.plugin_ref for source in section.sources or ()}
         discovery = section.discovery.plugin_ref if section.discovery else discovery
     return NamedSources(frozenset(sources), discovery)
+
+
+def _read_sections(tree: Mapping[str, object], file: Place) -> _Sections:
+    written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
+    return validation.to_struct(written, _Sections, where=file)
 
 
 #: Keys of the sections in the file.
@@ -178,16 +197,4 @@ def _warn_without_effect(name: str, section: _DataLayer | None) -> Iterator[str]
         yield (
             f"{name}.crossReplicaSyncerPluginRef is not acted on: replicas exchange their loads as the "
             "section peer_sync of an ExtProcConfig behind --- says"
-        )
-
-
-def _warn_of_unread_bodies(
-    handler: _RequestHandler | None, plugins: Mapping[str, str]
-) -> Iterator[str]:
-    """Warn of a file that wants no body to be read."""
-    names = [parser.plugin_ref for parser in handler.parsers or ()] if handler else []
-    if names and all(plugins.get(name, name) == _PASSTHROUGH for name in names):
-        yield (
-            f"requestHandler.parsers with {_PASSTHROUGH} alone is not acted on: bodies on the paths of "
-            "known APIs are read, and refused with 400 where they are malformed"
         )

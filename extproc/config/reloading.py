@@ -19,7 +19,7 @@ from extproc.errors import ConfigError
 #: Fields in force from the next request on, with everything below them, by section of `Settings`
 #: (empty: fields at the top). All others need a restart.
 LIVE: Final[Mapping[str, tuple[str, ...]]] = {
-    "": ("conformance",),
+    "": ("parse_bodies", "conformance"),
     "server": ("admin_token_file",),
     "pool": ("objectives", "rewrites"),
     "pools": ("match", "scheduling", "objectives", "rewrites"),

@@ -439,6 +439,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         peer_sync: Exchange of requests between replicas.
         log: The log on standard error.
         tracing: OpenTelemetry traces.
+        parse_bodies: Parse request bodies. True: the model and the prompt of a request stand there.
+            False: a body of any form is forwarded, and requests are routed by headers and load,
+            without prefixes.
         conformance: Obey the header `test-epp-endpoint-selection`, and report the endpoint that
             served. False: outside of conformance tests a client must not choose its endpoint.
         seed: Seed of all random choices (integer). Null: drawn from the system, because replicas
@@ -465,5 +468,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     peer_sync: PeerSyncSection = PeerSyncSection()
     log: LogSection = LogSection()
     tracing: TracingSection = TracingSection()
+    parse_bodies: bool = True
     conformance: bool = False
     seed: int | None = None

@@ -68,7 +68,7 @@ class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class PreparsedRequest(HttpRequest, frozen=True, gc=False):
-    """A request whose body is parsed already.
+    """A request whose body is parsed already, or is not to be parsed.
 
     Attributes:
         outcome: Result for `surfaces.parse`.
@@ -311,6 +311,12 @@ def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
             parsed, prompt=b"", prompt_tokens=0, prompt_bytes=0, media=()
         )
     return parsed
+
+
+def parse_headers(raw: HttpRequest) -> PreparsedRequest:
+    """Parse the headers of a request only, so that its body is forwarded whatever it is."""
+    outcome = parse(msgspec.structs.replace(raw, body=b""))
+    return PreparsedRequest(raw.headers, raw.body, raw.truncated, raw.subset, outcome=outcome)
 
 
 def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection | None:

@@ -74,19 +74,32 @@ class PoolSelector:
         routes: The pools, in the order in which their matches are examined.
         list_models: Answer `/v1/models` from what endpoints listed; None does so where there are
             several pools.
+        parse_bodies: Parse request bodies; if not, requests are known by their headers only.
 
     Attributes:
         default_pool: Name of the pool that counts rejections before a pool is selected.
+        parses_bodies: Whether `route` parses bodies that are not parsed yet.
     """
 
     def __init__(
-        self, routes: Sequence[PoolRoute] = (), *, list_models: bool | None = None
+        self,
+        routes: Sequence[PoolRoute] = (),
+        *,
+        list_models: bool | None = None,
+        parse_bodies: bool = True,
     ) -> None:
         self._index = MatchIndex(())
-        self.reconfigure(routes, list_models=list_models)
+        self.reconfigure(routes, list_models=list_models, parse_bodies=parse_bodies)
 
-    def reconfigure(self, routes: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
+    def reconfigure(
+        self,
+        routes: Sequence[PoolRoute],
+        *,
+        list_models: bool | None = None,
+        parse_bodies: bool = True,
+    ) -> None:
         """Route over other pools from the next request on."""
+        self.parses_bodies = parse_bodies
         self.routes = tuple(routes)
         is_single = len(routes) == 1
         self._only = routes[0] if is_single and routes[0].match.is_empty else None
@@ -103,6 +116,8 @@ class PoolSelector:
             response = self._models_response(raw)
             if response is not None:
                 return RoutingResult(response)
+        if not self.parses_bodies:
+            raw = surfaces.parse_headers(raw)
         only = self._only
         if only is not None:
             director = only.director

@@ -464,10 +464,11 @@ class EndpointPickerProcess:
 
     async def _dry_run(self, raw: HttpRequest) -> Outcome | DirectResponse:
         """Route a request without a reservation; raises as `LargeBodies.read`."""
-        read = await self._large_bodies.read_if_large(raw)
+        selector = self.pool_registry.pool_selector
+        read = await self._large_bodies.read_if_large(raw) if selector.parses_bodies else raw
         if isinstance(read, Rejection):
             return read
-        routed = self.pool_registry.pool_selector.route(read, self._clock())
+        routed = selector.route(read, self._clock())
         if isinstance(routed.outcome, Decision):
             return msgspec.structs.replace(routed.outcome, pool=routed.pool)
         return routed.outcome

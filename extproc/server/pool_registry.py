@@ -316,4 +316,5 @@ class PoolRegistry:
         self.pool_selector.reconfigure(
             [self.by_name[name].pool_route for name in ordered],
             list_models=self._settings.responses.list_models,
+            parse_bodies=self._settings.parse_bodies,
         )

@@ -205,6 +205,11 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
         self.is_draining = True
 
     @property
+    def parses_large_bodies(self) -> bool:
+        """True if large bodies are parsed, outside of the event loop."""
+        return self.large_bodies is not None and self.pool_selector.parses_bodies
+
+    @property
     def abandonment(self) -> Rejection:
         """Rejection that stands for a stream that ended before an endpoint was chosen."""
         return SHUTTING_DOWN if self.is_draining else CLIENT_LEFT

@@ -96,7 +96,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         replies = exchange.receive(event)
         pending = exchange.pending
         if pending is not None:
-            if len(pending.body) > INLINE_BYTES and self._context.large_bodies is not None:
+            if len(pending.body) > INLINE_BYTES and self._context.parses_large_bodies:
                 self.unparsed = pending
                 return ()
             return self._route(pending)

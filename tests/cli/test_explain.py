@@ -140,6 +140,16 @@ def test_path_and_headers_select_the_surface(files, capsys, tmp_path):
     assert "streamed" in output
 
 
+def test_an_unparsed_body_is_explained_by_headers_and_load(files, capsys, tmp_path):
+    """A broken body is routed where bodies are not parsed."""
+    body, config = tmp_path / "broken", tmp_path / "unparsed"
+    body.write_text("{")
+    config.write_text(CONFIG + "parse_bodies: false\n")
+    output = told_by(capsys, str(body), "--state", files["state"], "--config-file", str(config))
+    assert "request: opaque" in output
+    assert "chosen by max-score-picker: 10.0.0.2:8000" in output
+
+
 @pytest.mark.parametrize(
     ("body", "state", "expected"),
     [

@@ -38,16 +38,37 @@ def test_sections_without_effect_are_read(text):
     assert warn(text) == ()
 
 
-def test_bodies_that_are_to_stay_unread_are_warned_of():
-    """The parsers of a path cannot be chosen; beside others, the one that reads nothing is as here."""
-    assert (
-        warn(
-            "requestHandler: {parsers: [{pluginRef: openai-parser}, {pluginRef: passthrough-parser}]}"
-        )
-        == ()
-    )
-    (warning,) = warn("requestHandler: {parsers: [{pluginRef: passthrough-parser}]}")
-    assert "passthrough-parser alone is not acted on" in warning
+@pytest.mark.parametrize(
+    ("text", "parse_bodies"),
+    [
+        ("", True),
+        ("requestHandler: {parsers: []}", True),
+        ("requestHandler: {parsers: [{pluginRef: passthrough-parser}]}", False),
+        ("requestHandler: {parsers: [{pluginRef: raw}]}", False),
+        (
+            "requestHandler: {parsers: [{pluginRef: openai-parser}, {pluginRef: passthrough-parser}]}",
+            True,
+        ),
+        # Upstream skips the parsers behind it.
+        (
+            "requestHandler: {parsers: [{pluginRef: passthrough-parser}, {pluginRef: openai-parser}]}",
+            False,
+        ),
+        ("parser: {pluginRef: passthrough-parser}", False),
+        (
+            "parser: {pluginRef: passthrough-parser}\nrequestHandler: {parsers: [{pluginRef: openai-parser}]}",
+            True,
+        ),
+    ],
+)
+def test_passthrough_parser_before_all_others_leaves_bodies_unparsed(text, parse_bodies):
+    """It takes every request then; behind another one, it is as here."""
+    plugins = "plugins: [{type: queue-scorer}, {type: passthrough-parser, name: raw}]\n"
+    document = loader.parse(HEAD + plugins + text + "\n", where="f.yaml")
+    assert loader.settings(document).parse_bodies is parse_bodies
+    assert [
+        warning for warning in document.warnings if "requestHandler.parsers" not in warning
+    ] == []
 
 
 @pytest.mark.parametrize(

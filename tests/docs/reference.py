@@ -199,6 +199,7 @@ def configuration_block() -> str:
         "",
         "| field | type | default | meaning and reason |",
         "|---|---|---|---|",
+        f"| `parse_bodies` | boolean | `true` | {cell(texts['parse_bodies'])} |",
         f"| `conformance` | boolean | `false` | {cell(texts['conformance'])} |",
         f"| `seed` | integer | `null` | {cell(texts['seed'])} |",
     ]

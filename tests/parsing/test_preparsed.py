@@ -43,6 +43,18 @@ def check(raw):
         assert result == (supplied if isinstance(supplied, InferenceRequest) else None)
 
 
+@pytest.mark.parametrize("body", [b"{", b"\x00\xff", b'{"model":"m","prompt":"x"}'])
+def test_parsing_the_headers_leaves_the_body_unread(body):
+    """No body is refused, and none names a model, which may not be put into it either."""
+    headers = {":path": "/v1/completions", "content-encoding": "gzip", "x-session-id": "s"}
+    raw = surfaces.parse_headers(HttpRequest(headers, body, subset=("10.0.0.1",)))
+    assert (raw.headers, raw.body, raw.subset) == (headers, body, ("10.0.0.1",))
+    assert surfaces.parse(raw) == InferenceRequest("opaque", session="s", subset=("10.0.0.1",))
+    assert model_edit.locate_model(raw, "other") is None
+    named = surfaces.parse_headers(HttpRequest({envelope.EPP_MODEL: "x" * 5000}, body))
+    assert surfaces.parse(named) is surfaces.LONG_NAME
+
+
 @settings(max_examples=examples(100), deadline=None)
 @given(PATHS, METHODS, bodies, st.booleans(), st.booleans())
 def test_any_json_gives_the_same_request(path, method, body, truncated, with_model):

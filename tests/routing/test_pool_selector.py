@@ -8,7 +8,7 @@ import pytest
 from extproc.decision import Decision, DirectResponse, Rejection
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool import inference_policy
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import pool_match, pool_selector
 from extproc.routing.pool_match import PoolMatch
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
@@ -220,6 +220,21 @@ def test_model_lists_go_to_an_engine_for_a_single_pool():
     assert went(both.route(get("/v1/models"), 1.0)) == ("p", B)
     off = board(("p", known, PoolMatch()), ("q", unknown, PoolMatch()), list_models=False)
     assert isinstance(off.route(get("/v1/models"), 1.0).outcome, Decision)
+
+
+def test_unparsed_bodies_are_routed_by_their_headers():
+    """Neither a broken body nor its model counts, over one pool and over several."""
+    known, other = build_pool(A, "m"), build_pool(B, "n")
+    broken = HttpRequest({":method": "POST", ":path": "/v1/completions"}, b"{")
+    single = board(("p", known, PoolMatch()), parse_bodies=False)
+    assert went(single.route(broken, 1.0)) == ("p", A)
+    assert single.route(chat("n"), 1.0).outcome.request == InferenceRequest("opaque")
+    both = board(("p", known, PoolMatch()), ("q", other, PoolMatch()), parse_bodies=False)
+    assert went(both.route(broken, 1.0)) == ("p", A)
+    assert went(both.route(chat("n"), 1.0)) == ("p", A)
+    renamed = both.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)
+    assert went(renamed) == ("q", B)
+    assert renamed.outcome.body_edit is None
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,24 @@ async def test_stream_rejects_an_invalid_large_body():
         assert response.error["error"]["message"].endswith(refused.message)
 
 
+async def test_stream_routes_a_large_body_that_is_not_to_be_parsed():
+    """The parser process is not started for it."""
+    async with serving_large(SlowProcess()) as (scene, pool_fixture):
+        selector = scene.servicer.shared.pool_selector
+        selector.reconfigure(selector.routes, parse_bodies=False)
+        body = b"{" * 2_000_000
+        stream = await send_large(scene, body)
+        route, sent = await hear_body(stream)
+        assert (route.headers["x-gateway-destination-endpoint"], sent) == (
+            ext_proc_script.ADDRESS,
+            body,
+        )
+        assert scene.servicer.shared.observer.counters.large_bodies == {}
+        await stream.end()
+        await scene.idle()
+        assert pool_fixture.in_flight == 0
+
+
 async def test_stream_routes_a_body_that_kills_the_worker():
     """As what meets a bug: counted, and routed without a look at the body."""
     process = SlowProcess()

@@ -99,6 +99,11 @@ PLUGINS = "plugins: [{type: rendezvous}, {type: queue-scorer}]"
 
 #: Field to the file before, the file after, and what is looked at.
 LIVE = {
+    "parse_bodies": (
+        "parse_bodies: true",
+        "parse_bodies: false",
+        lambda scene: scene.answers(b"{" * 2_000_000),
+    ),
     "conformance": (
         "conformance: false",
         "conformance: true",
