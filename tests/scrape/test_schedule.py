@@ -139,3 +139,17 @@ def test_waits_end_on_ticks(now, wait_s):
     assert wait_s <= longer <= wait_s + STEADY.tick_s
     ticks = (now + longer) / STEADY.tick_s
     assert ticks == pytest.approx(round(ticks), abs=1e-3)
+
+
+@hypothesis.given(st.floats(0.0, 1e6), st.floats(2.0, 100.0))
+def test_waits_at_rest_end_on_whole_seconds(now, wait_s):
+    """A wait changes by half a second at most, so that the mean stays."""
+    changed = schedule.align_to_tick(now, wait_s, settings=STEADY, resting=True)
+    assert abs(changed - wait_s) <= 0.5 + 1e-6
+    assert now + changed == pytest.approx(round(now + changed), abs=1e-6)
+
+
+def test_a_short_wait_at_rest_keeps_its_ticks():
+    """Whole seconds would change an interval of a second by half."""
+    resting = schedule.align_to_tick(0.013, 1.0, settings=STEADY, resting=True)
+    assert resting == schedule.align_to_tick(0.013, 1.0, settings=STEADY)
