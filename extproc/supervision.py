@@ -225,6 +225,22 @@ class Supervisor:
                 timer.cancel()
 
 
+def seconds_to_tick(now: float, interval_s: float) -> float:
+    """Seconds from now to a multiple of an interval: one interval, or half a one more or less at first.
+
+    Loops that sleep so share wake-ups of an idle process, which cost more than what most of them do.
+
+    Args:
+        now: Seconds of the clock of the event loop.
+    """
+    return interval_s * (round(now / interval_s) + 1) - now
+
+
+async def sleep_to_tick(interval_s: float) -> None:
+    """Sleep until a multiple of an interval, as `seconds_to_tick` says."""
+    await asyncio.sleep(seconds_to_tick(asyncio.get_running_loop().time(), interval_s))
+
+
 async def run_forever() -> None:
     """Wait until cancelled; a group of tasks would end, with what runs it, without any task."""
     await asyncio.Event().wait()

@@ -361,3 +361,15 @@ def test_exception_log_bounds_its_places():
         log.record(type(f"Error{number}", (Exception,), {})())
     assert len(counts) == 101
     assert counts.total() == 300
+
+
+@pytest.mark.parametrize("interval_s", [0.2, 1.0, 5.0])
+def test_loops_share_the_ticks_of_their_interval(interval_s):
+    """The first sleep ends on a tick, whenever the loop began, and the others are one interval long."""
+    for start in (0.0, 0.05, 17.31, 1e6 + 0.999):
+        first_s = supervision.seconds_to_tick(start, interval_s)
+        assert 0.5 * interval_s - 1e-6 <= first_s <= 1.5 * interval_s + 1e-6
+        late = start + first_s + 0.01 * interval_s  # as a busy event loop is
+        assert supervision.seconds_to_tick(late, interval_s) == pytest.approx(
+            0.99 * interval_s, abs=1e-6
+        )

@@ -29,7 +29,7 @@ from extproc.discovery import endpoint_list
 from extproc.endpoint import Endpoint, join_host_port
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
-from extproc.supervision import Supervisor
+from extproc.supervision import Supervisor, sleep_to_tick
 
 #: Addresses of one name that are taken (count); an answer of DNS has room for some 4000.
 MAX_ADDRESSES: Final = 4096
@@ -409,7 +409,7 @@ class StaticDiscovery:
     async def run(self) -> None:
         """Follows the sources until cancelled; requires `start`."""
         while True:
-            await asyncio.sleep(self._settings.poll_s)
+            await sleep_to_tick(self._settings.poll_s)
             await self.step()
             self._supervisor.record_success("discovery", self._pool_name)
 

@@ -19,7 +19,7 @@ from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.pool.store import PoolStore
 from extproc.scrape import client, engines, metrics_page, model_list, schedule
-from extproc.supervision import Supervisor
+from extproc.supervision import Supervisor, sleep_to_tick
 
 #: Longest page that is read on the event loop (bytes): five times a vLLM page, and some 30 ms at
 #: worst. A thread reads longer ones, which the interpreter preempts every few milliseconds.
@@ -356,7 +356,7 @@ class Scraper:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     await self.step(tasks)
-                    await asyncio.sleep(self.settings.follow_s)
+                    await sleep_to_tick(self.settings.follow_s)
         finally:
             self._positions = None
             for watch in list(self.watches.values()):

@@ -43,7 +43,7 @@ from extproc.server.peer_addresses import PeerDirectory
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import RedisPeerChannel
-from extproc.supervision import Loop, LoopName
+from extproc.supervision import Loop, LoopName, sleep_to_tick
 from extproc.telemetry import explanation, pool_log
 from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
@@ -324,7 +324,7 @@ class EndpointPickerProcess:
 
     async def _log_rejections(self) -> None:
         while True:
-            await asyncio.sleep(_REJECTION_LOG_S)
+            await sleep_to_tick(_REJECTION_LOG_S)
             self._rejection_log.step(self._clock())
 
     async def _sample_traffic(self) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 from grpc_health.v1 import health_pb2
 
 from extproc.pool.snapshot import Pool
+from extproc.supervision import seconds_to_tick
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.request_series import MetricHistogram
 from extproc.wire import codec
@@ -183,8 +184,8 @@ class HealthServicer:
 BUSY_S: Final = 0.02
 
 #: Seconds between two looks while none is: no request waits, and a wake-up costs more than a look
-#: (`python -m bench.stalls`).
-QUIET_S: Final = 0.2
+#: (`python -m bench.stalls`). Whole seconds are those of other loops.
+QUIET_S: Final = 1.0
 
 
 class StallMeter:
@@ -251,6 +252,6 @@ class StallMeter:
 
     def _schedule(self) -> None:
         self._quiet = not self._counters.streams_open
-        wait_s = QUIET_S if self._quiet else BUSY_S
+        wait_s = seconds_to_tick(self._clock(), QUIET_S) if self._quiet else BUSY_S
         self._due = self._clock() + wait_s
         self._timer = asyncio.get_running_loop().call_later(wait_s, self.measure)

@@ -20,7 +20,7 @@ from extproc.config import loader, reloading
 from extproc.config.settings import Settings
 from extproc.discovery.static_discovery import FileStamp, file_stamp
 from extproc.errors import ConfigError
-from extproc.supervision import place_of
+from extproc.supervision import place_of, seconds_to_tick
 from extproc.telemetry.counters import ProcessCounters
 
 _log = logging.getLogger("extproc.server")
@@ -182,7 +182,10 @@ class Reloader:
         """Check for changes until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._requested.wait(), _POLL_S)
+                await asyncio.wait_for(
+                    self._requested.wait(),
+                    seconds_to_tick(asyncio.get_running_loop().time(), _POLL_S),
+                )
             await self.step()
 
     async def step(self) -> None:

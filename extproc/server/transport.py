@@ -21,6 +21,7 @@ from extproc.errors import ConfigError, ProtocolError
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.server.health import Readiness
 from extproc.server.stream_context import StreamContext
+from extproc.supervision import sleep_to_tick
 
 #: Connections that wait to be accepted (count).
 BACKLOG: Final = 1024
@@ -173,7 +174,7 @@ class ExtProcServicer(ABC, Generic[StreamT]):
         """Reject requests whose body stopped arriving, until cancelled."""
         while True:
             look_s = self.shared.settings.body_idle_s * _UPLOAD_LOOK
-            await asyncio.sleep(min(look_s, _MAX_UPLOAD_LOOK_S))
+            await sleep_to_tick(min(look_s, _MAX_UPLOAD_LOOK_S))
             await self.refuse_stalled()
 
     @abstractmethod

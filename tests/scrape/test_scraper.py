@@ -15,7 +15,7 @@ from extproc.scrape import client, metrics_page, model_list, schedule, scraper
 from extproc.supervision import Supervisor
 
 QUICK = scraper.ScraperSettings(
-    follow_s=0.0,
+    follow_s=0.001,
     schedule=schedule.ScrapeSchedule(
         fast_s=0.001, slow_s=0.001, scrapes_per_s=1e9, tick_s=0.001, backoff_cap_s=0.001
     ),
@@ -257,7 +257,7 @@ def test_an_idle_endpoint_is_scraped_soon_after_a_request():
         scene = ScraperScene(
             "10.0.0.1:1",
             "10.0.0.2:2",
-            settings=scraper.ScraperSettings(follow_s=0.0, schedule=pace),
+            settings=scraper.ScraperSettings(follow_s=0.001, schedule=pace),
         )
         task = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: len(scene.fetcher.requests) == 4)
@@ -283,7 +283,7 @@ def test_a_request_to_one_endpoint_ends_the_rest_of_all():
         scene = ScraperScene(
             "10.0.0.1:1",
             "10.0.0.2:2",
-            settings=scraper.ScraperSettings(follow_s=0.0, schedule=pace),
+            settings=scraper.ScraperSettings(follow_s=0.001, schedule=pace),
         )
         task = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: len(scene.fetcher.requests) >= 8)
