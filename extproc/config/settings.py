@@ -17,7 +17,7 @@ from extproc.config.decisions import DecisionsSection
 from extproc.config.tracing import TracingSection
 from extproc.endpoint import join_host_port
 from extproc.flow_control.flow_queue import Order
-from extproc.flow_control.priority_band import Fairness
+from extproc.flow_control.priority_band import BandSettings, Fairness, PrioritySettings
 from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.parsing import usage
@@ -255,6 +255,12 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         fairness: Order of the tenants of a priority: `least-served` by tokens attained,
             `round-robin` by requests, or `none`. `least-served`: the cost of requests differs a
             hundredfold.
+        bands: Bounds, fairness and order of single priorities, which share the bounds of all. After
+            a reload, the last two hold for a priority once none of its requests waits. None: every
+            priority is as `default_band` says.
+        default_band: The same for each priority that `bands` does not have. Null: the bounds,
+            fairness and order of all.
+        default_negative_band: The same for each of these priorities below 0. Null: `default_band`.
         half_life_s: Half-life of the service that a tenant attained (seconds). With 60, a burst is
             forgotten within minutes.
         tenant_header: Request header that names the tenant, read before
@@ -280,6 +286,9 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_bytes: validation.Positive = 256 * _MIB
     order: Order = "fcfs"
     fairness: Fairness = "least-served"
+    bands: tuple[PrioritySettings, ...] = ()
+    default_band: BandSettings | None = None
+    default_negative_band: BandSettings | None = None
     half_life_s: validation.PositiveSeconds = 60.0
     tenant_header: str = ""
     fallback_tenant_headers: tuple[validation.Name, ...] = ()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
 
 from extproc.flow_control.fair_share import FairShare
 from extproc.flow_control.flow_queue import (
@@ -22,6 +24,80 @@ from extproc.flow_control.flow_queue import (
 
 #: Whose turn it is among tenants of one priority.
 Fairness = Literal["round-robin", "least-served", "none"]
+
+_Bound = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class BandSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a priority of flow control.
+
+    Attributes:
+        max_requests: Requests of the priority that may wait for a pool (count). Null: only the bound
+            of all priorities.
+        max_bytes: Bytes of the bodies of these requests. Null: only the bound of all priorities.
+        order: Order of the requests of a tenant. Null: that of all priorities.
+        fairness: Order of the tenants. Null: that of all priorities.
+    """
+
+    max_requests: _Bound | None = None
+    max_bytes: _Bound | None = None
+    order: Order | None = None
+    fairness: Fairness | None = None
+
+
+class PrioritySettings(BandSettings, frozen=True, kw_only=True):
+    """Settings of one priority.
+
+    Attributes:
+        priority: The priority, in `bands` only.
+    """
+
+    priority: int
+
+
+class Shortage:
+    """Room that bounds lack for a new request; false once there is enough."""
+
+    __slots__ = ("bytes", "requests")
+
+    def __init__(self, requests: int, num_bytes: int) -> None:
+        self.requests = requests
+        self.bytes = num_bytes
+
+    def __bool__(self) -> bool:
+        return self.requests > 0 or self.bytes > 0
+
+    def reduce(self, item: QueuedItem) -> None:
+        """Add the room of a request that is displaced."""
+        self.requests -= 1
+        self.bytes -= item.bytes
+
+    def exceeds(self, bands: Sequence[PriorityBand]) -> bool:
+        """True if all requests of these bands have less room."""
+        return self.requests > sum(band.count for band in bands) or (
+            self.bytes > sum(band.bytes for band in bands)
+        )
+
+
+def find_shortage(
+    item: QueuedItem, waiting: tuple[int, int], bounds: tuple[int | None, int | None]
+) -> Shortage | None:
+    """Room that bounds lack for a new request; None where it fits.
+
+    Where bounds were lowered below what waits, it grows no further: no more is displaced for a
+    request than it takes itself.
+
+    Args:
+        waiting: Requests that wait (count), and bytes of their bodies.
+        bounds: Upper bounds of both; None for none.
+    """
+    requests = num_bytes = 0
+    if bounds[0] is not None:
+        requests = waiting[0] + 1 - max(bounds[0], waiting[0])
+    if bounds[1] is not None:
+        num_bytes = waiting[1] + item.bytes - max(bounds[1], waiting[1])
+    return Shortage(requests, num_bytes) if requests > 0 or num_bytes > 0 else None
+
 
 #: The endpoints that can serve a request, and the address of the one it would rather have; empty
 #: for any of them.

@@ -8,15 +8,24 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 
 import msgspec
 
 from extproc.decision import Rejection
+from extproc.flow_control.drain_rate import DrainRateEstimator
 from extproc.flow_control.fair_share import FairShare
 from extproc.flow_control.flow_queue import EndpointBits, EndpointSets, Order, QueuedItem
-from extproc.flow_control.priority_band import Fairness, PriorityBand, Sweep
+from extproc.flow_control.priority_band import (
+    BandSettings,
+    Fairness,
+    PriorityBand,
+    PrioritySettings,
+    Shortage,
+    Sweep,
+    find_shortage,
+)
 
 
 class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -49,6 +58,9 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
         fairness: Among tenants: `least-served` by tokens attained, `round-robin`, or `none`.
         half_life_s: Time after which what a tenant attained counts half.
         output_weight: A generated token in prompt tokens.
+        bands: Settings of single priorities, each priority once.
+        default_band: Settings of each priority that `bands` does not have; None for none.
+        default_negative_band: In place of `default_band`, of those below 0; None for `default_band`.
     """
 
     timeout_s: float = 60.0
@@ -61,72 +73,22 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     fairness: Fairness = "least-served"
     half_life_s: float = 60.0
     output_weight: float = 2.0
+    bands: tuple[PrioritySettings, ...] = ()
+    default_band: BandSettings | None = None
+    default_negative_band: BandSettings | None = None
 
+    def find_band(self, priority: int) -> BandSettings | None:
+        """The settings of a priority; None if it has none of its own."""
+        for band in self.bands:
+            if band.priority == priority:
+                return band
+        negative = self.default_negative_band
+        return self.default_band if priority >= 0 or negative is None else negative
 
-#: Seconds over which releases are averaged: the first of these in which enough of them were seen.
-#: Fleets release hundreds a second, and a serial engine one in half a minute.
-_WINDOWS_S = (10.0, 60.0, 300.0)
-
-#: Releases, fading, that are enough (count).
-_ENOUGH = 4.0
-
-#: Upper bound of the estimate (seconds): beyond it the estimate means little.
-_LONGEST_S = 300
-
-#: Estimate before the first departure (seconds).
-_UNKNOWN_S = 5
-
-
-class DrainRateEstimator:
-    """Departures per second, exponentially decayed.
-
-    rate(t) = sum of 2^(-(t - t_i) / w) ln 2 / w / (1 - 2^(-(t - t_0) / w)): an average over the last
-    w seconds, or those since the first request went on at t_0.
-    """
-
-    __slots__ = ("_at", "_began", "_sums")
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * len(_WINDOWS_S)
-        self._at = 0.0
-        self._began = math.inf
-
-    def record_departures(self, count: int, now: float) -> None:
-        """Record departures (count)."""
-        self._sums = [total + count for total in self._faded(now)]
-        self._at = now
-        self._began = min(self._began, now)
-
-    def per_s(self, now: float) -> float:
-        """Departures per second at `now`."""
-        if self._began == math.inf:
-            return 0.0
-        totals = zip(self._faded(now), _WINDOWS_S, strict=True)
-        total, window_s = next((entry for entry in totals if entry[0] >= _ENOUGH), (0.0, 0.0))
-        if not window_s:
-            total, window_s = self._faded(now)[-1], _WINDOWS_S[-1]
-        observed_ratio = 1.0 - math.exp2(-max(1.0, now - self._began) / window_s)
-        return total * math.log(2.0) / window_s / observed_ratio
-
-    def wait_s(self, ahead: int, now: float, *, most_s: float = _LONGEST_S) -> int:
-        """Estimated time until so many departures, in whole seconds, at least 1.
-
-        Args:
-            ahead: Departures (count).
-            most_s: Upper bound (seconds); five minutes where that is less.
-        """
-        most = max(1, math.floor(min(most_s, _LONGEST_S)))
-        rate = self.per_s(now)
-        if rate < 1.0 / _LONGEST_S:
-            return min(most, _UNKNOWN_S if ahead < _UNKNOWN_S else _LONGEST_S)
-        return min(most, max(1, math.ceil(ahead / rate)))
-
-    def _faded(self, now: float) -> list[float]:
-        passed = self._at - now
-        return [
-            total * math.exp2(passed / window_s)
-            for total, window_s in zip(self._sums, _WINDOWS_S, strict=True)
-        ]
+    def find_bounds(self, priority: int) -> tuple[int | None, int | None]:
+        """Bounds of a priority of its own: requests (count), and bytes; None for none."""
+        band = self.find_band(priority)
+        return (None, None) if band is None else (band.max_requests, band.max_bytes)
 
 
 #: Requests that are sorted anew between two looks at the budget (count): some 0.2 ms.
@@ -230,16 +192,27 @@ class Queue:
 
         Where there is no room, requests of lower priority are displaced, the last of the tenant
         with most waiting first, and then those of the same priority, of tenants with more waiting
-        than its own, so that no tenant takes the whole queue. `MOST_DISPLACED` are displaced at most;
-        where they would not make enough, the request itself is refused, and nothing changes.
+        than its own, so that no tenant takes the whole queue. Where its priority has no room, only
+        the latter make some. `MOST_DISPLACED` are displaced at most; where they would not make
+        enough, the request itself is refused, and nothing changes.
 
         Returns:
             429 with Retry-After where there is no room.
         """
-        if self._fits(item):
+        settings = self.settings
+        lacking = own_lacking = None
+        # Repeats `find_shortage`: most requests find room, and a call takes a fifth of a join.
+        if self.count >= settings.max_requests or self.bytes + item.bytes > settings.max_bytes:
+            bounds = settings.max_requests, settings.max_bytes
+            lacking = find_shortage(item, (self.count, self.bytes), bounds)
+        if settings.find_band(item.priority) is not None:
+            band = self._bands.get(item.priority)
+            waiting = (0, 0) if band is None else (band.count, band.bytes)
+            own_lacking = find_shortage(item, waiting, settings.find_bounds(item.priority))
+        if lacking is None and own_lacking is None:
             self._put(item)
             return _ALONE
-        displaced = self._displaced(item)
+        displaced = self._displaced(item, lacking, own_lacking)
         if displaced is None:
             return self.full_rejection(now)
         for other in displaced:
@@ -432,50 +405,73 @@ class Queue:
         band = self._bands.get(item.priority)
         if band is None:
             settings = self.settings
-            band = PriorityBand(settings.order, settings.fairness, self.fair_share)
+            own = settings.find_band(item.priority) or BandSettings()
+            band = PriorityBand(
+                own.order or settings.order, own.fairness or settings.fairness, self.fair_share
+            )
             self._bands[item.priority] = band
         band.add(item)
         heapq.heappush(self._deadlines, (item.deadline, item.number, item))
 
-    def _fits(self, item: QueuedItem, *, below: int = 0, bytes_below: int = 0) -> bool:
-        """True if the queue has room after so many requests and bytes are displaced.
+    def _displaced(
+        self, item: QueuedItem, lacking: Shortage | None, own_lacking: Shortage | None
+    ) -> tuple[QueuedItem, ...] | None:
+        """Requests to displace for a new request; None if too many or all would not make room.
 
-        Where bounds were lowered below what waits, it grows no further: no more is displaced for a
-        request than it takes itself.
+        Args:
+            lacking: Room that the queue lacks; None for none.
+            own_lacking: Room that the priority of the request lacks; None for none.
         """
-        settings = self.settings
-        return self.count - below < max(settings.max_requests, self.count) and (
-            self.bytes - bytes_below + item.bytes <= max(settings.max_bytes, self.bytes)
-        )
-
-    def _displaced(self, item: QueuedItem) -> tuple[QueuedItem, ...] | None:
-        """Requests to displace for a new request; None if too many or all would not make room."""
-        bands = self._displaceable_bands(item)
-        below, bytes_below = sum(b.count for b in bands), sum(b.bytes for b in bands)
-        if not self._fits(item, below=below, bytes_below=bytes_below):
-            return None
-        chosen: list[QueuedItem] = []
-        num_bytes = 0
-        for band in bands:
-            is_own = band is self._bands.get(item.priority)
-            displaceable = band.lasts_of_longer(item.tenant) if is_own else band.lasts()
-            with contextlib.closing(displaceable) as lasts:
-                for last in lasts:
-                    chosen.append(last)
-                    num_bytes += last.bytes
-                    if self._fits(item, below=len(chosen), bytes_below=num_bytes):
-                        return tuple(chosen)
-                    if len(chosen) == MOST_DISPLACED:
-                        return None
-        return None
-
-    def _displaceable_bands(self, item: QueuedItem) -> list[PriorityBand]:
-        """Bands of which requests may be displaced for a new request, the lowest first."""
-        bands = [
+        lower = [
             self._bands[priority] for priority in sorted(self._bands) if priority < item.priority
         ]
-        own = self._bands.get(item.priority)
-        return [*bands, own] if own is not None and own.has_longer(item.tenant) else bands
+        band = self._bands.get(item.priority)
+        own = [band] if band is not None and band.has_longer(item.tenant) else []
+        if (lacking and lacking.exceeds([*lower, *own])) or (
+            own_lacking and own_lacking.exceeds(own)
+        ):
+            return None
+        chosen: list[QueuedItem] = []
+        with contextlib.closing(_displaceable(item, lower, own, own_lacking)) as lasts:
+            for last in lasts:
+                chosen.append(last)
+                if lacking:
+                    lacking.reduce(last)
+                if own_lacking:  # only requests of its own priority come until it is made
+                    own_lacking.reduce(last)
+                if not lacking and not own_lacking:
+                    return tuple(chosen)
+                if len(chosen) == MOST_DISPLACED:
+                    return None
+        return None
+
+
+def _displaceable(
+    item: QueuedItem,
+    lower: Sequence[PriorityBand],
+    own: Sequence[PriorityBand],
+    own_lacking: Shortage | None,
+) -> Generator[QueuedItem]:
+    """Requests in the order in which they are displaced for a new request.
+
+    Args:
+        lower: Bands of lower priorities, the lowest first.
+        own: The band of its priority; empty where it displaces nothing.
+        own_lacking: Room that its priority lacks, which the caller reduces.
+    """
+    with contextlib.ExitStack() as stack:
+        own_lasts: Iterator[QueuedItem] = iter(())
+        for band in own:
+            own_lasts = stack.enter_context(contextlib.closing(band.lasts_of_longer(item.tenant)))
+        while own_lacking:
+            last = next(own_lasts, None)
+            if last is None:
+                return
+            yield last
+        for band in lower:
+            with contextlib.closing(band.lasts()) as lasts:
+                yield from lasts
+        yield from own_lasts
 
 
 def _first_time(heap: list[tuple[float, int, QueuedItem]]) -> float | None:

@@ -13,6 +13,7 @@ from extproc.decision import NO_ENDPOINTS
 from extproc.discovery import static_discovery
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.rate_limit import TenantRateLimiter
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
@@ -41,6 +42,9 @@ _KV_EVENT_REPEAT_S = 60.0
 
 #: Answer to requests that wait for a pool when it is removed.
 _REMOVED = msgspec.structs.replace(NO_ENDPOINTS, message="the pool is no longer served")
+
+#: Bounds of a pool without flow control.
+_NO_QUEUE = FlowControlSettings(max_requests=0, max_bytes=0)
 
 
 class RuntimeContext(msgspec.Struct, frozen=True):
@@ -262,6 +266,7 @@ class PoolRuntime:
         store = self.parts.store
         flow_controller = self.flow_controller
         queue = None if flow_controller is None else flow_controller.queue
+        bounds = _NO_QUEUE if queue is None else queue.settings
         return PoolView(
             store.pool,
             self._prefix_cache_stats,
@@ -275,8 +280,9 @@ class PoolRuntime:
             match_state=self.match_state,
             dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,
             count_ejections=store.outlier_detector.count_ejections,
-            queue_capacity=0 if queue is None else queue.settings.max_requests,
-            queue_capacity_bytes=0 if queue is None else queue.settings.max_bytes,
+            queue_capacity=bounds.max_requests,
+            queue_capacity_bytes=bounds.max_bytes,
+            find_queue_bounds=bounds.find_bounds,
             stale_after_s=self.parts.director.routing.settings.stale_after_s,
             shadow=self.parts.director.routing.shadow,
             kv_events=None if self._kv_events is None else self._kv_events.stats(),

@@ -330,7 +330,7 @@ def _capacity_families(
             f"{unit.capitalize()} in the queue over those that may wait.",
             ("inference_pool",),
             (
-                ((pool,), view.queue[at] / (_capacity(view, unit) or 1))
+                ((pool,), view.queue[at] / (_capacities(view)[at] or 1))
                 for pool, view in views.items()
                 if view.queue is not None
             ),
@@ -340,7 +340,7 @@ def _capacity_families(
             f"flow_control_capacity_utilization_{unit}",
             f"{unit.capitalize()} of a priority in the queue over those that may wait.",
             ("priority", "inference_pool"),
-            _capacity_by_priority(queues, views, unit),
+            _capacity_by_priority(queues, views, at),
         )
 
 
@@ -421,16 +421,19 @@ def _saturation(view: PoolView, now: float) -> float:
     )
 
 
-def _capacity(view: PoolView, unit: str) -> int:
-    return view.queue_capacity if unit == "requests" else view.queue_capacity_bytes
+def _capacities(view: PoolView) -> tuple[int, int]:
+    return view.queue_capacity, view.queue_capacity_bytes
 
 
 def _capacity_by_priority(
-    queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView], unit: str
+    queues: Mapping[str, QueueCounters], views: Mapping[str, PoolView], at: int
 ) -> Iterator[Sample]:
+    """Queued requests over the bound of their priority, else that of all; bytes where `at` is 1."""
     for pool, queue in queues.items():
+        view = views[pool]
         sizes: Counter[int] = Counter({0: 0})
         for labels, load in queue.queued.items():
-            sizes[labels.priority] += load.requests if unit == "requests" else load.bytes
+            sizes[labels.priority] += (load.requests, load.bytes)[at]
         for priority, size in sizes.items():
-            yield (str(priority), pool), size / (_capacity(views[pool], unit) or 1)
+            capacity = view.find_queue_bounds(priority)[at] or _capacities(view)[at]
+            yield (str(priority), pool), size / (capacity or 1)

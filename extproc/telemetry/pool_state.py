@@ -189,6 +189,8 @@ class PoolView(msgspec.Struct, frozen=True):
         count_ejections: Returns the ejections of an engine by `Endpoint.engine` (count).
         queue_capacity: Requests that may be queued (count); 0 without flow control.
         queue_capacity_bytes: Bytes of their bodies; 0 without flow control.
+        find_queue_bounds: Returns the bounds that a priority has of its own: requests (count), and
+            bytes of their bodies; None for none.
         stale_after_s: Age at which the load of an endpoint counts as unknown (seconds).
         shadow: Second profile that looks at routed requests; None without one.
         kv_events: Counts of KV events; None without subscriptions.
@@ -208,6 +210,7 @@ class PoolView(msgspec.Struct, frozen=True):
     count_ejections: Callable[[int], int] = lambda _: 0
     queue_capacity: int = 0
     queue_capacity_bytes: int = 0
+    find_queue_bounds: Callable[[int], tuple[int | None, int | None]] = lambda _: (None, None)
     stale_after_s: float = 1e9
     shadow: ShadowScheduler | None = None
     kv_events: KvEventStats | None = None

@@ -129,6 +129,10 @@ WRONG = {
         "limits: {max_assembly_bytes: 10}",
         ("limits.max_assembly_bytes", "at least 4 times max_body_bytes", "10", "raise it"),
     ),
+    "two bands of a priority": (
+        "flow_control: {bands: [{priority: 1}, {priority: 0}, {priority: 1}]}",
+        ("flow_control.bands[2].priority", "every priority once", "1 twice", "into one entry"),
+    ),
     "certificate without TLS": (
         "server: {cert_path: /certs, secure_serving: false}",
         ("server.cert_path", "no certificate", "/certs", "secure_serving"),

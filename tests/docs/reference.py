@@ -23,7 +23,7 @@ from extproc.config import (
     validation,
 )
 from extproc.endpoint import LabelExpression
-from extproc.flow_control import rate_limit
+from extproc.flow_control import priority_band, rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.routing import pool_match
@@ -48,6 +48,10 @@ SECTIONS = (
     ("kv_events", settings.KvEventsSection),
     ("limits", settings.LimitsSection),
     ("flow_control", settings.FlowControlSection),
+    (
+        "flow_control.bands[], flow_control.default_band, flow_control.default_negative_band",
+        priority_band.PrioritySettings,
+    ),
     ("flow_control.limit, flow_control.limits[]", rate_limit.RateLimit),
     ("autoscaling", autoscaling.AutoscalingSection),
     ("autoscaling.discovered_pools[]", autoscaling.ScalingRule),

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from extproc.decision import Rejection
 from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.priority_band import BandSettings, PrioritySettings
 from extproc.flow_control.queue import (
     MOST_DISPLACED,
+    DepartureCause,
     EnqueueResult,
     FlowControlSettings,
     Queue,
@@ -106,6 +108,131 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
     assert bytes_left + size <= total
 
 
+BOUNDS = st.none() | st.integers(1, 12)
+
+BANDS = st.builds(
+    FlowControlSettings,
+    max_requests=st.integers(1, 12),
+    max_bytes=st.integers(1, 40),
+    bands=st.tuples(
+        st.builds(
+            PrioritySettings,
+            priority=st.just(1),
+            max_requests=BOUNDS,
+            max_bytes=BOUNDS,
+            fairness=st.sampled_from([None, "none", "round-robin"]),
+            order=st.just("fcfs"),
+        )
+    ),
+    default_band=st.none() | st.builds(BandSettings, max_requests=BOUNDS, max_bytes=BOUNDS),
+    default_negative_band=st.none() | st.builds(BandSettings, max_requests=BOUNDS),
+)
+
+
+def find_tails(own, tenant):
+    """Requests of a priority that a tenant's new request may displace: beyond what it would have."""
+    keep = Counter(item.tenant for item in own)[tenant] + 1
+    for name in {item.tenant for item in own}:
+        theirs = sorted(
+            (item for item in own if item.tenant == name), key=lambda i: (i.arrived, i.number)
+        )
+        yield from theirs[keep:]
+
+
+def is_over(waiting, item, bounds, before):
+    """True if bounds, or what waited before where that is more, have no room."""
+    num_bytes = sum(other.bytes for other in waiting)
+    return len(waiting) + 1 > max(bounds.max_requests or 99, len(before)) or (
+        num_bytes + item.bytes > max(bounds.max_bytes or 999, sum(i.bytes for i in before))
+    )
+
+
+def check_join(waiting, item, settings, joined):
+    """Check what a join displaced, or that all it may displace makes no room."""
+    bounds = settings.find_band(item.priority) or BandSettings()
+
+    def of_band(items):
+        return [other for other in items if other.priority == item.priority]
+
+    def lacks(left):
+        return (
+            is_over(of_band(left), item, bounds, of_band(waiting)),
+            is_over(left, item, settings, waiting),
+        )
+
+    own = of_band(waiting)
+    is_fair = (bounds.fairness or settings.fairness) != "none"
+    tails = list(find_tails(own, item.tenant)) if is_fair else []
+    if isinstance(joined, Rejection):
+        lower = [other for other in waiting if other.priority < item.priority]
+        assert any(lacks([other for other in waiting if other not in {*lower, *tails}]))
+        return
+    left = list(waiting)
+    for gone in joined.displaced:
+        own_lacks, all_lack = lacks(left)
+        assert own_lacks or all_lack
+        lowest = min(other.priority for other in left)
+        if own_lacks or lowest == item.priority:
+            assert gone in tails
+        else:
+            assert gone.priority == lowest < item.priority
+        left.remove(gone)
+    assert not any(lacks(left))
+
+
+@given(
+    BANDS,
+    BANDS,
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.integers(1, 6), st.booleans()),
+        min_size=1,
+        max_size=40,
+    ),
+)
+def test_bands_bound_their_priority(settings, lowered, requests):
+    """A full one displaces its own only; counts stay exact, also after a reload."""
+    queue = Queue(settings)
+    for at, (tenant, priority, size, leaves) in enumerate(requests):
+        if at == 20:
+            queue.reconfigure(lowered, 0.0)
+        waiting = list(queue)
+        both = {
+            (which.find_band(priority) or BandSettings()).fairness for which in (settings, lowered)
+        }
+        if at >= 20 and len(both) > 1:
+            continue  # which of them holds depends on what waits
+        item = QueuedItem(arrived=at, deadline=1e9, tenant=tenant, priority=priority, size=size)
+        joined = queue.join(item, 0.0)
+        check_join(waiting, item, queue.settings, joined)
+        if isinstance(joined, Rejection):
+            assert set(queue) == set(waiting)
+        else:
+            assert set(queue) == {*waiting, item} - set(joined.displaced)
+        if leaves and waiting:
+            queue.leave(waiting[0])
+        assert queue.count == len(list(queue))
+        assert queue.bytes == sum(other.bytes for other in queue)
+    for item in list(queue):
+        queue.leave(item)
+    assert (queue.count, queue.bytes) == (0, 0)
+    assert not queue.has_claim_on("", -9)
+
+
+def test_a_full_band_refuses_while_the_queue_has_room():
+    """As a full queue does; other priorities are neither displaced for it nor refused."""
+    bounds = BandSettings(max_requests=2, fairness="none")
+    queue = Queue(FlowControlSettings(default_band=bounds))
+    low = QueuedItem(arrived=0.0, deadline=1e9, priority=-1)
+    queue.join(low, 0.0)
+    for tenant in ("flood", "flood"):
+        queue.join(QueuedItem(arrived=0.0, deadline=1e9, tenant=tenant), 0.0)
+    refused = queue.join(QueuedItem(arrived=1.0, deadline=1e9, tenant="few"), 0.0)
+    assert refused == queue.full_rejection(0.0)
+    high = QueuedItem(arrived=1.0, deadline=1e9, priority=3)
+    assert queue.join(high, 0.0) == EnqueueResult()
+    assert {low, high} < set(queue)
+
+
 @pytest.mark.parametrize("fairness", ["least-served", "round-robin"])
 def test_no_tenant_takes_the_whole_queue(fairness):
     """A full queue makes room for a tenant with fewer requests, until both have as many."""
@@ -150,6 +277,51 @@ def test_without_fairness_a_tenant_may_take_the_whole_queue():
     assert isinstance(
         queue.join(QueuedItem(arrived=9.0, deadline=1e9, tenant="few"), 0.0), Rejection
     )
+
+
+def test_no_tenant_takes_a_whole_band():
+    """A full band makes room for a tenant with fewer requests, as a full queue does."""
+    bounds = BandSettings(max_requests=4, max_bytes=30, fairness="round-robin")
+    queue = Queue(FlowControlSettings(fairness="none", default_band=bounds))
+    flood = [QueuedItem(arrived=at, deadline=1e9, tenant="flood", size=9) for at in range(3)]
+    low = QueuedItem(arrived=0.0, deadline=1e9, priority=-1, size=30)
+    for item in (*flood, low):
+        queue.join(item, 0.0)
+    few = QueuedItem(arrived=9.0, deadline=1e9, tenant="few", size=20)
+    assert queue.join(few, 0.0).displaced == (flood[2], flood[1])
+    assert set(queue) == {flood[0], low, few}
+
+
+def test_bands_have_their_own_order_and_fairness():
+    """Each that names them; the others have those of all."""
+    queue = Queue(
+        FlowControlSettings(
+            order="edf",
+            fairness="none",
+            bands=(PrioritySettings(priority=1, order="fcfs"),),
+            default_negative_band=BandSettings(fairness="round-robin"),
+        )
+    )
+
+    def order(priority, tenants):
+        items = [
+            QueuedItem(arrived=at, deadline=9.0 - at, priority=priority, tenant=tenant)
+            for at, tenant in enumerate(tenants)
+        ]
+        for item in items:
+            queue.join(item, 0.0)
+        left = []
+
+        def go(item):
+            left.append(items.index(item))
+            return DepartureCause.DISPATCHED
+
+        queue.pump(go, 0.0)
+        return left
+
+    assert order(0, "aab") == [2, 1, 0]
+    assert order(1, "aab") == [0, 1, 2]
+    assert order(-1, "aab") == [1, 2, 0]
 
 
 def test_the_latest_of_the_busiest_tenant_is_displaced():

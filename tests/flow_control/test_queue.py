@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
+from extproc.flow_control.drain_rate import DrainRateEstimator
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import (
     Blocked,
     DepartureCause,
-    DrainRateEstimator,
     EnqueueResult,
     FlowControlSettings,
     Queue,

@@ -57,8 +57,8 @@ def deadline(scene, status=429, **request):
     return queued.item.deadline - scene.now
 
 
-def holds(scene, count):
-    outcomes = [scene.held() for _ in range(count)]
+def holds(scene, count, **headers):
+    outcomes = [scene.held(**headers) for _ in range(count)]
     return [isinstance(outcome, Rejection) for outcome in outcomes]
 
 
@@ -295,6 +295,21 @@ LIVE = {
         HOLDING % "max_bytes: 30",
         HOLDING % "max_bytes: 300",
         lambda scene: holds(scene, 2),
+    ),
+    "flow_control.bands": (
+        HOLDING % "bands: [{priority: 0, max_requests: 1}]",
+        HOLDING % "bands: [{priority: 1, max_requests: 1}]",
+        lambda scene: holds(scene, 2),
+    ),
+    "flow_control.default_band": (
+        HOLDING % "default_band: {max_requests: 1}",
+        HOLDING % "default_band: {max_requests: 2}",
+        lambda scene: holds(scene, 2),
+    ),
+    "flow_control.default_negative_band": (
+        "pool: {objectives: {low: -1}}\n" + HOLDING % "default_negative_band: {max_requests: 1}",
+        "pool: {objectives: {low: -1}}\n" + HOLDING % "default_negative_band: {}",
+        lambda scene: holds(scene, 2, x_llm_d_inference_objective="low"),
     ),
     "flow_control.tenant_header": (
         HOLDING % "tenant_header: x-team",

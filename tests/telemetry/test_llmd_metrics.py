@@ -85,6 +85,7 @@ def exported(**more):
         queue=(3, 30),
         queue_capacity=100,
         queue_capacity_bytes=1000,
+        find_queue_bounds=lambda priority: (50, None) if priority == 2 else (None, None),
         stale_after_s=1.0,
     )
     counters.for_pool("pool").poll_errors["metrics-data-source"] += 3
@@ -207,7 +208,7 @@ def value(name, /, **labels):
         (
             "flow_control_capacity_utilization_requests",
             {"priority": "2", "inference_pool": "pool"},
-            0.02,
+            0.04,
         ),
         (
             "flow_control_capacity_utilization_bytes",
