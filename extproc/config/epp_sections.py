@@ -1,8 +1,8 @@
 """Converts sections of an EndpointPickerConfig: flow control, and custom metrics.
 
 `flowControl` becomes our section `flow_control`. Upstream queues requests while its saturation detector reports saturation, in bands of priority, and
-within a band by flow; here requests wait per pool under a single bound, strictly by priority, and
-within a priority by tenant. Common settings are converted; a warning names every other one.
+within a band by flow; here requests wait per pool, strictly by priority, and within a priority by
+tenant. Common settings are converted; a warning names every other one.
 
 `customMetrics` become our `scrape.extra_metrics`. Upstream, a metrics extractor stores them as attributes
 of endpoints, by engine type. Here each is looked for on every page, and plugins read it as `extra.NAME`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -69,6 +69,11 @@ _ORDER: Final = {
     "slo-deadline-ordering-policy": "slo",
 }
 
+_POLICIES: Final[Mapping[str, Mapping[str, str]]] = {
+    "fairnessPolicyRef": _FAIRNESS,
+    "orderingPolicyRef": _ORDER,
+}
+
 _QUANTITY: Final = re.compile(
     r"\+?(\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:(m|k|M|G|T|P|E|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?"
 )
@@ -76,7 +81,7 @@ _POWERS: Final = "kMGTPE"
 
 
 class _Band(UpstreamParameters, frozen=True):
-    priority: object = None
+    priority: int | None = None
     max_bytes: object = None
     max_requests: object = None
     fairness_policy_ref: str | None = None
@@ -109,10 +114,6 @@ class UpstreamFlowControl(UpstreamParameters, frozen=True):
     usage_limit_policy_plugin_ref: str | None = None
     saturation_detector: UpstreamDetector | None = None
     enable_eviction: bool = False
-
-
-#: Place and keys of a band; keys that are absent are None.
-_PlacedBand = tuple[Place, Mapping[str, Any]]
 
 
 def _quantity(written: object, place: Place) -> int:
@@ -230,16 +231,6 @@ def convert_flow_control(
     section: Mapping[str, Any] = msgspec.to_builtins(
         validation.to_struct(written or {}, UpstreamFlowControl, where=place)
     )
-    # Go reads a priority that is absent as 0, and that of the defaults not at all.
-    bands: list[_PlacedBand] = [
-        (place / key, {**(section[key] or {}), "priority": None})
-        for key in ("defaultPriorityBand", "defaultNegativePriorityBand")
-        if section[key] or key == "defaultPriorityBand"
-    ]
-    bands += [
-        (place / "priorityBands" / at, {**band, "priority": band["priority"] or 0})
-        for at, band in enumerate(section["priorityBands"] or ())
-    ]
     policy_type = _policy_types(tree)
     waits: list[float] = []
     for key in ("defaultRequestTTL", "noEndpointRequestTTL"):
@@ -249,15 +240,64 @@ def convert_flow_control(
         "enabled": True,
         "timeout_s": waits[0],
         "empty_timeout_s": waits[1],
-        "fairness": _policy("fairnessPolicyRef", _FAIRNESS, bands, policy_type, warnings),
-        "order": _policy("orderingPolicyRef", _ORDER, bands, policy_type, warnings),
+        **_bounds(section, place),
+        **_bands(section, place, policy_type, warnings),
     }
-    for key, name in (("maxRequests", "max_requests"), ("maxBytes", "max_bytes")):
-        bound = _quantity(section[key], place / key)
-        if bound:
-            ours[name] = bound
-    warnings += _unmapped(section, bands, policy_type)
+    warnings += _unmapped(section, policy_type)
     return ours, warnings
+
+
+def _bounds(section: Mapping[str, Any], place: Place) -> dict[str, object]:
+    """Convert the bounds of a band or of all; 0 is none."""
+    bounds = {
+        name: _quantity(section[key], place / key)
+        for key, name in (("maxRequests", "max_requests"), ("maxBytes", "max_bytes"))
+    }
+    return {name: bound for name, bound in bounds.items() if bound}
+
+
+def _bands(
+    section: Mapping[str, Any],
+    place: Place,
+    policy_type: Callable[[str], str],
+    warnings: list[str],
+) -> dict[str, object]:
+    """Convert the bands; the policies of `defaultPriorityBand` become those of all priorities.
+
+    Other bands do not inherit them: upstream, a band without a policy has the usual one.
+    """
+
+    def convert(band: Mapping[str, Any], spot: Place) -> dict[str, object]:
+        return {
+            **_bounds(band, spot),
+            "fairness": _policy("fairnessPolicyRef", band, spot, policy_type, warnings),
+            "order": _policy("orderingPolicyRef", band, spot, policy_type, warnings),
+        }
+
+    usual: Mapping[str, Any] = msgspec.to_builtins(_Band())
+    default = convert(section["defaultPriorityBand"] or usual, place / "defaultPriorityBand")
+    ours = {key: default.pop(key) for key in ("fairness", "order")}
+    bands: list[dict[str, object]] = []
+    for at, band in enumerate(section["priorityBands"] or ()):
+        spot = place / "priorityBands" / at
+        # Go reads a priority that is absent as 0, and that of the defaults not at all.
+        priority = band["priority"] or 0
+        if any(other["priority"] == priority for other in bands):
+            raise ConfigError(
+                spot / "priority",
+                wanted="every priority once",
+                got=f"{priority} twice",
+                fix="write the settings of a priority into one entry",
+            )
+        bands.append({"priority": priority, **convert(band, spot)})
+    if bands:
+        ours["bands"] = bands
+    if default:
+        ours["default_band"] = default
+    if section["defaultNegativePriorityBand"]:
+        spot = place / "defaultNegativePriorityBand"
+        ours["default_negative_band"] = convert(section["defaultNegativePriorityBand"], spot)
+    return ours
 
 
 def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
@@ -273,56 +313,32 @@ def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
 
 def _policy(
     key: str,
-    known: Mapping[str, str],
-    bands: Sequence[_PlacedBand],
+    band: Mapping[str, Any],
+    place: Place,
     policy_type: Callable[[str], str],
     warnings: list[str],
 ) -> str:
-    """Convert the policy of priority 0, else of the default band; warn of bands that differ."""
-    usual = next(iter(known))
+    """Convert a policy of a band, the usual one where it names none; warn of one that is not built."""
+    known = _POLICIES[key]
+    kind = policy_type(band[key] or next(iter(known)))
     nearest = _NEAREST_FAIRNESS if known is _FAIRNESS else {}
-    chosen: dict[str, str] = {}
-    for place, band in bands:
-        kind = policy_type(band.get(key) or usual)
-        if kind not in known and kind not in nearest:
-            raise ConfigError(
-                place / key,
-                wanted=f"a policy such as {', '.join(known)}",
-                got=validation.show(band.get(key)),
-                fix="name a plugin of this file, or its type",
-            )
-        chosen[validation.format_path(place.path)] = kind
-    spot = default = next(iter(chosen))
-    for other, (_, band) in zip(chosen, bands, strict=True):
-        if band.get("priority") == 0:
-            spot = other
-    kind = chosen[spot]
-    ours = "fairness" if known is _FAIRNESS else "order"
-    mapped = known.get(kind) or nearest[kind]
-    if kind not in known:
+    if kind in nearest:
         warnings.append(
-            f"{spot}.{key}: {kind} is not built: flow_control.{ours} is {mapped} in its place"
+            f"{validation.format_path((place / key).path)}: {kind} is not built: {nearest[kind]} is used in its "
+            "place"
         )
-    warnings += [
-        f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
-        f"flow_control.{ours} {mapped}"
-        for other, different in chosen.items()
-        if different != kind and (other != default or bands[0][1].get(key))
-    ]
-    return mapped
+    elif kind not in known:
+        raise ConfigError(
+            place / key,
+            wanted=f"a policy such as {', '.join(known)}",
+            got=validation.show(band[key]),
+            fix="name a plugin of this file, or its type",
+        )
+    return known.get(kind) or nearest[kind]
 
 
-def _unmapped(
-    section: Mapping[str, Any], bands: Sequence[_PlacedBand], policy_type: Callable[[str], str]
-) -> Iterator[str]:
+def _unmapped(section: Mapping[str, Any], policy_type: Callable[[str], str]) -> Iterator[str]:
     """Warn of settings that flow control has no field for."""
-    for place, band in bands:
-        for key in ("maxRequests", "maxBytes"):
-            if _quantity(band.get(key), place / key):
-                yield (
-                    f"{validation.format_path(place.path)}.{key} is not acted on: all priorities share "
-                    f"flowControl.{key}, and a full queue displaces the lowest priority first"
-                )
     if section["enableEviction"]:
         yield (
             "flowControl.enableEviction is not acted on: a request that was sent to an engine is never "

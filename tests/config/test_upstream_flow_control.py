@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from extproc.config import lint, loader
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
+from extproc.flow_control.priority_band import BandSettings, PrioritySettings
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 GATE = "featureGates: [flowControl]\n"
@@ -155,10 +157,7 @@ flowControl:
   noEndpointRequestTTL: 3h
   enableEviction: true
   usageLimitPolicyPluginRef: static-usage-limit-policy
-  defaultPriorityBand: {maxBytes: 1Gi, fairnessPolicyRef: program-aware-fairness}
-  defaultNegativePriorityBand: {maxRequests: 1}
-  priorityBands:
-  - {priority: 7, maxRequests: 5, orderingPolicyRef: edf-ordering-policy}
+  defaultPriorityBand: {fairnessPolicyRef: program-aware-fairness}
 """
     )
     assert (holding.timeout_s, holding.fairness, holding.order) == (3600.0, "round-robin", "fcfs")
@@ -166,38 +165,48 @@ flowControl:
         "flowControl.defaultRequestTTL: 7200 s",
         "flowControl.noEndpointRequestTTL: 10800 s",
         "flowControl.defaultPriorityBand.fairnessPolicyRef: program-aware-fairness is not built",
-        "flowControl.defaultNegativePriorityBand.fairnessPolicyRef: global-strict-fairness-policy",
-        "flowControl.priorityBands[0].fairnessPolicyRef: global-strict-fairness-policy",
-        "flowControl.priorityBands[0].orderingPolicyRef: edf-ordering-policy is not acted on",
-        "flowControl.defaultPriorityBand.maxBytes is not acted on",
-        "flowControl.defaultNegativePriorityBand.maxRequests is not acted on",
-        "flowControl.priorityBands[0].maxRequests is not acted on",
         "flowControl.enableEviction is not acted on",
         "flowControl.usageLimitPolicyPluginRef: static-usage-limit-policy is not acted on",
     ]
     assert len(warnings) == len(begins)
-    assert warnings[2].endswith(": flow_control.fairness is round-robin in its place")
+    assert warnings[2].endswith(": round-robin is used in its place")
     for warning, begin in zip(warnings, begins, strict=True):
         assert warning.startswith(begin)
 
 
+def test_bands_are_converted():
+    """Each with its bounds and policies; the usual ones, not those of the default, where it has none."""
+    holding, warnings = read(
+        GATE
+        + """
+flowControl:
+  defaultPriorityBand: {priority: 3, maxBytes: 1Gi, fairnessPolicyRef: round-robin-fairness-policy}
+  defaultNegativePriorityBand: {priority: 0, maxRequests: 1, orderingPolicyRef: edf-ordering-policy}
+  priorityBands:
+  - {priority: 7, maxRequests: 5, maxBytes: 0}
+  - {orderingPolicyRef: edf-ordering-policy}
+"""
+    )
+    assert warnings == []
+    assert (holding.fairness, holding.order) == ("round-robin", "fcfs")
+    assert holding.default_band == BandSettings(max_bytes=2**30)
+    usual = BandSettings(fairness="none", order="edf")
+    assert holding.default_negative_band == replace(usual, max_requests=1)
+    assert holding.bands == (
+        PrioritySettings(priority=7, max_requests=5, fairness="none", order="fcfs"),
+        PrioritySettings(priority=0, fairness="none", order="edf"),
+    )
+
+
 @pytest.mark.parametrize("priority", ["priority: 0, ", "priority: null, ", ""])
-def test_the_band_of_priority_zero_sets_the_policies(priority):
-    """Most requests have no objective, and so that priority, which a band has without one too."""
+def test_a_band_without_a_priority_is_that_of_zero(priority):
+    """As upstream, which reads an absent number as 0."""
     holding, warnings = read(
         GATE + f"flowControl: {{priorityBands: [{{{priority}orderingPolicyRef: "
         "edf-ordering-policy, fairnessPolicyRef: round-robin-fairness-policy}]}\n"
     )
-    assert (holding.fairness, holding.order, warnings) == ("round-robin", "edf", [])
-
-
-def test_the_priority_of_a_default_band_is_not_read():
-    """It is the band of the other priorities, whatever it says."""
-    holding, _ = read(
-        GATE + "flowControl: {defaultNegativePriorityBand: "
-        "{priority: 0, orderingPolicyRef: edf-ordering-policy}}\n"
-    )
-    assert holding.order == "fcfs"
+    assert (holding.fairness, holding.order, warnings) == ("none", "fcfs", [])
+    assert holding.bands == (PrioritySettings(priority=0, fairness="round-robin", order="edf"),)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +224,9 @@ def test_the_priority_of_a_default_band_is_not_read():
         ("{priorityBands: 5}", "flowControl.priorityBands"),
         ("{priorityBands: [5]}", "flowControl.priorityBands[0]"),
         ("{priorityBands: [{prio: 5}]}", "flowControl.priorityBands[0].prio"),
+        ("{priorityBands: [{priority: high}]}", "flowControl.priorityBands[0].priority"),
+        ("{priorityBands: [{}, {priority: 0}]}", "flowControl.priorityBands[1].priority"),
+        ("{priorityBands: [{maxBytes: -1}]}", "flowControl.priorityBands[0].maxBytes"),
         ("{defaultPriorityBand: {fairnessPolicyRef: x}}", "defaultPriorityBand.fairnessPolicyRef"),
         (
             "{defaultPriorityBand: {orderingPolicyRef: program-aware-fairness}}",
