@@ -55,7 +55,7 @@ _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("featureGates", "dataLayer", "requestHandler", "flowControl"), ""),
     "data": "data is deprecated: write dataLayer",
     "parser": "parser is deprecated: write requestHandler.parsers",
-    "saturationDetector": epp_sections.SATURATION,
+    "saturationDetector": "saturationDetector is deprecated: write flowControl.saturationDetector",
 }
 
 
@@ -110,12 +110,18 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     )
     types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
     warnings += epp_data_layer.check_sections(tree, file, plugins=named, types=types)
+    rules, unread = epp_data_layer.convert_saturation(
+        tree, plugins.plugins if plugins else (), file, queues="flow_control" in sections
+    )
+    warnings += unread
     if plugins is not None:
         plugins, unread = _convert_plugins(plugins, tree, sections, file)
         warnings += unread
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         sections["scheduling"] = {"strategy": "weighted"}
+    if rules:
+        sections["scheduling"] = {**sections.get("scheduling", {}), "saturation": rules}
     ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
     if not epp_data_layer.parses_bodies(tree, file, plugins=named):
         ours["parse_bodies"] = False

@@ -1,22 +1,25 @@
-"""Checks sections of an EndpointPickerConfig that refer to its plugins, and need no conversion.
+"""Checks sections of an EndpointPickerConfig that refer to its plugins.
 
 Upstream, `dataLayer` connects data sources with plugins that extract from them, and `requestHandler`
 names the parsers; here the scraper, discovery and the parsers need no connections, and a parser counts
 only where it is the one that reads no body. A warning names each setting that changes what upstream
-does.
+does. `saturationDetector` becomes our `scheduling.saturation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from extproc.config import epp_sections, validation
+from extproc.config.epp_plugin_types import plugin_types
+from extproc.config.pool_sections import NamedPlugin
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
 from extproc.scheduling.framework import UpstreamParameters
+from extproc.scheduling.load_bounds import ConcurrencyDetector, UtilizationDetector
 
 #: The source of metrics and its extractor, which upstream adds.
 _METRICS: Final = "metrics-data-source"
@@ -140,6 +143,66 @@ def _read_sections(tree: Mapping[str, object], file: Place) -> _Sections:
     written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
     return validation.to_struct(written, _Sections, where=file)
 
+
+#: Saturation detectors by type, with their fields of `SaturationRules`. Upstream uses the first one
+#: where the section names none.
+_DETECTORS: Final[Mapping[str, tuple[str, type[UpstreamParameters]]]] = {
+    UtilizationDetector.kind: ("utilization", UtilizationDetector),
+    ConcurrencyDetector.kind: ("concurrency", ConcurrencyDetector),
+}
+
+
+def convert_saturation(
+    tree: Mapping[str, object], plugins: Sequence[NamedPlugin], file: Place, *, queues: bool
+) -> tuple[dict[str, object], list[str]]:
+    """Convert `saturationDetector` to our section `scheduling.saturation`; empty without one.
+
+    Args:
+        tree: The file, after `check_sections`.
+        queues: Whether requests wait, with the feature gate.
+
+    Returns:
+        The section, and warnings.
+
+    Raises:
+        ConfigError: It refers to a plugin of another type, or a parameter of the plugin is wrong.
+    """
+    sections = _read_sections(tree, file)
+    detector = sections.saturation_detector
+    flow, place = sections.flow_control, file / "saturationDetector"
+    if flow is not None and flow.saturation_detector is not None:
+        detector, place = flow.saturation_detector, file / "flowControl" / "saturationDetector"
+    if detector is None:
+        return {}, []
+    name = detector.plugin_ref or next(iter(_DETECTORS))
+    type_name = name
+    params: Mapping[str, object] = detector.thresholds
+    for at, plugin in enumerate(plugins):
+        if (plugin.name or plugin.type) == name:
+            type_name, params = plugin.type, plugin.parameters
+            spot = file / "plugins" / at / "parameters"
+            break
+    else:
+        spot = place
+    if type_name not in _DETECTORS:
+        raise ConfigError(
+            place / "pluginRef",
+            wanted=f"the name of a plugin of type {' or '.join(_DETECTORS)}",
+            got=f"{name}, a {type_name}",
+            fix="name a detector, or leave it out for the usual one",
+        )
+    key, kind = _DETECTORS[type_name]
+    params = plugin_types()[type_name].convert_parameters(params)
+    validation.to_struct(params, kind, where=spot)
+    return {key: params}, [_NOT_GATED] if queues else []
+
+
+#: Warning about a saturation detector where requests wait.
+_NOT_GATED: Final = (
+    "saturationDetector does not say when requests wait: with the feature gate flowControl a request "
+    "waits while it would wait longer than flow_control.busy_s on every endpoint; the detector says when "
+    "priorities below 0 are refused"
+)
 
 #: Keys of the sections in the file.
 _KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Sections))

@@ -34,14 +34,6 @@ _ALL_REPLICAS: Final = "haPopulateNonLeaderDatastore"
 _GATES: Final = (GATE, _ALL_REPLICAS)
 _EARLIER_GATES: Final = ("dataLayer", "enableLegacyMetrics", "prepareDataPlugins")
 
-#: Warning about a saturation detector, in this section or on its own.
-SATURATION: Final = (
-    "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
-    "would wait longer than flow_control.busy_s on every endpoint; with or without it, priorities below "
-    "0 are refused while every endpoint is saturated by a detector of the profile, else by upstream's "
-    "default thresholds"
-)
-
 #: Words that Go reads as a boolean, in lower case: upstream lowers them first.
 _BOOLEANS: Final = {
     **dict.fromkeys(("1", "t", "true"), True),
@@ -95,6 +87,18 @@ class UpstreamDetector(UpstreamParameters, frozen=True):
     queue_depth_threshold: int | None = None
     kv_cache_util_threshold: float | None = None
     metrics_staleness_threshold: str | None = None
+
+    @property
+    def thresholds(self) -> dict[str, object]:
+        """Thresholds that it has, as parameters of a utilization detector."""
+        return {
+            key: value
+            for key, value in (
+                ("queueDepthThreshold", self.queue_depth_threshold),
+                ("kvCacheUtilThreshold", self.kv_cache_util_threshold),
+            )
+            if value is not None
+        }
 
 
 class _FeatureGates(UpstreamParameters, frozen=True):
@@ -218,8 +222,6 @@ def convert_flow_control(
     written = tree.get("flowControl")
     gates = _read_gates(tree.get("featureGates"), file)
     warnings = list(_warn_gates(gates))
-    if isinstance(written, Mapping) and written.get("saturationDetector"):
-        warnings.append(SATURATION)
     if not gates.get(GATE):
         if written and (not isinstance(written, Mapping) or set(written) - {"saturationDetector"}):
             warnings.append(

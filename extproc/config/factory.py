@@ -262,6 +262,7 @@ def build_routing_config(
             busy_s=settings.flow_control.busy_s if settings.flow_control.enabled else None,
         ),
         kv_cache_source=settings.scheduling.kv_cache_source,
+        saturation=settings.scheduling.saturation,
         policy=pool_sections.build_policy(settings.pool.objectives, settings.pool.rewrites),
     )
 

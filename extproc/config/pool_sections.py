@@ -17,6 +17,7 @@ from extproc.pool import inference_policy
 from extproc.routing import pool_match
 from extproc.scheduling.framework import UpstreamParameters
 from extproc.scheduling.kv_cache_source import KvCacheSource
+from extproc.scheduling.load_bounds import SaturationRules
 
 #: The table of kinds a plugin is looked up in.
 Role = Literal["filters", "scorers", "costs", "pickers"]
@@ -196,6 +197,10 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
             in `x-kv-cache-source-host-port`, for a sidecar that pulls the KV cache from there; an
             EndpointPickerConfig says it with `p2p-source-producer`. Null, because engines need a tier of
             their KV cache that others can read.
+        saturation: Detectors that say when requests with a priority below 0 are refused, whatever the
+            profile; an EndpointPickerConfig says it with `saturationDetector`. Null: while every endpoint
+            is saturated by a detector among the filters of the profile, or without one by 5 waiting
+            requests or 0.8 of its KV cache, upstream's thresholds.
         allow_unsupported: Accept plugins of an EndpointPickerConfig that keep requests to some
             endpoints by a header, such as those of a revision. False: the deployment would seem to
             work while endpoints get requests that are not for them.
@@ -223,6 +228,7 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     shadow: ShadowRules | None = None
     disaggregation: DisaggregationRules | None = None
     kv_cache_source: KvCacheSource | None = None
+    saturation: SaturationRules | None = None
     allow_unsupported: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     respect_subset: bool = True

@@ -45,6 +45,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "shadow",
         "disaggregation",
         "kv_cache_source",
+        "saturation",
         "fallbacks",
         "respect_subset",
         "unknown_model",

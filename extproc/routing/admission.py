@@ -19,7 +19,7 @@ from typing import Final
 
 from extproc.decision import Decision, Outcome, Rejection, all_busy
 from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
-from extproc.scheduling.load_bounds import UtilizationDetector
+from extproc.scheduling.load_bounds import SaturationRules, UtilizationDetector
 from extproc.scheduling.profile import SchedulerProfile
 
 _RESIDENT: Final = AdapterResidency.RESIDENT
@@ -296,8 +296,12 @@ def _costs_less(
 _DEFAULT_DETECTOR = UtilizationDetector()
 
 
-def is_saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> bool:
-    """True if every eligible endpoint is saturated.
+def is_saturated(
+    profile: SchedulerProfile,
+    candidates: Sequence[Candidate],
+    rules: SaturationRules | None = None,
+) -> bool:
+    """True if the eligible endpoints are saturated as rules say; without rules, if each of them is.
 
     Full is what a saturation detector among the profile's filters says, one of them where there are
     several; else `UtilizationDetector` with its defaults. An endpoint of unknown load is as
@@ -307,6 +311,8 @@ def is_saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> 
     Args:
         candidates: Eligible endpoints, at least one.
     """
+    if rules is not None:
+        return rules.is_saturated(candidates)
     return any(
         all(detector.is_saturated(candidate) for candidate in candidates)
         for detector in profile.detectors or (_DEFAULT_DETECTOR,)

@@ -31,6 +31,7 @@ from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.scheduling.disaggregation import DisaggregatedStages
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.kv_cache_source import KvCacheSource
+from extproc.scheduling.load_bounds import SaturationRules
 from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
 
@@ -69,6 +70,7 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         stages: Stages of requests of `profile` that other endpoints may do; None where the serving
             endpoint does all.
         kv_cache_source: Names endpoints to pull cached prompts from; None for none.
+        saturation: Refuses priorities below 0; None where each profile does.
         shadow: Second profile that looks at requests routed by `profile`; None for none.
         hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
             the next ones.
@@ -87,6 +89,7 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     by_header: HeaderProfiles | None = None
     stages: DisaggregatedStages | None = None
     kv_cache_source: KvCacheSource | None = None
+    saturation: SaturationRules | None = None
     hashes_prompts: bool = False
     credits_prefixes: bool = False
     tracks_conversations: bool = False
@@ -432,7 +435,8 @@ class Scheduler:
         may_defer: bool,
     ) -> Outcome:
         """Run a profile, limited to free endpoints where requests may queue."""
-        if context.request.priority < 0 and admission.is_saturated(profile, candidates):
+        rules = self._routing.saturation
+        if context.request.priority < 0 and admission.is_saturated(profile, candidates, rules):
             return SHEDDABLE_DROPPED
         shadow, exact = self._routing.shadow, self._exact_matcher
         if shadow is not None and profile is self._routing.profile:

@@ -288,6 +288,14 @@ class UtilizationDetector(UpstreamParameters, frozen=True, kw_only=True):
             return False
         return load.kv_usage >= min(1.0, self.kv_cache_util_threshold * (1.0 + self.headroom))
 
+    def saturation(self, candidate: Candidate) -> float:
+        """The larger of `w / Q` and `u / K`, 0 where neither is known."""
+        load = candidate.load
+        return max(
+            (load.waiting or 0.0) / self.queue_depth_threshold,
+            (load.kv_usage or 0.0) / self.kv_cache_util_threshold,
+        )
+
 
 class ConcurrencyDetector(UpstreamParameters, frozen=True, kw_only=True):
     """Keeps a candidate when `n < maxConcurrency * (1 + headroom)`; none left refuses with 429.
@@ -327,3 +335,35 @@ class ConcurrencyDetector(UpstreamParameters, frozen=True, kw_only=True):
         if mode == "requests":
             return False
         return candidate.queued_tokens >= int(self.max_token_concurrency * (1.0 + self.headroom))
+
+    def saturation(self, candidate: Candidate) -> float:
+        """The counts over their bounds without headroom; in hybrid mode the larger of both."""
+        requests = candidate.in_flight / self.max_concurrency
+        tokens = candidate.queued_tokens / self.max_token_concurrency
+        if self.concurrency_mode == "hybrid":
+            return max(requests, tokens)
+        return tokens if self.concurrency_mode == "tokens" else requests
+
+
+class SaturationRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Detectors that say when requests with a priority below 0 are refused, whatever the profile.
+
+    They are refused while the mean saturation of the candidates is 1 or more by one of them. Without
+    any they are not.
+
+    Attributes:
+        utilization: By waiting requests and KV cache usage, such as `{queueDepthThreshold: 5,
+            kvCacheUtilThreshold: 0.8}`. Null: not by these.
+        concurrency: By open requests of this picker, such as `{maxConcurrency: 100}`. Null: not by
+            these.
+    """
+
+    utilization: UtilizationDetector | None = None
+    concurrency: ConcurrencyDetector | None = None
+
+    def is_saturated(self, candidates: Sequence[Candidate]) -> bool:
+        """True if the candidates, at least one, are saturated on average."""
+        return any(
+            detector is not None and sum(map(detector.saturation, candidates)) >= len(candidates)
+            for detector in (self.utilization, self.concurrency)
+        )

@@ -112,7 +112,7 @@ def test_ignored_plugins_are_warnings():
         THEIRS
         + "saturationDetector: {pluginRef: utilization-detector}\nplugins: [{type: slo-headroom-tier-filter}]\n"
     )
-    assert any("saturationDetector is not acted on" in warning for warning in warnings)
+    assert any("saturationDetector is deprecated" in warning for warning in warnings)
     assert any("slo-headroom-tier-filter" in warning for warning in lint.find_warnings(settings))
 
 

@@ -6,6 +6,11 @@ import pytest
 
 from extproc.config import loader
 from extproc.errors import ConfigError
+from extproc.scheduling.load_bounds import (
+    ConcurrencyDetector,
+    SaturationRules,
+    UtilizationDetector,
+)
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 PLUGINS = (
@@ -107,6 +112,11 @@ def test_passthrough_parser_before_all_others_leaves_bodies_unparsed(text, parse
         ("dataLayer: {peerDiscovery: {pluginRef: x}}", "dataLayer.peerDiscovery.pluginRef"),
         ("dataLayer: {crossReplicaSyncerPluginRef: x}", "dataLayer.crossReplicaSyncerPluginRef"),
         ("saturationDetector: {pluginRef: x}", "saturationDetector.pluginRef"),
+        ("saturationDetector: {pluginRef: m}", "saturationDetector.pluginRef"),
+        (
+            "saturationDetector: {queueDepthThreshold: 0}",
+            "saturationDetector.queueDepthThreshold",
+        ),
         ("flowControl: {saturationDetector: {pluginRef: x}}", "flowControl.saturationDetector."),
         ("flowControl: {usageLimitPolicyPluginRef: x}", "flowControl.usageLimitPolicyPluginRef"),
         ("flowControl: {maxRequest: 1}", "did you mean maxRequests?"),
@@ -149,6 +159,61 @@ def test_settings_without_effect_are_warnings(text, warning):
 def test_a_detector_that_is_null_is_that_of_upstream(text):
     """The only warning is that of a detector by name."""
     assert warn(text) == warn(text.replace("null", "utilization-detector"))
+
+
+USUAL = SaturationRules(utilization=UtilizationDetector())
+
+
+@pytest.mark.parametrize(
+    ("section", "rules"),
+    [
+        ("{}", USUAL),
+        ("{pluginRef: ''}", USUAL),
+        ("{pluginRef: utilization-detector}", USUAL),
+        (
+            "{queueDepthThreshold: 7, metricsStalenessThreshold: 1s}",
+            SaturationRules(utilization=UtilizationDetector(queue_depth_threshold=7)),
+        ),
+        (
+            "{pluginRef: open}",
+            SaturationRules(concurrency=ConcurrencyDetector(max_concurrency=8, headroom=0.5)),
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["saturationDetector", "flowControl"])
+@pytest.mark.parametrize("profile", ["queue-scorer", "open"])
+def test_the_named_detector_decides_in_every_profile(section, rules, key, profile):
+    """With its parameters, whether a profile runs it or not; of two sections, the newer one counts."""
+    text = f"saturationDetector: {section}"
+    if key == "flowControl":
+        text = f"saturationDetector: {{queueDepthThreshold: 99}}\nflowControl: {{{text}}}"
+    document = loader.parse(
+        HEAD
+        + "plugins: [{type: queue-scorer}, {type: concurrency-detector, name: open, parameters: "
+        "{maxConcurrency: 8, headroom: 0.5, inFlightLoadProducerName: x}}]\n"
+        f"schedulingProfiles: [{{name: p, plugins: [{{pluginRef: {profile}}}]}}]\n{text}\n",
+        where="f.yaml",
+    )
+    endpoints = loader.FlagOverride(
+        ("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints"
+    )
+    assert loader.settings(document, [endpoints]).scheduling.saturation == rules
+
+
+def test_without_a_named_detector_a_profile_decides():
+    """As with a file of ours."""
+    document = loader.parse(HEAD + PLUGINS, where="f.yaml")
+    assert "scheduling" not in document.tree
+
+
+def test_a_detector_that_does_not_gate_the_queue_is_a_warning():
+    """Without the gate, it does here what it does upstream."""
+    section = "flowControl: {saturationDetector: {pluginRef: utilization-detector}}"
+    assert warn(section) == ()
+    (warning,) = warn(f"featureGates: [flowControl]\n{section}")
+    assert warning.startswith("saturationDetector does not say when requests wait")
+    (warning,) = warn(section.replace("{sat", "{maxRequests: 5, sat"))
+    assert "write featureGates: [flowControl]" in warning
 
 
 @pytest.mark.parametrize("written", ["null", "false"])

@@ -86,19 +86,6 @@ def test_feature_gates_without_effect_are_warnings(gate):
     assert warning.startswith(f"the feature gate {gate} ")
 
 
-def test_a_saturation_detector_is_a_warning_with_and_without_the_gate():
-    """Upstream uses it without the gate too, so it is no setting that lacks the gate."""
-    section = "flowControl: {saturationDetector: {pluginRef: utilization-detector}}\n"
-    for text in (section, GATE + section):
-        _, warnings = read(text)
-        assert len(warnings) == 1
-        assert warnings[0].startswith("saturationDetector is not acted on")
-    _, warnings = read(
-        "flowControl: {maxRequests: 5, saturationDetector: {pluginRef: utilization-detector}}\n"
-    )
-    assert len(warnings) == 2
-
-
 def test_the_feature_gate_alone_enables_upstream_defaults():
     """One flow per priority by arrival, and a minute, also without endpoints."""
     holding, warnings = read(GATE)

@@ -27,6 +27,7 @@ from extproc.flow_control import priority_band, rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.routing import pool_match
+from extproc.scheduling import load_bounds
 from extproc.simulator.fleet import client, scenario, workloads
 from extproc.xds import resources
 
@@ -43,6 +44,7 @@ SECTIONS = (
     ("scrape", settings.ScrapeSection),
     ("health", endpoint_health.OutlierDetectionSettings),
     ("scheduling", pool_sections.SchedulingSection),
+    ("scheduling.saturation", load_bounds.SaturationRules),
     ("prefix", settings.PrefixSection),
     ("prefix.schedule", blocks.Schedule),
     ("kv_events", settings.KvEventsSection),

@@ -31,11 +31,11 @@ def stale(scene):
     return scene.decision().candidates[0].load.waiting
 
 
-def busy(scene):
+def busy(scene, **request):
     for member in scene.store.pool.members:
         for _ in range(3):
             member.account.open("m", 50_000, cached_tokens=0, now=scene.now)
-    return type(scene.decision()).__name__
+    return type(scene.decision(**request)).__name__
 
 
 def unlisted(scene):
@@ -94,6 +94,8 @@ def claim_of_brought(scene):
 
 
 HOLDING = "flow_control: {enabled: true, %s}\n"
+
+SHEDDING = "pool: {objectives: {low: -1}}\nscheduling: {saturation: {%s}}\n"
 
 PLUGINS = "plugins: [{type: rendezvous}, {type: queue-scorer}]"
 
@@ -213,6 +215,11 @@ LIVE = {
         "scheduling: {strategy: adaptive}",
         "scheduling: {strategy: adaptive, kv_cache_source: {min_cached_token_delta: 5}}",
         lambda scene: scene.runtime.parts.director.routing.kv_cache_source,
+    ),
+    "scheduling.saturation": (
+        SHEDDING % "concurrency: {maxConcurrency: 1}",
+        SHEDDING % "concurrency: {maxConcurrency: 9}",
+        lambda scene: busy(scene, x_llm_d_inference_objective="low"),
     ),
     "scheduling.fallbacks": (
         "scheduling: {fallbacks: 0}",
