@@ -199,7 +199,7 @@ class FlowController(Generic[ItemT, GrantT]):
         self._follow_endpoints()
         result = self.queue.join(queued, now)
         if isinstance(result, Rejection):
-            return result
+            return _full_rejection(result, outcome.rejection)
         if result.displaced:
             retry_after_s = self.queue.wait_s(now)
             for other in result.displaced:
@@ -421,6 +421,17 @@ def _build_limit_check(budget: LookBudget | None, clock: Callable[[], float]) ->
         return looks > budget.looks or (looks > 1 and clock() >= until)
 
     return enough
+
+
+def _full_rejection(full: Rejection, why: Rejection) -> Rejection:
+    """The rejection for a full queue, with the status 503 where there is no endpoint.
+
+    Source: docs/spec/protocol.md#error-statuses.
+    """
+    if why.status != 503:
+        return full
+    message = "no endpoint can serve, and too many requests are waiting"
+    return msgspec.structs.replace(full, status=503, message=message, reason=why.reason)
 
 
 def _displaced(retry_after_s: int, *, is_lower: bool) -> Rejection:

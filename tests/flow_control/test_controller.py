@@ -145,6 +145,19 @@ def test_a_rejection_is_not_queued():
     assert fixture.hold("i", why=full).retry_after_s == 60
 
 
+@pytest.mark.parametrize(
+    ("why", "status", "reason"),
+    [(BUSY, 429, "rejected-saturated"), (EMPTY, 503, "rejected-no-endpoints")],
+)
+def test_a_full_queue_names_its_reason(why, status, reason):
+    """503 where there is no endpoint, 429 where all are busy, and the same cause."""
+    fixture = FlowControllerFixture(max_requests=1)
+    fixture.hold("a", why=why)
+    full = fixture.hold("b", why=why)
+    assert (full.status, full.reason, full.cause) == (status, reason, "queue-full")
+    assert full.retry_after_s >= 1
+
+
 def test_expired_waits_name_their_reason():
     """503 where there was no endpoint, 429 where all were busy, both with Retry-After."""
     fixture = FlowControllerFixture(timeout_s=1.0, empty_timeout_s=1.0)

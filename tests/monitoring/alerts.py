@@ -274,7 +274,7 @@ ALERTS: Sequence[Alert] = (
             "  > clamp_min(0.01 * pool:extproc_requests:rate5m, 1 / 60)"
         ),
         summary="Requests of pool {{ $labels.pool }} find no room in the queue, or wait in vain",
-        meaning="The fleet cannot serve what arrives: the queue is full, or waits expire. Clients get 429 with `Retry-After`: for more than 1 % of the requests and more than one a minute, since single clients may shorten their wait.",
+        meaning="The fleet cannot serve what arrives: the queue is full, or waits expire. Clients get 429 with `Retry-After`, or 503 while there is no endpoint: for more than 1 % of the requests and more than one a minute, since single clients may shorten their wait.",
         look="Board [Scaling and queue](dashboards.md#scaling-and-queue), panels Requests in the queue, Departures from the queue and Missing replicas.",
         action="Add engines; let the [autoscaler](../guides/autoscaling/index.md) have a higher maximum; give batch traffic a priority below 0.",
     ),

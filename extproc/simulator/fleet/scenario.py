@@ -158,7 +158,8 @@ class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Attributes:
         per_replica: Requests a replica is given at once; further ones wait. None: all, so that
             they wait only while there is no replica.
-        requests: Requests that may wait; further ones are refused with 429.
+        requests: Requests that may wait; further ones are refused with 429, and with 503 while there is
+            no replica.
         budget_s: Seconds after which a request that waits is refused, with 503 where there is no
             replica and 429 where all are busy. None: never.
     """

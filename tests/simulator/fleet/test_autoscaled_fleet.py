@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_numbers():
 def test_a_hold_has_room_for_so_many():
     """The others are refused at once."""
     run = summary(scaled(20, hold=HoldSpec(requests=5)))
-    assert run.failed == {"rejected 429": 15}
+    assert run.failed == {"rejected 503": 15}
     assert run.requests == 5
     assert run.refusals.rejected == 15
     assert run.refusals.latest_s == 0.0
