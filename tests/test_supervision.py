@@ -271,6 +271,7 @@ def test_loop_names_are_declared_once():
 SHORT = {
     "server/control_plane_servers.py": "a stream's reader",
     "diagnostics/collector.py": "the pages of one look",
+    "server/metrics_access.py": "the review of one token",
     "scrape/kv_event_connection.py": "the set-up of one accepted connection",
     "server/native_server.py": "the TLS handshake of one accepted connection",
     "autoscaling/runtime/scale_subresource.py": "Events of one target, beside the look for its rivals",

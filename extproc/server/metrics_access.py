@@ -114,10 +114,14 @@ class MetricsAccess:
                 return result
             results.pop(key, None)
         pending = self._pending.get(key)
-        if pending is not None:
-            # Shielded: a client that leaves must not cancel the result of the others.
-            return await asyncio.shield(pending)
-        pending = self._pending[key] = asyncio.get_running_loop().create_future()
+        if pending is None:
+            loop = asyncio.get_running_loop()
+            pending = self._pending[key] = loop.create_task(self._review(key, token))
+        # Shielded: a client that leaves must not cancel the result of the others.
+        return await asyncio.shield(pending)
+
+    async def _review(self, key: bytes, token: str) -> ReviewResult:
+        """Review a token and remember the result."""
         result = _UNAVAILABLE
         try:
             async with asyncio.timeout(REVIEW_S), self._slots:
@@ -126,7 +130,6 @@ class MetricsAccess:
             _log.warning("/metrics: no review of a token within %g s", REVIEW_S)
         finally:
             del self._pending[key]
-            pending.set_result(result)
         self._remember(key, result)
         return result
 
