@@ -14,7 +14,6 @@ from extproc.config import envoy_cluster_lint, envoy_filter_lint, finding
 from extproc.config.envoy_tree import (
     MANAGER,
     YamlTree,
-    action_clusters,
     apply_runtime_limits,
     cluster_name,
     divided_clusters,
@@ -30,7 +29,7 @@ from extproc.config.envoy_tree import (
     route_clusters,
     routes,
     seconds,
-    unseen_routes,
+    unseen_clusters,
     walk,
 )
 from extproc.config.finding import Finding, Severity
@@ -319,8 +318,7 @@ def _unused_choices(
     choosing = {
         name for name, cluster in clusters.items() if envoy_cluster_lint.is_override_host(cluster)
     }
-    unseen = {name for route in unseen_routes(manager) for name in action_clusters(route)}
-    for name in sorted(unseen & choosing):
+    for name in sorted({*unseen_clusters(manager)} & choosing):
         yield finding.warning(
             "ext_proc_bypassed",
             f"{place}, cluster {name}",

@@ -103,12 +103,14 @@ def routes(manager: YamlTree) -> Iterator[YamlTree]:
     return (route for route, _ in _passing_routes(manager))
 
 
-def unseen_routes(manager: YamlTree) -> Iterator[YamlTree]:
-    """Yield the route actions of a connection manager whose requests no ext_proc filter sees."""
+def unseen_clusters(manager: YamlTree) -> Iterator[str]:
+    """Yield the names of clusters that requests go to which no ext_proc filter sees."""
     entries = _picker_filters(manager)
     for route, overrides in _walk_routes(manager):
-        if not any(_is_in_use(entry, overrides) for entry in entries):
-            yield route
+        for name, action in _actions(route):
+            combined = {**overrides, **_filter_overrides(action)}
+            if not any(_is_in_use(entry, combined) for entry in entries):
+                yield name
 
 
 def is_idle(manager: YamlTree) -> bool:
@@ -233,36 +235,37 @@ def _overridden(processor: YamlTree, overrides: YamlTree) -> YamlTree:
 def route_clusters(manager: YamlTree) -> Iterator[str]:
     """Yield the names of the clusters that routes of a connection manager name."""
     for route in routes(manager):
-        yield from action_clusters(route)
+        yield from (name for name, _ in _actions(route))
 
 
-def action_clusters(route: YamlTree) -> Iterator[str]:
-    """Yield the names of the clusters that a route action names."""
+def _actions(route: YamlTree) -> Iterator[tuple[str, YamlTree]]:
+    """Yield the names of the clusters that a route action names, and what it says of each of them."""
     if isinstance(route.get("cluster"), str):
-        yield route["cluster"]
+        yield route["cluster"], {}
     for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []:
-        yield weighted.get("name", "")
+        yield weighted.get("name", ""), weighted
 
 
 def divided_clusters(manager: YamlTree) -> Iterator[set[str]]:
     """Yield the clusters over which each route divides the requests of one picker.
 
-    Clusters of weight 0 get none, and those with an ext_proc service of their own another picker.
+    Clusters of weight 0 get none, those with an ext_proc service of their own another picker, and those
+    where the filter is disabled no picker.
     """
     entries = _picker_filters(manager)
     for route in routes(manager):
         yield {
-            weighted.get("name", "")
-            for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []
-            if weighted.get("weight") != 0
-            and not any(_names_service(entry, _filter_overrides(weighted)) for entry in entries)
+            name
+            for name, action in _actions(route)
+            if action.get("weight") != 0
+            and not any(_leaves_picker(entry, _filter_overrides(action)) for entry in entries)
         }
 
 
-def _names_service(entry: YamlTree, overrides: YamlTree) -> bool:
-    """Return True if overrides name the service that an ext_proc filter calls."""
+def _leaves_picker(entry: YamlTree, overrides: YamlTree) -> bool:
+    """Return True if overrides disable an ext_proc filter, or name another service for it to call."""
     override = _override(entry, overrides) or {}
-    return "grpc_service" in (override.get("overrides") or {})
+    return bool(override.get("disabled")) or "grpc_service" in (override.get("overrides") or {})
 
 
 def find_managers(tree: object) -> list[YamlTree]:

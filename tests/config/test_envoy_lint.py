@@ -667,6 +667,25 @@ def test_weights_that_leave_each_request_to_the_picker_of_its_cluster_are_fine(s
     assert findings(tree) == []
 
 
+def test_a_weighted_cluster_without_ext_proc_is_bypassing_and_not_divided():
+    """Envoy chooses the endpoints of its requests, and those of the other cluster are the picker's."""
+    tree = load("override-host.yaml")
+    other = copy.deepcopy(cluster(tree, "engines"))
+    other["name"] = "others"
+    tree["static_resources"]["clusters"].append(other)
+    off = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+        "disabled": True,
+    }
+    overrides = {"envoy.filters.http.ext_proc": off}
+    first = {"name": route(tree).pop("cluster"), "weight": 1}
+    second = {"name": "others", "weight": 1, "typed_per_filter_config": overrides}
+    route(tree)["weighted_clusters"] = {"clusters": [first, second]}
+    (result,) = findings(tree)
+    assert (result.check, result.severity) == ("ext_proc_bypassed", "warning")
+    assert result.place.endswith("cluster others")
+
+
 @pytest.mark.parametrize("is_secure", [True, False])
 def test_tls_at_one_end_alone_is_named(is_secure):
     """The finding says which end has it; where endpoints differ there is none."""
