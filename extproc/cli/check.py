@@ -378,6 +378,9 @@ def _describe_limits(settings: Settings) -> Iterator[str]:
         f"{_format_bytes(limits.max_assembly_bytes)}; messages {_format_bytes(limits.max_message_bytes)}; "
         f"{limits.max_streams} streams"
     )
+    if not settings.parse_bodies:
+        yield "bodies      not parsed: requests are routed by headers and load"
+        return
     prefix = settings.prefix
     longest_tokens = prefix.schedule.tokens[
         min(prefix.capacity_blocks, len(prefix.schedule.tokens) - 1)

@@ -160,6 +160,15 @@ def test_check_without_scraping(capsys):
     assert "signals     none" in output
 
 
+def test_check_describes_bodies_that_are_not_parsed(capsys):
+    """No prompt is matched then."""
+    text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, parse_bodies: false}"
+    assert main.main(["check", "--config-text", text, "--endpoints", "10.0.0.1:8000"]) == 0
+    output = capsys.readouterr().out
+    assert "bodies      not parsed: requests are routed by headers and load" in output
+    assert "prompts are matched" not in output
+
+
 def test_check_describes_stages(capsys):
     """Each has the plugins of its profile, and all signals that decisions read are listed."""
     text = """apiVersion: extproc/v1alpha1
