@@ -60,28 +60,31 @@ def memory_waits_s(
         usual: Tokens of the usual answer.
         waiting_share: As the parameter of `EstimatedTime`.
     """
-    usage, capacity = c.load.kv_usage, c.load.kv_tokens
-    if usage is None or not capacity:
+    load, batch = c.load, c.estimated_requests
+    usage, capacity = load.kv_usage, load.kv_capacity
+    if usage is None or capacity is None:
         return 0.0, 0.0
-    held = max(usage * capacity + c.unscraped_tokens, c.active_context_tokens)
+    # Comparisons in place of calls of `max` and `min`: while pages are late, all candidates come here.
+    held = load.kv_held + c.unscraped_tokens
+    if held < c.active_context_tokens:  # noqa: PLR1730
+        held = c.active_context_tokens
     if held + wanted <= capacity:
         return 0.0, 0.0
-    rates = c.rates
-    answer_s = usual * rates.iteration_s(c.estimated_requests)
-    running = c.load.running
+    rates, running = c.rates, load.running
     if running is not None or c.in_flight:
-        known = c.prompt_tokens + 0.5 * usual * c.estimated_requests
-        if running:
-            shown = c.estimated_requests * usage * capacity / running
-            still = answer_s / max(answer_s + c.age_s, SHORTEST_ANSWER_S)
-            known += still * max(0.0, shown - known)
-        held = min(held, known)
+        known = c.prompt_tokens + 0.5 * usual * batch
+        if running and (shown := batch * usage * capacity / running) > known:
+            answer_s = usual * rates.iteration_s(batch)
+            known += answer_s / max(answer_s + c.age_s, SHORTEST_ANSWER_S) * (shown - known)
+        if known < held:  # noqa: PLR1730
+            held = known
     excess = (held + wanted) / capacity - 1.0
     if excess <= 0.0:
         return 0.0, 0.0
-    own = wanted - 0.5 * usual * c.estimated_requests
+    answer_s = usual * rates.iteration_s(batch)
+    own = wanted - 0.5 * usual * batch
     copied = rates.copied_ratio
-    others = copied * (1.0 + (c.load.waiting or 0.0)) * own
+    others = copied * (1.0 + (load.waiting or 0.0)) * own
     others += (1.0 - copied) * (own - c.matched_tokens if c.conversation_local else own)
     return answer_s * excess, answer_s * waiting_share * others / capacity
 
