@@ -100,7 +100,7 @@ class Imputer:
         self._young_until = -math.inf
 
     def impute(
-        self, members: Sequence[EndpointSnapshot], *, pool: Pool, oldest: float
+        self, members: Sequence[EndpointSnapshot], pool: Pool, oldest: float
     ) -> Imputation | None:
         """Fill in unknown load; None where every page counts as it is.
 
@@ -303,7 +303,6 @@ def _slot_state(
 def build_candidates(
     members: Sequence[EndpointSnapshot],
     matched_tokens: Sequence[int],
-    *,
     adapter: str,
     adapters: frozenset[str],
     now: float,
@@ -320,13 +319,7 @@ def build_candidates(
     """
     if imputation is not None:
         return _build_imputed(
-            members,
-            matched_tokens,
-            adapter=adapter,
-            adapters=adapters,
-            now=now,
-            imputation=imputation,
-            last_account=last_account,
+            members, matched_tokens, adapter, adapters, now, imputation, last_account
         )
     candidates: list[Candidate] = []
     place = resident = AdapterResidency.RESIDENT
@@ -364,7 +357,6 @@ def build_candidates(
 def _build_imputed(
     members: Sequence[EndpointSnapshot],
     matched_tokens: Sequence[int],
-    *,
     adapter: str,
     adapters: frozenset[str],
     now: float,

@@ -263,18 +263,11 @@ class Scheduler:
         conversation_stats: _ConversationStats = (0.0, 0.0, 0.0, 0.0, None)
         if routing.tracks_conversations:
             matched, last_account, conversation_stats = self._read_conversations(
-                request, chain, members, matched=matched, read_first_message=read_first_message
+                request, chain, members, matched, read_first_message
             )
+        imputation = self._imputer.impute(members, pool, now - routing.settings.stale_after_s)
         candidates = candidate_builder.build_candidates(
-            members,
-            matched,
-            adapter=adapter,
-            adapters=pool.adapters,
-            now=now,
-            imputation=self._imputer.impute(
-                members, pool=pool, oldest=now - routing.settings.stale_after_s
-            ),
-            last_account=last_account,
+            members, matched, adapter, pool.adapters, now, imputation, last_account
         )
         context = SchedulingContext(
             request,
@@ -331,7 +324,6 @@ class Scheduler:
         request: InferenceRequest,
         chain: Sequence[int],
         members: Sequence[EndpointSnapshot],
-        *,
         matched: Sequence[int],
         read_first_message: _ReadText,
     ) -> tuple[Sequence[int], InflightLoad | None, _ConversationStats]:

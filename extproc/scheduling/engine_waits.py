@@ -49,7 +49,7 @@ class MeanUncachedTokens:
 
 
 def memory_waits_s(
-    c: Candidate, *, wanted: float, usual: float, waiting_share: float
+    c: Candidate, wanted: float, usual: float, waiting_share: float
 ) -> tuple[float, float]:
     """Seconds until `wanted` more KV tokens are free, and seconds that others wait for them.
 

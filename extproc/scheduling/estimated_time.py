@@ -287,9 +287,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
                     wanted = uncached + half_answer + half_usual * batch
                     if c.conversation_local:
                         wanted += matched
-                    stall, others_stall = memory_waits_s(
-                        c, wanted=wanted, usual=usual, waiting_share=waiting
-                    )
+                    stall, others_stall = memory_waits_s(c, wanted, usual, waiting)
                     cost += stall + others_stall
                 if crowds:
                     held = conversations_per_open * active
@@ -405,9 +403,7 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         wanted = uncached + 0.5 * (answer + usual * c.estimated_requests)
         if c.conversation_local:
             wanted += c.matched_tokens
-        stall, others_stall = memory_waits_s(
-            c, wanted=wanted, usual=usual, waiting_share=self.waiting_share
-        )
+        stall, others_stall = memory_waits_s(c, wanted, usual, self.waiting_share)
         waste = wasted * max(0, best - c.matched_tokens) * rates.prefill_s + reloaded * load
         return (
             c.queued_tokens * rates.prefill_s,
