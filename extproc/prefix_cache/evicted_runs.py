@@ -27,28 +27,21 @@ _ANEW: Final = 1 << 40
 
 
 class EvictedRuns:
-    """The runs that endpoints gave up last, by their first block.
+    """The runs that endpoints gave up last.
 
     Attributes:
+        runs: By their first block, in the order in which they were given up: slot, blocks, and how
+            many blocks its endpoint will have given up when nothing is left of them.
         bytes_estimate: Estimated bytes of memory.
     """
 
-    __slots__ = ("_given_up", "_runs", "bytes_estimate")
+    __slots__ = ("_given_up", "bytes_estimate", "runs")
 
     def __init__(self) -> None:
-        #: Slot, blocks, and how many its endpoint will have given up when nothing is left of them.
-        self._runs: dict[int, tuple[int, bytes, int]] = {}
+        self.runs: dict[int, tuple[int, bytes, int]] = {}
         #: Blocks that the endpoint of each slot gave up so far.
         self._given_up: list[int] = []
         self.bytes_estimate = 0
-
-    def __len__(self) -> int:
-        """Runs remembered (count)."""
-        return len(self._runs)
-
-    def __contains__(self, block: int) -> bool:
-        """A run that begins with the block was given up lately."""
-        return block in self._runs
 
     def add_slot(self) -> None:
         """Count for one slot more."""
@@ -66,7 +59,7 @@ class EvictedRuns:
         total = self._given_up[slot] = self._given_up[slot] + given_up
         if not hashes:
             return
-        runs = self._runs
+        runs = self.runs
         if head in runs:
             self._drop(head)
         runs[head] = slot, hashes, total + capacity
@@ -83,7 +76,7 @@ class EvictedRuns:
 
     def drop_oldest(self) -> None:
         """Forget the run that was given up first; there must be one."""
-        self._drop(next(iter(self._runs)))
+        self._drop(next(iter(self.runs)))
 
     def forget(self, slot: int) -> None:
         """Let nothing linger that an endpoint held before, because its engine began anew."""
@@ -104,7 +97,7 @@ class EvictedRuns:
             Its slot, and depths with the chances that it has all blocks to there; None for none.
         """
         holder, chances = -1, list[tuple[int, float]]()
-        while depth < len(blocks) and (known := self._runs.get(blocks[depth])) is not None:
+        while depth < len(blocks) and (known := self.runs.get(blocks[depth])) is not None:
             slot, hashes, faded_at = known
             left = faded_at - self._given_up[slot]
             if left <= 0 or holder not in {-1, slot}:
@@ -118,4 +111,4 @@ class EvictedRuns:
         return (holder, chances) if chances else None
 
     def _drop(self, head: int) -> None:
-        self.bytes_estimate -= _RUN_BYTES + len(self._runs.pop(head)[1])
+        self.bytes_estimate -= _RUN_BYTES + len(self.runs.pop(head)[1])

@@ -191,10 +191,8 @@ class PrefixIndex:
         Returns:
             Its slot, and depths with the chances that it has all blocks to there; None for none.
         """
-        if not self._evicted:
-            return None
         deepest = max(depths)
-        if deepest >= len(blocks) or blocks[deepest] not in self._evicted:
+        if deepest >= len(blocks) or blocks[deepest] not in self._evicted.runs:
             return None
         capacities = [cache.capacity for cache in self._caches]
         remains = self._evicted.find(blocks, self._pack(blocks), deepest, capacities)
@@ -259,7 +257,7 @@ class PrefixIndex:
 
     def shrink(self, max_bytes: int) -> None:
         """Give up what was used longest ago, on any endpoint, until so many bytes are left."""
-        while self._evicted and self.bytes_estimate() > max_bytes:
+        while self._evicted.runs and self.bytes_estimate() > max_bytes:
             self._evicted.drop_oldest()
         ages = self._ages
         while self._totals.parts and self.bytes_estimate() > max_bytes:
