@@ -405,21 +405,6 @@ MODEL_NOT_FOUND = "model_not_found"
 MAX_NAMES = 20
 MAX_NAME_LENGTH = 128
 
-#: The upstream error vocabulary (docs/spec/protocol.md#error-statuses): status to code name.
-CANONICAL_CODES: Mapping[int, str] = {
-    400: "BadRequest",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "NotFound",
-    408: "RequestTimeout",
-    412: "PreconditionFailed",
-    413: "PayloadTooLarge",
-    415: "UnsupportedMediaType",
-    429: "ResourceExhausted",
-    500: "Internal",
-    503: "ServiceUnavailable",
-}
-
 
 def bad_request(message: str) -> Rejection:
     """A request that can never succeed as it is."""

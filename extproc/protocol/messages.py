@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.decision import CANONICAL_CODES, Rejection
+from extproc.decision import Rejection
 from extproc.request import RequestBody
 
 
@@ -300,20 +300,24 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
 }
 
-#: HTTP status to gRPC status (codes.proto), for gRPC clients.
-_GRPC: Mapping[int, int] = {
-    400: 3,  # INVALID_ARGUMENT
-    401: 16,  # UNAUTHENTICATED
-    403: 7,  # PERMISSION_DENIED
-    404: 5,  # NOT_FOUND
-    408: 4,  # DEADLINE_EXCEEDED
-    412: 9,  # FAILED_PRECONDITION
-    413: 8,  # RESOURCE_EXHAUSTED
-    415: 12,  # UNIMPLEMENTED
-    429: 8,  # RESOURCE_EXHAUSTED
-    500: 13,  # INTERNAL
-    503: 14,  # UNAVAILABLE
+#: HTTP status to the name of its code in the upstream error vocabulary
+#: (docs/spec/protocol.md#error-statuses), and to its gRPC status (codes.proto), for gRPC clients.
+CANONICAL_CODES: Mapping[int, tuple[str, int]] = {
+    400: ("BadRequest", 3),  # INVALID_ARGUMENT
+    401: ("Unauthorized", 16),  # UNAUTHENTICATED
+    403: ("Forbidden", 7),  # PERMISSION_DENIED
+    404: ("NotFound", 5),  # NOT_FOUND
+    408: ("RequestTimeout", 4),  # DEADLINE_EXCEEDED
+    412: ("PreconditionFailed", 9),  # FAILED_PRECONDITION
+    413: ("PayloadTooLarge", 8),  # RESOURCE_EXHAUSTED
+    415: ("UnsupportedMediaType", 12),  # UNIMPLEMENTED
+    429: ("ResourceExhausted", 8),  # RESOURCE_EXHAUSTED
+    500: ("Internal", 13),  # INTERNAL
+    503: ("ServiceUnavailable", 14),  # UNAVAILABLE
 }
+
+#: Codes of every other status.
+UNKNOWN_CODE: Final = ("Unknown", 2)
 
 
 #: Paths of Anthropic's API, by their ends.
@@ -344,7 +348,7 @@ def immediate_response(
         status=rejection.status,
         headers=headers,
         body=body,
-        grpc_status=_GRPC.get(rejection.status, 2) if grpc else None,
+        grpc_status=CANONICAL_CODES.get(rejection.status, UNKNOWN_CODE)[1] if grpc else None,
     )
 
 
@@ -374,5 +378,5 @@ def _error_object(rejection: Rejection) -> Mapping[str, str | int]:
 
 
 def _error_message(rejection: Rejection) -> str:
-    code = CANONICAL_CODES.get(rejection.status, "Unknown")
+    code, _ = CANONICAL_CODES.get(rejection.status, UNKNOWN_CODE)
     return f"inference error: {code} - {rejection.message}"

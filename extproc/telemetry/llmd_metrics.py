@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
-from extproc.decision import CANONICAL_CODES
 from extproc.endpoint import Endpoint, Load
+from extproc.protocol.messages import CANONICAL_CODES, UNKNOWN_CODE
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.llmd_names import build_histograms, build_values
@@ -204,7 +204,7 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
         for series in members:
             for status, count in series.requests.items():
                 if status[:1] in {"4", "5"}:
-                    code = CANONICAL_CODES.get(int(status), "Unknown")
+                    code, _ = CANONICAL_CODES.get(int(status), UNKNOWN_CODE)
                     errors[*values, code] += count
     yield from build_values(
         "counter",
