@@ -108,6 +108,9 @@ class BodyEdit(msgspec.Struct, frozen=True, gc=False):
 #: where the events do not say all.
 MatchSource: TypeAlias = Literal["estimate", "events", "both"]
 
+#: Stages of a request that other endpoints than the serving one may do.
+StageName: TypeAlias = Literal["prefill", "encode"]
+
 
 class Disaggregation(msgspec.Struct, frozen=True, gc=False):
     """Endpoints that compute parts of a request before the one that serves it.
@@ -127,26 +130,28 @@ class Disaggregation(msgspec.Struct, frozen=True, gc=False):
     encode_reason: str = ""
 
     @property
-    def decision_type(self) -> str:
-        """`decode-only`, `prefill-decode`, `encode-decode` or `encode-prefill-decode`, as upstream."""
-        if self.encode is None:
-            return "decode-only" if self.prefill is None else "prefill-decode"
-        return "encode-decode" if self.prefill is None else "encode-prefill-decode"
+    def choices(self) -> tuple[tuple[StageName, Decision | None, str], ...]:
+        """Name, decision and reason of each stage."""
+        return (
+            ("prefill", self.prefill, self.prefill_reason),
+            ("encode", self.encode, self.encode_reason),
+        )
 
     @property
-    def parts(self) -> tuple[Decision, ...]:
+    def parts(self) -> dict[StageName, Decision]:
         """The decisions for stages that other endpoints do."""
-        return tuple(part for part in (self.prefill, self.encode) if part is not None)
+        return {name: part for name, part, _ in self.choices if part is not None}
+
+    @property
+    def decision_type(self) -> str:
+        """`decode-only`, `prefill-decode`, `encode-decode` or `encode-prefill-decode`, as upstream."""
+        parts = self.parts
+        return "-".join([*reversed(parts), "decode"]) if parts else "decode-only"
 
     def map_parts(self, change: Callable[[Decision], Decision]) -> Disaggregation:
         """With each decision changed."""
-        prefill, encode = self.prefill, self.encode
-        return Disaggregation(
-            None if prefill is None else change(prefill),
-            self.prefill_reason,
-            None if encode is None else change(encode),
-            self.encode_reason,
-        )
+        changed = {name: change(part) for name, part in self.parts.items()}
+        return msgspec.structs.replace(self, **changed)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -282,7 +287,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         positions = [at for at in self.find_chosen_and_runner_up() if at is not None]
         scored = [self.scored_candidates[at] for at in positions]
         totals = [self.totals[at] for at in positions] if self.totals else ()
-        cost, predicted_s = self.cost, self.predicted_ttft_s
+        cost, predicted_s, split = self.cost, self.predicted_ttft_s, self.disaggregation
         if cost is not None:
             cost = CostResult(
                 cost.name,
@@ -301,15 +306,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             ],
             cost=cost,
             totals=totals,
-            disaggregation=self._map_parts(Decision.without_candidates),
+            disaggregation=None if split is None else split.map_parts(Decision.without_candidates),
         )
-
-    def _map_parts(self, change: Callable[[Decision], Decision]) -> Disaggregation | None:
-        return None if self.disaggregation is None else self.disaggregation.map_parts(change)
 
     def without_prompt(self, pool: str = "") -> Decision:
         """Without prompt and blocks, which are as large as the body; `pool` where it names none."""
-        request = self.request
+        request, split = self.request, self.disaggregation
         if request.prompt:
             request = msgspec.structs.replace(request, prompt=b"")
         # By position: `replace` takes six times as long, and every request passes here.
@@ -339,7 +341,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             self.conversation_stats,
             self.match_source,
             self.affinity_seed,
-            None if self.disaggregation is None else self._map_parts(Decision.without_prompt),
+            None if split is None else split.map_parts(Decision.without_prompt),
             self.kv_cache_source,
         )
 

@@ -33,7 +33,7 @@ from extproc.config import (
 from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
-from extproc.scheduling.disaggregation import DisaggregatedStages, Stage
+from extproc.scheduling.disaggregation import DisaggregatedStages
 from extproc.scheduling.framework import Signal
 
 _MIB = 1024 * 1024
@@ -348,11 +348,9 @@ def _find_signals(resolved: flags.Resolved) -> frozenset[Signal]:
 
 
 def _describe_stages(stages: DisaggregatedStages | None) -> Iterator[str]:
-    for name in () if stages is None else ("prefill", "encode"):
-        stage: Stage | None = getattr(stages, name)
-        if stage is not None:
-            yield f"{name:<11} {stage.profile.name}, if {plugin_description.describe_plugin(stage.decider)}"
-            yield from plugin_description.describe_profile(stage.profile)
+    for name, stage in ({} if stages is None else stages.by_name).items():
+        yield f"{name:<11} {stage.profile.name}, if {plugin_description.describe_plugin(stage.decider)}"
+        yield from plugin_description.describe_profile(stage.profile)
 
 
 def _describe_models(settings: Settings) -> Iterator[str]:

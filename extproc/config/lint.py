@@ -111,7 +111,7 @@ def _stages(scheduling: SchedulingSection, where: str) -> Iterator[str]:
     epp = scheduling.epp if scheduling.profile is None else None
     stages = [] if epp is None else [*epp_handlers.find_stages(epp, validation.Place(""))]
     if (rules := scheduling.disaggregation) is not None:
-        stages = [name for name in ("prefill", "encode") if getattr(rules, name) is not None]
+        stages = [*rules.by_name]
     if stages and not _has_filter(scheduling):
         yield (
             f"{where}scheduling.disaggregation: the profile that routes has no filter, so it also sends "

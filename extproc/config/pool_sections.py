@@ -180,6 +180,12 @@ class DisaggregationRules(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     prefill: StageRules | None = None
     encode: StageRules | None = None
 
+    @property
+    def by_name(self) -> dict[str, StageRules]:
+        """The rules that there are, by the name of the stage."""
+        rules = msgspec.structs.asdict(self)
+        return {name: rule for name, rule in rules.items() if rule is not None}
+
 
 class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice of the endpoint for a request.

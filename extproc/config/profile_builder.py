@@ -237,9 +237,8 @@ def _require_predictions(
     place: Place,
 ) -> None:
     """Reject a decider that compares predicted times where none are predicted."""
-    for name in () if stages is None else ("prefill", "encode"):
-        stage: Stage | None = getattr(stages, name)
-        if stage is None or not isinstance(stage.decider, EstimatedTimeDecider):
+    for name, stage in ({} if stages is None else stages.by_name).items():
+        if not isinstance(stage.decider, EstimatedTimeDecider):
             continue
         spot, how = (
             place / "disaggregation" / name / "decider",
@@ -291,10 +290,7 @@ def _build_stages(
             entry = epp_config.decider_entry(source.decider)
             decider = _plugin(registry.DECIDERS, entry, source.place, tables, "parameters", "type")
         yield name, Stage(profile, decider), source.place
-    for name in () if rules is None else ("prefill", "encode"):
-        rule: pool_sections.StageRules | None = getattr(rules, name)
-        if rule is None:
-            continue
+    for name, rule in ({} if rules is None else rules.by_name).items():
         spot = place / "disaggregation" / name
         profile = _build(by_roles(rule.profile, spot / "profile"), tables)
         if profile.name == pool_sections.ProfileEntry().name:

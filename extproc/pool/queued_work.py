@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
+from extproc.decision import StageName
 from extproc.endpoint import DEFAULT_STEP_TIMES, Load, StepTimeModel
 
 #: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
@@ -28,14 +29,14 @@ _ROOMY: Final = 2.0
 
 
 #: What an endpoint computes of a request; empty for all.
-Stage: TypeAlias = Literal["", "prefill", "encode", "decode", "prefill-decode"]
+Stage: TypeAlias = Literal["", StageName, "decode", "prefill-decode"]
 
 
 #: Seconds in which a request may reach an engine and not be shown yet: it is read and tokenized first.
 _UNSHOWN_S = 0.25
 
 #: Stages of requests that another endpoint serves.
-PARTS: Final = frozenset({"prefill", "encode"})
+PARTS: Final = frozenset(get_args(StageName))
 
 
 class OpenRequest(Protocol):

@@ -313,7 +313,7 @@ class Scheduler:
             decision = routing.stages.choose(context, groups, decision)
             stages = decision.disaggregation
             if self._exact_matcher is not None and stages is not None:
-                for part in stages.parts:
+                for part in stages.parts.values():
                     self._exact_matcher.with_source(part)
         if routing.kv_cache_source is not None:
             decision = routing.kv_cache_source.add_source(context, groups[-1], decision)

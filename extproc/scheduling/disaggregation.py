@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
-from extproc.decision import Decision, Disaggregation
+from extproc.decision import Decision, Disaggregation, StageName
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.framework import (
     Plugin,
@@ -34,20 +34,14 @@ OTHER_API = "other-api"
 _SPLIT_APIS: Final = frozenset({"chat", "completions", "messages", "responses", "generate"})
 
 
-def list_assignments(
-    stages: Disaggregation,
-) -> Iterator[tuple[Literal["prefill", "encode"], Decision, Endpoint]]:
-    """List every endpoint of a stage, with the decision for it."""
-    if stages.prefill is not None:
-        yield "prefill", stages.prefill, stages.prefill.endpoints[0]
-    if stages.encode is not None:
-        for endpoint in stages.encode.endpoints:
-            yield "encode", stages.encode, endpoint
+def list_assignments(stages: Disaggregation) -> Iterator[tuple[StageName, Decision, Endpoint]]:
+    """List every endpoint of a stage, with the decision for it; one alone computes the prompt."""
+    for name, part in stages.parts.items():
+        for endpoint in part.endpoints[:1] if name == "prefill" else part.endpoints:
+            yield name, part, endpoint
 
 
-def find_serving_stage(
-    stages: Disaggregation,
-) -> Literal["", "decode", "prefill-decode"]:
+def find_serving_stage(stages: Disaggregation) -> Literal["", "decode", "prefill-decode"]:
     """Return what the serving endpoint computes; empty for all."""
     if stages.prefill is not None:
         return "decode"
@@ -211,19 +205,20 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
     encode: Stage | None = None
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages that there are."""
-        return tuple(stage for stage in (self.prefill, self.encode) if stage is not None)
+    def by_name(self) -> dict[str, Stage]:
+        """The stages that there are, by name."""
+        stages = msgspec.structs.asdict(self)
+        return {name: stage for name, stage in stages.items() if stage is not None}
 
     @property
     def profiles(self) -> tuple[SchedulerProfile, ...]:
         """The profiles of the stages."""
-        return tuple(stage.profile for stage in self.stages)
+        return tuple(stage.profile for stage in self.by_name.values())
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal that the deciders read."""
-        return frozenset().union(*(stage.decider.needs for stage in self.stages))
+        return frozenset().union(*(stage.decider.needs for stage in self.by_name.values()))
 
     def choose(
         self,
@@ -239,11 +234,8 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
         """
         stages, request, replace = Disaggregation(), context.request, msgspec.structs.replace
         if request.api not in _SPLIT_APIS:
-            reasons = [
-                OTHER_API if stage is not None else "" for stage in (self.prefill, self.encode)
-            ]
-            unsplit = Disaggregation(prefill_reason=reasons[0], encode_reason=reasons[1])
-            return replace(decode, disaggregation=unsplit)
+            reasons = {f"{name}_reason": OTHER_API for name in self.by_name}
+            return replace(decode, disaggregation=replace(stages, **reasons))
         context = replace(context, peer=decode.endpoints[0])
         if self.encode is not None:
             media = replace(request, prompt_tokens=0, prompt_bytes=0, max_tokens=1)

@@ -122,10 +122,7 @@ class PoolCounters:
     def record_stages(self, stages: Disaggregation, *, model: str) -> None:
         """Counts a decision in which other endpoints may do stages; `model` is that of its series."""
         self.disaggregation[model, stages.decision_type] += 1
-        for stage, part, reason in (
-            ("prefill", stages.prefill, stages.prefill_reason),
-            ("encode", stages.encode, stages.encode_reason),
-        ):
+        for stage, part, reason in stages.choices:
             if part is not None:
                 self.routed_stages.update(
                     [(endpoint.address, stage) for endpoint in part.endpoints]

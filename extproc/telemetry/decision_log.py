@@ -278,7 +278,7 @@ def _weigh(records: Sequence[DecisionRecord]) -> list[int]:
 
 def _weigh_stages(stages: Disaggregation) -> int:
     """Candidates of stages: their filters and scores are their own."""
-    return sum(len(part.candidates) for part in stages.parts)
+    return sum(len(part.candidates) for part in stages.parts.values())
 
 
 #: Strategies that need neither prompt nor headers; `adaptive` reads the first message to settle ties.

@@ -179,8 +179,7 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
 def _stages(stages: Disaggregation) -> Json:
     return {
         "decision_type": stages.decision_type,
-        "prefill": _stage(stages.prefill, stages.prefill_reason),
-        "encode": _stage(stages.encode, stages.encode_reason),
+        **{name: _stage(part, reason) for name, part, reason in stages.choices},
     }
 
 
@@ -293,10 +292,7 @@ def format_short(decision: Decision) -> str:
 
 def _format_stages(stages: Disaggregation) -> str:
     text = ""
-    for name, part, reason in (
-        ("prefill", stages.prefill, stages.prefill_reason),
-        ("encode", stages.encode, stages.encode_reason),
-    ):
+    for name, part, reason in stages.choices:
         if part is not None:
             text += f"; {name}={','.join([endpoint.address for endpoint in part.endpoints])}"
         elif reason:

@@ -232,7 +232,7 @@ def _describe_decision(
     )
     names = name_request(recorder.id, request.target)
     stages = decision.disaggregation
-    for choice in (decision,) if stages is None else (decision, *stages.parts):
+    for choice in (decision,) if stages is None else (decision, *stages.parts.values()):
         yield from _describe_choice(
             choice, names, orchestration, make_span_id, start_s=start_s, end_s=end_s
         )
@@ -244,22 +244,19 @@ def _describe_decision(
 
 def _describe_stages(stages: Disaggregation) -> Attributes:
     """The endpoints of stages, or why the serving endpoint does them, under the names of upstream."""
-    prefill, encode = stages.prefill, stages.encode
-    attributes: Attributes = {
-        "llm_d.epp.pd.disaggregation_used": prefill is not None,
-        "llm_d.epp.encode.disaggregation_used": encode is not None,
-    }
-    if prefill is not None:
-        endpoint = prefill.endpoints[0]
-        attributes["llm_d.epp.pd.prefill_pod_address"] = endpoint.ip
-        attributes["llm_d.epp.pd.prefill_pod_port"] = str(endpoint.port)
-    elif stages.prefill_reason:
-        attributes["llm_d.epp.pd.reason"] = stages.prefill_reason
-    if encode is not None:
-        hosts = [endpoint.host_port for endpoint in encode.endpoints]
-        attributes["llm_d.epp.encode.endpoints"] = ",".join(hosts)
-    elif stages.encode_reason:
-        attributes["llm_d.epp.encode.reason"] = stages.encode_reason
+    attributes: Attributes = {}
+    for name, part, reason in stages.choices:
+        prefix = f"llm_d.epp.{'pd' if name == 'prefill' else name}"
+        attributes[f"{prefix}.disaggregation_used"] = part is not None
+        if part is None:
+            if reason:
+                attributes[f"{prefix}.reason"] = reason
+        elif name == "prefill":
+            attributes[f"{prefix}.prefill_pod_address"] = part.endpoints[0].ip
+            attributes[f"{prefix}.prefill_pod_port"] = str(part.endpoints[0].port)
+        else:
+            hosts = [endpoint.host_port for endpoint in part.endpoints]
+            attributes[f"{prefix}.endpoints"] = ",".join(hosts)
     return attributes
 
 

@@ -151,7 +151,7 @@ def test_stages_are_chosen_by_their_profiles(settings):
     assert addresses(stages.prefill) == [PREFILL]
     assert sorted(addresses(stages.encode)) == [ENCODE, ENCODE_TOO]
     assert (stages.decision_type, stages.prefill_reason) == ("encode-prefill-decode", "")
-    assert [part.profile for part in stages.parts] == ["prefill", "encode"]
+    assert [part.profile for part in stages.parts.values()] == ["prefill", "encode"]
     decision, stages = decide(parts, chat())
     assert (addresses(stages.encode), stages.encode_reason) == ([], "no-media")
     assert stages.decision_type == "prefill-decode"
