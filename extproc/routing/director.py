@@ -433,24 +433,19 @@ class Director:
                 exact=self._exact,
             )
 
-    def _release_parts(
-        self, reservation: Reservation, now: float, outcome: RequestOutcome | None
-    ) -> None:
+    def _release_parts(self, reservation: Reservation, now: float, outcome: RequestOutcome) -> None:
         """Close the accounts of the stages that other endpoints did: they end before the response.
 
         Args:
-            outcome: Of the request; None where it was never sent.
+            outcome: Of the request.
         """
         answered, silent = outcome is _SERVED, outcome is _NO_RESPONSE
         ran = answered or silent
         for part in reservation.take_parts(now):
             if part.is_open:
                 part.close(now, answered=answered)
-            if outcome is not None:
-                sent_at = now if silent else part.at
-                self._store.record_outcome(
-                    part.endpoint, outcome, sent_at=sent_at, now=now, sole=False
-                )
+            sent_at = now if silent else part.at
+            self._store.record_outcome(part.endpoint, outcome, sent_at=sent_at, now=now, sole=False)
             if not ran:
                 self._retract_prefix(part)
             elif not answered:
@@ -469,8 +464,8 @@ class Director:
             self._retract_prefix(reservation)
             reservation.forget_blocks()
         finally:
-            if reservation.parts:
-                self._release_parts(reservation, now, None)
+            for part in reservation.take_parts(now):
+                self.unreserve(part, now)
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=False, ran=False)
 
