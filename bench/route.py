@@ -88,7 +88,7 @@ def decide(args: argparse.Namespace, parts: factory.PoolParts) -> Iterator[tuple
     profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
     dispatcher = director.Director(
         store=parts.store,
-        routing=factory.build_routing_config(parts.settings, profile, {}),
+        routing=msgspec.structs.replace(parts.director.routing, profile=profile),
         index=parts.index,
         cache_model=parts.cache_model,
         schedule=parts.settings.prefix.schedule,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -92,7 +92,7 @@ def build(
     shadow = build_shadow(settings, resolved, guards, on_shadow_pending)
     router = director.Director(
         store=store,
-        routing=_routing_of(settings, resolved, shadow),
+        routing=build_routing_config(settings, resolved, shadow=shadow),
         index=index,
         cache_model=model,
         schedule=settings.prefix.schedule,
@@ -195,18 +195,7 @@ def rebuild_routing(
         and running.sample_ratio == built.sample_ratio
     ):
         built = running
-    return _routing_of(settings, resolved, built), resolved
-
-
-def _routing_of(
-    settings: Settings,
-    resolved: profile_builder.ResolvedProfiles,
-    shadow: ShadowScheduler | None,
-) -> scheduler.RoutingConfig:
-    routing = build_routing_config(settings, resolved.profile, resolved.by_model, shadow=shadow)
-    if resolved.by_header is None and resolved.stages is None:
-        return routing
-    return msgspec.structs.replace(routing, by_header=resolved.by_header, stages=resolved.stages)
+    return build_routing_config(settings, resolved, shadow=built), resolved
 
 
 def build_shadow(
@@ -243,15 +232,16 @@ def build_exchange_settings(settings: Settings) -> ExchangeSettings:
 
 def build_routing_config(
     settings: Settings,
-    profile: SchedulerProfile,
-    by_model: Mapping[str, SchedulerProfile],
+    resolved: profile_builder.ResolvedProfiles,
     *,
     shadow: ShadowScheduler | None = None,
 ) -> scheduler.RoutingConfig:
     """Return the routing configuration of a director."""
     return scheduler.RoutingConfig(
-        profile=profile,
-        by_model=by_model,
+        profile=resolved.profile,
+        by_model=resolved.by_model,
+        by_header=resolved.by_header,
+        stages=resolved.stages,
         shadow=shadow,
         settings=scheduler.RoutingSettings(
             stale_after_s=settings.scrape.stale_after_s,

@@ -325,12 +325,12 @@ def test_a_changed_file_routes_after_a_reload(write):
     parts.store.set_endpoints([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
     write(SCORER.replace("max(", "min("))
     assert parts.director.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
-    profile = profile_builder.resolve_all(settings, where="x", guards=parts.guards).profile
-    parts.director.reconfigure(factory.build_routing_config(settings, profile, {}))
+    profiles = profile_builder.resolve_all(settings, where="x", guards=parts.guards)
+    parts.director.reconfigure(factory.build_routing_config(settings, profiles))
     assert parts.director.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
     write(SCORER.replace("return [", "return 1 / 0, ["))
-    profile = profile_builder.resolve_all(settings, where="x", guards=parts.guards).profile
-    parts.director.reconfigure(factory.build_routing_config(settings, profile, {}))
+    profiles = profile_builder.resolve_all(settings, where="x", guards=parts.guards)
+    parts.director.reconfigure(factory.build_routing_config(settings, profiles))
     assert parts.director.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
     assert counts.exceptions == {("scorer", "last"): 1}
 

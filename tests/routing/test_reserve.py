@@ -55,7 +55,7 @@ def test_an_observer_receives_every_committed_decision():
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 1.0)
     observer = Attentive()
     profile = msgspec.structs.replace(parts.profile, picker=observer)
-    parts.director.reconfigure(factory.build_routing_config(parts.settings, profile, {}))
+    parts.director.reconfigure(msgspec.structs.replace(parts.director.routing, profile=profile))
     decision = parts.director.route(CHAT, 2.0)
     assert observer.heard == []
     parts.director.reserve(decision, 2.5)
@@ -71,7 +71,7 @@ def test_an_observer_that_raises_changes_no_account():
     )
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 1.0)
     profile = msgspec.structs.replace(parts.profile, picker=Forgetful())
-    parts.director.reconfigure(factory.build_routing_config(parts.settings, profile, {}))
+    parts.director.reconfigure(msgspec.structs.replace(parts.director.routing, profile=profile))
     account = parts.store.pool.members[0].account
 
     reservation = parts.director.reserve(parts.director.route(CHAT, 2.0), 2.0)
