@@ -18,7 +18,8 @@ from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
 from extproc.protocol.exchange import ExchangeSettings
-from extproc.routing import director, scheduler
+from extproc.routing import director
+from extproc.routing.routing_config import RoutingConfig, RoutingSettings
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
@@ -170,7 +171,7 @@ def rebuild_routing(
     before: profile_builder.ResolvedProfiles | None = None,
     running: ShadowScheduler | None = None,
     on_shadow_pending: Callable[[], None] = lambda: None,
-) -> tuple[scheduler.RoutingConfig, profile_builder.ResolvedProfiles]:
+) -> tuple[RoutingConfig, profile_builder.ResolvedProfiles]:
     """Build the routing of new settings for a running director.
 
     Args:
@@ -235,15 +236,15 @@ def build_routing_config(
     resolved: profile_builder.ResolvedProfiles,
     *,
     shadow: ShadowScheduler | None = None,
-) -> scheduler.RoutingConfig:
+) -> RoutingConfig:
     """Return the routing configuration of a director."""
-    return scheduler.RoutingConfig(
+    return RoutingConfig(
         profile=resolved.profile,
         by_model=resolved.by_model,
         by_header=resolved.by_header,
         stages=resolved.stages,
         shadow=shadow,
-        settings=scheduler.RoutingSettings(
+        settings=RoutingSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,
             respect_subset=settings.scheduling.respect_subset,

@@ -19,9 +19,10 @@ from extproc.prefix_cache.cache_model import CacheModel
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest
-from extproc.routing import eligibility, request_preparer, scheduler, usage_feedback
+from extproc.routing import eligibility, request_preparer, usage_feedback
 from extproc.routing.request_listeners import PromptListener, RequestEventListener
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
+from extproc.routing.routing_config import RoutingConfig
 from extproc.routing.scheduler import Scheduler
 from extproc.scheduling import disaggregation, plugin_guard
 
@@ -48,7 +49,7 @@ class Director:
         self,
         *,
         store: PoolStore,
-        routing: scheduler.RoutingConfig,
+        routing: RoutingConfig,
         index: PrefixIndex,
         cache_model: CacheModel,
         schedule: blocks.Schedule,
@@ -114,7 +115,7 @@ class Director:
         """Show requests to a listener from now on."""
         self.prompt_listener = listener
 
-    def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
+    def reconfigure(self, routing: RoutingConfig) -> None:
         """Route by another configuration from the next request on."""
         self.routing = routing
         self._serving_bits = None

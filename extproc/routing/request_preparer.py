@@ -22,7 +22,7 @@ from extproc.pool.snapshot import ModelIndex
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import scheduler
+from extproc.routing.routing_config import RoutingConfig
 
 #: Headers that name an InferenceObjective; the first one that is there counts
 #: (docs/spec/protocol.md#header-names).
@@ -334,7 +334,7 @@ class RequestPreparer:
         self,
         store: PoolStore,
         *,
-        routing: scheduler.RoutingConfig,
+        routing: RoutingConfig,
         schedule: blocks.Schedule,
         rng: random.Random,
     ) -> None:
@@ -344,7 +344,7 @@ class RequestPreparer:
         self._rng = rng
         self._policy_resolver = PolicyResolver()
 
-    def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
+    def reconfigure(self, routing: RoutingConfig) -> None:
         """Go by another configuration from the next request on."""
         self._routing = routing
 

@@ -17,7 +17,7 @@ from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import eligibility
-from extproc.routing.scheduler import RoutingConfig, RoutingSettings
+from extproc.routing.routing_config import RoutingConfig, RoutingSettings
 from extproc.scheduling import registry
 from extproc.scheduling.load_bounds import MaxWaiting
 from extproc.scheduling.pickers import RandomPicker

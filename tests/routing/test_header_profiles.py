@@ -13,7 +13,7 @@ from extproc.errors import ConfigError
 from extproc.recording.reader import RecordedDecision
 from extproc.recording.rows import DecisionRow
 from extproc.request import HttpRequest
-from extproc.routing.scheduler import RoutingConfig
+from extproc.routing.routing_config import RoutingConfig
 from extproc.simulator.replay_agreement import AgreementMeter
 
 FILE = """apiVersion: llm-d.ai/v1alpha1

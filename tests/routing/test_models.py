@@ -10,7 +10,7 @@ import pytest
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import AdapterResidency, ServedModels
 from extproc.request import HttpRequest
-from extproc.routing.scheduler import RoutingSettings
+from extproc.routing.routing_config import RoutingSettings
 from extproc.scheduling import registry
 from tests.support.pool_fixture import PoolFixture, load
 

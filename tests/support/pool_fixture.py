@@ -14,7 +14,7 @@ from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest
 from extproc.routing.director import Director
-from extproc.routing.scheduler import RoutingConfig, RoutingSettings
+from extproc.routing.routing_config import RoutingConfig, RoutingSettings
 from extproc.scheduling import registry
 from extproc.scheduling.plugin_guard import PluginCounters
 from extproc.scheduling.profile import SchedulerProfile
