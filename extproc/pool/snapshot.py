@@ -271,6 +271,21 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     serving: ModelIndex = ModelIndex()
     has_unknown_values: bool = False
 
+    def with_member(self, member: EndpointSnapshot, *, adapters: frozenset[str]) -> Pool:
+        """With another load, models or failures of one member, in the same condition."""
+        at = self.positions[member.endpoint.address]
+        before = self.members[at]
+        members = (*self.members[:at], member, *self.members[at + 1 :])
+        return msgspec.structs.replace(
+            self,
+            members=members,
+            adapters=adapters,
+            serving=self.serving if before.serves is member.serves else _index_models(members),
+            has_unknown_values=self.has_unknown_values
+            if before.flaws == member.flaws
+            else _is_patchy(members),
+        )
+
     def adapter_of(self, model: str, adapter: str = "") -> str:
         """The LoRA adapter of a request for a model, and maybe an adapter; empty for a base model."""
         return adapter or (model if model in self.adapters else "")
@@ -356,12 +371,27 @@ def normalize_token(token: str) -> str:
     return f"[{ip}]{port}" if port else str(ip)
 
 
-def is_patchy(members: Sequence[EndpointSnapshot]) -> bool:
+def build_pool(
+    members: tuple[EndpointSnapshot, ...], *, newest: float, adapters: frozenset[str]
+) -> Pool:
+    """A pool of these members, any of which may be new."""
+    return Pool(
+        members=members,
+        positions={member.endpoint.address: at for at, member in enumerate(members)},
+        down=sum(not member.is_up for member in members),
+        unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
+        newest=newest,
+        adapters=adapters,
+        serving=_index_models(members),
+        has_unknown_values=_is_patchy(members),
+    )
+
+
+def _is_patchy(members: Sequence[EndpointSnapshot]) -> bool:
     """True if pages differ in the values they lack, or some are not plausible."""
     flaws = {member.flaws for member in members}
     return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
 
 
-def index_models(members: Sequence[EndpointSnapshot]) -> ModelIndex:
-    """Index of the models that the members serve."""
+def _index_models(members: Sequence[EndpointSnapshot]) -> ModelIndex:
     return ModelIndex([(member.endpoint, member.serves) for member in members])

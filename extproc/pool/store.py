@@ -23,7 +23,7 @@ from extproc.pool.inflight import InflightLoad
 from extproc.pool.observed_page import ObservedPage, ScrapeToken
 from extproc.pool.pool_step_times import PoolStepTimeEstimators
 from extproc.pool.request_tokens import AnswerTokens, BytesPerTokenEstimator, TypicalWork
-from extproc.pool.snapshot import EndpointSnapshot, Pool, index_models, is_patchy
+from extproc.pool.snapshot import EndpointSnapshot, Pool, build_pool
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
@@ -462,22 +462,7 @@ class PoolStore:
         )
 
     def _replace_member(self, member: EndpointSnapshot) -> None:
-        pool = self.pool
-        at = pool.positions[member.endpoint.address]
-        old = pool.members[at]
-        members = (*pool.members[:at], member, *pool.members[at + 1 :])
-        self.pool = Pool(
-            members=members,
-            positions=pool.positions,
-            down=pool.down,
-            unhealthy_or_doubtful=pool.unhealthy_or_doubtful,
-            newest=pool.newest,
-            adapters=self._adapters.known,
-            serving=pool.serving if old.serves is member.serves else index_models(members),
-            has_unknown_values=pool.has_unknown_values
-            if old.flaws == member.flaws
-            else is_patchy(members),
-        )
+        self.pool = self.pool.with_member(member, adapters=self._adapters.known)
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
         before, self._shown = self.pool, self.outlier_detector.version
@@ -485,16 +470,7 @@ class PoolStore:
         self._places = {}
         for at, member in enumerate(members):
             self._places.setdefault(member.endpoint.engine, []).append(at)
-        positions = {member.endpoint.address: at for at, member in enumerate(members)}
-        down = sum(not member.is_up for member in members)
-        self.pool = Pool(
-            members=members,
-            positions=positions,
-            down=down,
-            unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
-            newest=self.outlier_detector.newest,
-            adapters=self._adapters.known,
-            serving=index_models(members),
-            has_unknown_values=is_patchy(members),
+        self.pool = build_pool(
+            members, newest=self.outlier_detector.newest, adapters=self._adapters.known
         )
         self._on_changed(before, self.pool)
