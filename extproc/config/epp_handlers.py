@@ -264,19 +264,16 @@ def _read_sources(scheduling: EppPlugins, file: Place) -> Mapping[str, StageSour
     if not handlers:
         return {}
     at, handler = handlers[0]
-    stages = _read_stages(handler, file / "plugins" / at / "parameters")
+    place = file / "plugins" / at / "parameters"
+    stages = _read_stages(handler, place)
     sources: dict[str, StageSource] = {}
-    for stage, profile, decider in (
-        ("prefill", stages.profiles.prefill, stages.deciders.prefill),
-        ("encode", stages.profiles.encode, stages.deciders.encode),
-    ):
+    for stage, decider in msgspec.structs.asdict(stages.deciders).items():
+        profile = getattr(stages.profiles, stage) or stage
         if decider:
-            number, plugin = _find_decider(
-                scheduling, decider, file / "plugins" / at / "parameters"
-            )
-            sources[stage] = StageSource(profile or stage, plugin, file / "plugins" / number)
+            number, plugin = _find_decider(scheduling, decider, place)
+            sources[stage] = StageSource(profile, plugin, file / "plugins" / number)
         elif stage == "prefill" and _STAGE_ORDERS[_fold(stages.stage_order)]:
-            sources[stage] = StageSource(profile or stage, None, file / "plugins" / at)
+            sources[stage] = StageSource(profile, None, file / "plugins" / at)
     return sources
 
 
