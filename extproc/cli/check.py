@@ -340,11 +340,9 @@ def _describe_scheduling(settings: Settings, resolved: flags.Resolved) -> Iterat
 
 def _find_signals(resolved: flags.Resolved) -> frozenset[Signal]:
     """Return every signal that decisions read."""
-    signals, stages = resolved.profile.needs, resolved.stages
-    if stages is not None:
-        signals = signals.union(stages.needs, *(profile.needs for profile in stages.profiles))
     source = resolved.settings.scheduling.kv_cache_source
-    return signals if source is None else signals | source.needs
+    readers = (resolved.profile, resolved.stages, source)
+    return frozenset().union(*(reader.needs for reader in readers if reader is not None))
 
 
 def _describe_stages(stages: DisaggregatedStages | None) -> Iterator[str]:

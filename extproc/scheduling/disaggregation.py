@@ -217,8 +217,9 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Every signal that the deciders read."""
-        return frozenset().union(*(stage.decider.needs for stage in self.by_name.values()))
+        """Every signal that the profiles and the deciders read."""
+        stages = self.by_name.values()
+        return frozenset().union(*(stage.profile.needs | stage.decider.needs for stage in stages))
 
     def choose(
         self,
