@@ -84,8 +84,8 @@ def native(decider="{kind: always-disagg-pd-decider}", text=NATIVE):
     return loader.settings(loader.parse(text.replace("DECIDER", decider), where="x"))
 
 
-def epp(decider="{type: always-disagg-pd-decider, name: by-need}", handler=HANDLER):
-    text = EPP.replace("DECIDER", decider).replace("HANDLER", handler)
+def epp(decider="{type: always-disagg-pd-decider, name: by-need}", handler=HANDLER, text=EPP):
+    text = text.replace("DECIDER", decider).replace("HANDLER", handler)
     return loader.settings(loader.parse(text, where="x"))
 
 
@@ -273,47 +273,40 @@ def test_a_queued_request_is_split_when_it_leaves():
     assert addresses(decide(parts, chat(), 2.0)[1].prefill) == [PREFILL]
 
 
+def reload(parts, wanted, before):
+    _, profiles = factory.rebuild_routing(wanted, where="x", guards=parts.guards, before=before)
+    return profiles
+
+
+def change(settings, **changes):
+    scheduling = msgspec.structs.replace(settings.scheduling, **changes)
+    return msgspec.structs.replace(settings, scheduling=scheduling)
+
+
 def test_a_reload_adds_changes_and_removes_stages():
     """Stages that stay the same keep their plugins."""
     parts = build(native())
-
-    def reload(wanted, before):
-        _, profiles = factory.rebuild_routing(wanted, where="x", guards=parts.guards, before=before)
-        return profiles
-
-    def change(settings, **changes):
-        scheduling = msgspec.structs.replace(settings.scheduling, **changes)
-        return msgspec.structs.replace(settings, scheduling=scheduling)
-
     first = parts.profiles
-    same = reload(change(native(), fallbacks=1), first)
+    same = reload(parts, change(native(), fallbacks=1), first)
     assert same.stages is first.stages
-    other = reload(native("{kind: prefix-based-pd-decider}"), same)
+    other = reload(parts, native("{kind: prefix-based-pd-decider}"), same)
     assert other.stages.prefill.decider.kind == "prefix-based-pd-decider"
-    without = reload(change(native(), disaggregation=None), other)
+    without = reload(parts, change(native(), disaggregation=None), other)
     assert without.stages is None
-    assert reload(native(), without).stages == first.stages
+    assert reload(parts, native(), without).stages == first.stages
 
 
 def test_a_reload_changes_the_goal_of_stages():
     """In an EndpointPickerConfig it is one for all profiles."""
     text = (
-        EPP.replace("DECIDER", "{type: always-disagg-pd-decider, name: by-need}")
-        .replace("HANDLER", HANDLER)
-        .replace("{type: prefix-cache-scorer}", "{type: estimated-time}")
+        EPP.replace("{type: prefix-cache-scorer}", "{type: estimated-time}")
         .replace("{pluginRef: prefix-cache-scorer}", "{pluginRef: estimated-time}")
         .replace("filter}]}", "filter}, {pluginRef: estimated-time}]}")
         .replace("{pluginRef: two}", "{pluginRef: estimated-time}")
     )
-    settings = loader.settings(loader.parse(text, where="x"))
+    settings = epp(text=text)
     parts = factory.build(settings)
-    scheduling = msgspec.structs.replace(settings.scheduling, goal="throughput")
-    _, profiles = factory.rebuild_routing(
-        msgspec.structs.replace(settings, scheduling=scheduling),
-        where="x",
-        guards=parts.guards,
-        before=parts.profiles,
-    )
+    profiles = reload(parts, change(settings, goal="throughput"), parts.profiles)
     assert profiles.profile.cost.goal == "throughput"
     assert profiles.stages.prefill.profile.cost.goal == "throughput"
 
@@ -478,12 +471,7 @@ def test_a_slower_probe_does_not_keep_a_prompt_from_others():
 
 def test_prefill_takes_the_rank_of_decode():
     """The sidecar passes the header of the rank on."""
-    parts = build(native(), {DECODE: "decode"})
-    engines = [
-        Endpoint(address, labels={"llm-d.ai/role": role})
-        for address, role in ((DECODE, "decode"), (PREFILL, "prefill"))
-    ]
-    parts.store.set_endpoints(engines, 1.0)
+    parts = build(native(), {DECODE: "decode", PREFILL: "prefill"})
     for endpoint in parts.store.pool.members:
         parts.store.set_ranks(endpoint.endpoint, range(3), 1.0)
     for _ in range(12):

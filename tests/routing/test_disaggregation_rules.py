@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config import factory, lint, loader
+from extproc.config import factory, lint
 from extproc.errors import ConfigError
-from tests.routing.test_disaggregation import EPP, ESTIMATED, HANDLER, NATIVE, epp, native
+from tests.routing.test_disaggregation import EPP, ESTIMATED, NATIVE, epp, native
 
 ESTIMATING = "cost: {kind: estimated-time}"
 
@@ -68,14 +68,7 @@ scheduling:
             "prefill and encode",
         ),
         (
-            loader.settings(
-                loader.parse(
-                    EPP.replace("DECIDER", "{type: always-disagg-pd-decider, name: by-need}")
-                    .replace("HANDLER", HANDLER)
-                    .replace("[{pluginRef: decode-filter}, ", "["),
-                    where="x",
-                )
-            ),
+            epp(text=EPP.replace("[{pluginRef: decode-filter}, ", "[")),
             "prefill and encode",
         ),
     ],
