@@ -251,7 +251,7 @@ def exposition(endpoints: int, *, series: int, has_llmd_names: bool) -> Expositi
     addresses = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)]
     load = Load(at=1.0, waiting=1.0, running=2.0, kv_usage=0.5)
     pool = PoolFixture(dict.fromkeys(addresses, load)).store.pool
-    counters = ProcessCounters()
+    counters = ProcessCounters(has_llmd_names=has_llmd_names)
     counts = counters.for_pool("pool")
     recorder = StreamRecorder(counters, DecisionLog(0), lambda: 0.0)
     for number in range(max(endpoints, series)):
@@ -260,12 +260,18 @@ def exposition(endpoints: int, *, series: int, has_llmd_names: bool) -> Expositi
         request = recorder.observe_request("pool")
         decision = Decision(InferenceRequest("chat", "model"), [Endpoint(address)])
         request.on_routed(
-            decision, request_id="", labels=labels, trace_id="", now=0.0, duration_s=0.001
+            decision,
+            request_id="",
+            labels=labels,
+            trace_id="",
+            now=0.0,
+            duration_s=0.001,
+            body_bytes=4000,
         )
         request.on_response_headers(
             0.2, elapsed_s=0.3, status="200", is_stream=True, is_shown=False
         )
-        request.on_usage({"prompt": 1000, "cached": 500, "completion": 100})
+        request.on_usage({"prompt": 1000, "cached": 500, "completion": 100}, 50000)
         request.on_finished(endpoint=address, status="200", duration_s=2.0)
         for scrapes in (counts.scrapes, counts.model_list_polls):
             scrapes[address, "ok"] += 1
@@ -276,7 +282,6 @@ def exposition(endpoints: int, *, series: int, has_llmd_names: bool) -> Expositi
         clock=lambda: 2.0,
         gauges={},
         about=lambda: {"pool": "pool", "profile": "adaptive"},
-        has_llmd_names=has_llmd_names,
     )
 
 

@@ -220,6 +220,11 @@ class Exchange(msgspec.Struct):
             return None
         return 0 if self._body_buffer is None else self._body_buffer.size_bytes
 
+    @property
+    def response_bytes(self) -> int | None:
+        """Bytes of a complete response body; None where it is incomplete or was not shown."""
+        return self.tail.total_bytes if self.tail and self.response_state is _ENDED else None
+
     def receive(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Take one event.
 

@@ -68,12 +68,17 @@ _HTTP_STATUSES: Final[Mapping[str, str]] = {
 class TailBuffer:
     """Buffer of the last bytes of a body, and of the first where the last are not all."""
 
-    __slots__ = ("_chunks", "_head", "_size_bytes")
+    __slots__ = ("_chunks", "_dropped_bytes", "_head", "_size_bytes")
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
-        self._size_bytes = 0
+        self._size_bytes = self._dropped_bytes = 0
         self._head = b""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that were added."""
+        return self._size_bytes + self._dropped_bytes
 
     def add(self, chunk: bytes) -> None:
         """Add the next chunk."""
@@ -84,6 +89,7 @@ class TailBuffer:
         while self._size_bytes - len(self._chunks[0]) >= TAIL_BYTES:
             dropped = self._chunks.popleft()
             self._size_bytes -= len(dropped)
+            self._dropped_bytes += len(dropped)
             if len(self._head) < HEAD_BYTES:
                 self._head += dropped[: HEAD_BYTES - len(self._head)]
 

@@ -71,7 +71,7 @@ class EndpointPickerProcess:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self.counters = ProcessCounters()
+        self.counters = ProcessCounters(has_llmd_names=pools.serves_llmd_metrics(settings))
         self.decisions = DecisionLog(settings.decisions.decisions)
         self._traces = tracing.build_traces(
             settings.tracing, os.environ, clock=clock, counts=self.counters.trace_spans
@@ -427,7 +427,6 @@ class EndpointPickerProcess:
                 about=self.pool_registry.labels,
                 scaling=self.autoscaler.metrics,
                 watches=self._watch_metrics,
-                has_llmd_names=pools.serves_llmd_metrics(settings),
             ),
             readiness=self.readiness,
             pools=self.pool_registry.pools,

@@ -99,11 +99,13 @@ class RequestObserver(Protocol):
         trace_id: str,
         now: float,
         duration_s: float,
+        body_bytes: int = 0,
     ) -> None:
         """An endpoint was chosen, `duration_s` after the monotonic time `now`.
 
         Args:
             trace_id: Trace of the request if it is sampled, else empty.
+            body_bytes: Bytes of the body of the request; 0 where it was not shown or cut.
         """
 
     def on_model_rewritten(self, *, edited: bool) -> None:
@@ -131,8 +133,12 @@ class RequestObserver(Protocol):
             duration_s: Seconds since the stream was opened.
         """
 
-    def on_usage(self, usage: Mapping[str, int]) -> None:
-        """The response reported tokens by kind; before `on_finished`."""
+    def on_usage(self, usage: Mapping[str, int], response_bytes: int | None = None) -> None:
+        """The response reported tokens by kind, or none; before `on_finished`.
+
+        Args:
+            response_bytes: Bytes of its body; None where it is incomplete.
+        """
 
     def on_answer_ids(self, ids: Sequence[str]) -> None:
         """Headers or body of the response have ids, by which the client may ask for the request."""

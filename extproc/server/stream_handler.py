@@ -339,10 +339,8 @@ class StreamHandler(msgspec.Struct, eq=False):
         new_id = "" if request_id else str(uuid.uuid4())
         format_decision = context.settings.format_decision
         if format_decision is not None:
-            header = ("x-extproc-decision", format_decision(decision))
-            decision = msgspec.structs.replace(
-                decision, answer_headers=(*decision.answer_headers, header)
-            )
+            headers = *decision.answer_headers, ("x-extproc-decision", format_decision(decision))
+            decision = msgspec.structs.replace(decision, answer_headers=headers)
         if self._reservation is None:
             self._reservation = director.reserve(decision, now)
         self.address = decision.endpoints[0].address
@@ -359,6 +357,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             trace_id=trace_id,
             now=now,
             duration_s=self._routed_s - now,
+            body_bytes=0 if raw.truncated else len(raw.body),
         )
         # Nothing of the response is needed: the stream ends and Envoy goes on without us.
         self.is_over = context.is_draining or decision.request.api in surfaces.UNOBSERVED
@@ -472,7 +471,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _record_usage(self, tail: bytes, director: Director, reservation: Reservation) -> None:
         """Record the usage that the end of the response reports, and charge it to the tenant."""
         tokens = self._read_usage(tail)
-        self._attempt(lambda: self._observer.on_usage(tokens))
+        self._attempt(lambda: self._observer.on_usage(tokens, self.exchange.response_bytes))
         ids = usage.read_ids(tail)
         if ids:
             self._attempt(lambda: self._observer.on_answer_ids(ids))

@@ -223,6 +223,8 @@ class ProcessCounters:
     """Counters of the process.
 
     Attributes:
+        has_llmd_names: Whether metrics are also served under the names of llm-d's endpoint picker, some
+            of which have values that are counted for them alone.
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         trace_spans: Spans of traced requests, by result: `exported`, `failed`, `dropped`.
         peer_sync_failures: Connections to peers that failed or ended, and messages dropped for slow
@@ -246,7 +248,8 @@ class ProcessCounters:
     are several.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_llmd_names: bool = False) -> None:
+        self.has_llmd_names = has_llmd_names
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
         self.trace_spans: Counter[str] = Counter()

@@ -54,7 +54,6 @@ class Exposition:
         about: Callable[[], Mapping[str, str]],
         scaling: Callable[[], Mapping[str, control_plane_metrics.ScalingMetrics]] = dict,
         watches: Callable[[], Iterable[control_plane_metrics.WatchMetrics]] = tuple,
-        has_llmd_names: bool = False,
     ) -> None:
         self._counters = counters
         self._pools = pools
@@ -63,7 +62,6 @@ class Exposition:
         self._about = about
         self._scaling = scaling
         self._watches = watches
-        self._has_llmd_names = has_llmd_names
 
     def render(self, *, is_openmetrics: bool = False) -> bytes:
         """Renders the page in the Prometheus text format, or as OpenMetrics."""
@@ -100,7 +98,7 @@ class Exposition:
         yield from self._distributions()
         views = self._pools()
         yield from pool_metrics.state_families(views, self._clock())
-        if self._has_llmd_names:
+        if self._counters.has_llmd_names:
             yield from llmd_metrics.llmd_families(
                 self._counters.pools,
                 views,

@@ -61,7 +61,7 @@ _OUTCOMES: Final = {
 _EVICTED_OTHER: Final = "EvictedOther"
 
 #: Labels that have histograms, the first ones; those of all others are added up (count). Each takes
-#: up to 200 lines of the page.
+#: up to 300 lines of the page.
 _MAX_HISTOGRAMS: Final = 64
 _ALL_OTHER: Final = (OTHER, OTHER, OTHER, "0")
 
@@ -78,6 +78,21 @@ _REQUEST_HISTOGRAMS: Final[
         lambda members: merge_histogram(
             members, *dict.fromkeys(status for series in members for status in series.statuses)
         ),
+    ),
+    (
+        "request_size_bytes",
+        "Bytes of the body of a routed request, where it is shown whole.",
+        lambda members: merge_histogram(members, "request_bytes"),
+    ),
+    (
+        "response_size_bytes",
+        "Bytes of the body of a response, where it is shown.",
+        lambda members: merge_histogram(members, "response_bytes"),
+    ),
+    (
+        "request_ntpot_seconds",
+        "Seconds from the start of a request to the end of its response, per output token.",
+        lambda members: merge_histogram(members, "ntpot"),
     ),
     (
         "request_streaming_tpot_seconds",

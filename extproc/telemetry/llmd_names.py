@@ -21,6 +21,11 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
     "request_error": ("inference_objective_request_error", (*_MODELS, "error_code")),
     "request_running": ("inference_objective_running_requests", ("model_name",)),
     "request_duration_seconds": ("inference_objective_request_duration_seconds", _MODELS),
+    "request_size_bytes": ("inference_objective_request_sizes", _MODELS),
+    "response_size_bytes": ("inference_objective_response_sizes", _MODELS),
+    "request_ntpot_seconds": (
+        *("inference_objective_normalized_time_per_output_token_seconds", _MODELS),
+    ),
     "request_ttft_seconds": ("inference_objective_request_ttft_seconds", _MODELS),
     "request_streaming_tpot_seconds": ("inference_objective_request_tpot_seconds", _MODELS),
     "request_predicted_ttft_seconds": (

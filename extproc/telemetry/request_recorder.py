@@ -52,6 +52,8 @@ class RequestRecorder(DecisionRecord):
         labels: Labels of a routed request.
         is_routed: Whether it has a decision.
         routing_s: Seconds that routing took.
+        request_bytes: Bytes of its body; 0 where unknown.
+        response_bytes: Bytes of the body of the response; None where unknown.
         tokens: Tokens that the response reported, by `TOKEN_KINDS`; None for those it did not.
         queue_s: Seconds in the queue; None without.
         number: Number of its decision in recordings; 0 for none.
@@ -88,6 +90,8 @@ class RequestRecorder(DecisionRecord):
         "prompt_hashes",
         "queue_s",
         "refusal_status",
+        "request_bytes",
+        "response_bytes",
         "response_s",
         "routing_s",
         "tokens",
@@ -98,6 +102,7 @@ class RequestRecorder(DecisionRecord):
     tokens: Sequence[int | None]
     endpoint: str | None
     queue_s: float | None
+    response_bytes: int | None
     prompt_hashes: PromptHashes | None
     trace: RequestTrace | None
     _series: RequestSeries | None
@@ -110,10 +115,10 @@ class RequestRecorder(DecisionRecord):
         self.trace_id = self.status = self.refusal_status = ""
         self.usage, self.tokens = NO_USAGE, _NO_TOKENS
         self.answer_ids = ()
-        self.number = 0
+        self.number = self.request_bytes = 0
         self.logged_at = 0.0
         self.seconds = self.headers_s = self.first_token_s = self.queue_s = None
-        self._series = self.prompt_hashes = self.trace = None
+        self._series = self.prompt_hashes = self.trace = self.response_bytes = None
         self.response_s = self.first_chunk_s = self.last_chunk_s = -1.0
         self.is_routed = self.is_stream = self.is_served = self.is_chunked = False
         self.is_ttft_due = False
@@ -191,10 +196,11 @@ class RequestRecorder(DecisionRecord):
         trace_id: str,
         now: float,
         duration_s: float,
+        body_bytes: int = 0,
     ) -> None:
         """Note a routed request and its decision without the prompt, of which recordings have hashes."""
         self.id, self.at, self.labels = request_id, now, labels
-        self.routing_s, self.is_routed = duration_s, True
+        self.routing_s, self.is_routed, self.request_bytes = duration_s, True, body_bytes
         if trace_id:
             self.trace_id = trace_id
         if decision.model_unlisted:  # not later: model lists are polled for it
@@ -330,9 +336,9 @@ class RequestRecorder(DecisionRecord):
             output,
         )
 
-    def on_usage(self, usage: Mapping[str, int]) -> None:
+    def on_usage(self, usage: Mapping[str, int], response_bytes: int | None = None) -> None:
         """Note the tokens that the response reported, which are counted at the end."""
-        self.usage, known = usage, usage.get
+        self.usage, self.response_bytes, known = usage, response_bytes, usage.get
         self.tokens = known("prompt"), known("cached"), known("completion")
 
     def on_answer_ids(self, ids: Sequence[str]) -> None:

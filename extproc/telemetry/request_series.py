@@ -33,6 +33,12 @@ GAP_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3,
 #: Bounds of tokens of a request.
 TOKEN_BOUNDS = (1, *(2**power for power in range(3, 21)))
 
+#: Bounds of bytes of a request and of its response, and of seconds over output tokens, as the EPP of
+#: llm-d has them.
+REQUEST_BOUNDS_BYTES = tuple(2**power for power in range(6, 31))
+RESPONSE_BOUNDS_BYTES = TOKEN_BOUNDS[:15]
+NTPOT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
 #: Bounds of actual over predicted values.
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
@@ -145,6 +151,9 @@ _STATUS: Final = re.compile(f"[1-9][0-9][0-9]|{NO_STATUS}|{UNOBSERVED_STATUS}")
 #: token are of streams and of complete responses; tokens are those that responses report.
 Timing = Literal["stream_ttft", "complete_ttft", "tpot", "itl", "predicted_ttft", "ttft_ratio"]
 
+#: Histograms of requests that are counted only where metrics have the names of llm-d.
+LlmdValue = Literal["request_bytes", "response_bytes", "ntpot"]
+
 #: Kinds of tokens, whose histograms have their names.
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 
@@ -155,6 +164,9 @@ _BOUNDS: Final[Mapping[str, tuple[float, ...]]] = {
     "itl": GAP_BOUNDS_S,
     "predicted_ttft": TTFT_BOUNDS_S,
     "ttft_ratio": RATIO_BOUNDS,
+    "request_bytes": REQUEST_BOUNDS_BYTES,
+    "response_bytes": RESPONSE_BOUNDS_BYTES,
+    "ntpot": NTPOT_BOUNDS_S,
     **dict.fromkeys(TOKEN_KINDS, TOKEN_BOUNDS),
 }
 

@@ -181,6 +181,8 @@ class StreamRecorder:
             series.change_running(1)
             if stages is not None:
                 counters.record_stages(stages, model=series.labels.target_model)
+        if self.counters.has_llmd_names:
+            _count_request_bytes(requests)
         self.decisions.extend(requests)
 
     def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
@@ -220,6 +222,8 @@ class StreamRecorder:
             counters.record_headers(address, durations_s)
         for series, members in by_series.items():
             self._count_ends(series, members)
+            if self.counters.has_llmd_names:
+                _count_llmd_ends(series, members)
         if self.recordings is not None:
             self._record_ends(self.recordings, requests)
 
@@ -267,3 +271,27 @@ class StreamRecorder:
         gaps = request.usage.get("completion", 0) - 1
         if gaps > 0:
             self.values.add(series, "tpot", (request.last_chunk_s - request.first_chunk_s) / gaps)
+
+
+def _count_request_bytes(requests: Sequence[RequestRecorder]) -> None:
+    """Count the sizes of routed requests."""
+    sizes: defaultdict[RequestSeries, list[int]] = defaultdict(list)
+    for request in requests:
+        if request.request_bytes:
+            sizes[request.find_series()].append(request.request_bytes)
+    for series, values in sizes.items():
+        series.record("request_bytes", values)
+
+
+def _count_llmd_ends(series: RequestSeries, requests: Sequence[RequestRecorder]) -> None:
+    """Count values of requests of a series that only families of llm-d have."""
+    sizes = [size for request in requests if (size := request.response_bytes) is not None]
+    if sizes:
+        series.record("response_bytes", sizes)
+    paces_s = [
+        (request.seconds or 0.0) / tokens
+        for request in requests
+        if (tokens := request.usage.get("completion", 0)) > 0
+    ]
+    if paces_s:
+        series.record("ntpot", paces_s)

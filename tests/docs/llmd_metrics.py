@@ -27,6 +27,14 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("request_duration_seconds",), "`extproc_request_duration_seconds`"),
     (("request_ttft_seconds",), "`extproc_request_ttft_seconds`"),
+    (
+        ("request_size_bytes", "response_size_bytes"),
+        "counted for these names only, where bodies are shown",
+    ),
+    (
+        ("request_ntpot_seconds",),
+        "counted for this name only: `extproc_request_duration_seconds` over reported output tokens",
+    ),
     (("request_streaming_tpot_seconds",), "`extproc_request_tpot_seconds`"),
     (("request_streaming_itl_seconds",), "`extproc_request_itl_seconds`"),
     (("request_predicted_ttft_seconds",), "`extproc_request_predicted_ttft_seconds`"),
@@ -82,7 +90,6 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("plugin_duration_seconds", "plugin_data_scope_violations_total"), ""),
     (
         (
-            *("request_size_bytes", "response_size_bytes", "request_ntpot_seconds"),
             "request_processing_duration_seconds",
             "response_processing_duration_seconds",
             "llm_d_epp_extproc_stream_duration_seconds",

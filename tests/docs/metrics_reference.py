@@ -59,7 +59,7 @@ VALUES = {
 def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
     """All families there can be, with one endpoint in one pool."""
     pool_fixture = PoolFixture({"10.0.0.1:8000": None})
-    counters = ProcessCounters()
+    counters = ProcessCounters(has_llmd_names=has_llmd_names)
     pool = counters.for_pool("")
     pool.record_queued(0.0, priority=0)
     pool.record_headers("10.0.0.1:8000", [0.1])
@@ -77,7 +77,6 @@ def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
         clock=lambda: 1.0,
         gauges={name: lambda: 0.0 for name in exposition.PROCESS_GAUGES},
         about=lambda: {"pool": "", "profile": ""},
-        has_llmd_names=has_llmd_names,
     )
     return sorted(page.collect(), key=lambda family: family.name)
 

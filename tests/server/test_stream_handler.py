@@ -20,6 +20,7 @@ from extproc.protocol.messages import (
     ProcessingRequest,
     WithRequestCost,
 )
+from extproc.protocol.response_handling import TAIL_BYTES
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
@@ -63,10 +64,17 @@ def answer(prompt_tokens):
 class StreamFixture:
     """Streams over one pool, one after the other."""
 
-    def __init__(self, *addresses, max_streams=100, profile="balanced", request_cost=()):
+    def __init__(
+        self,
+        *addresses,
+        max_streams=100,
+        profile="balanced",
+        request_cost=(),
+        has_llmd_names=False,
+    ):
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)), profile=profile)
         self.budget = BufferBudget(1 << 30)
-        self.counters = ProcessCounters()
+        self.counters = ProcessCounters(has_llmd_names=has_llmd_names)
         self.decisions = DecisionLog(10)
         self.shared = stream_context.StreamContext(
             pool_selector=PoolSelector([PoolRoute("", self.pool_fixture.director)]),
@@ -138,6 +146,29 @@ def test_stream_reads_the_usage_of_grpc_answers():
     stream.finish()
     reported = scene.counters.for_pool("").usage
     assert reported == {"prompt": 7, "completion": 10, "cached": 4}
+
+
+@pytest.mark.parametrize("has_llmd_names", [False, True])
+def test_sizes_of_bodies_count_where_metrics_have_the_names_of_llmd(has_llmd_names):
+    """Those of requests, and of responses that are complete, also where their middle is not kept."""
+    scene = StreamFixture(has_llmd_names=has_llmd_names)
+    pieces = [b"x" * TAIL_BYTES, b"y" * 10, b"z"]
+    for count in (2, 3):  # the first response is cut
+        stream, _ = scene.begin(
+            HEADERS, BODY, ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED)
+        )
+        for piece in pieces[:count]:
+            is_last = piece is pieces[-1]
+            list(
+                stream.handle(
+                    ProcessingRequest(MessageKind.RESPONSE_BODY, body=piece, end_of_stream=is_last)
+                )
+            )
+        stream.finish()
+    (series,) = scene.counters.for_pool("").series
+    sizes = [series.total("request_bytes"), series.total("response_bytes")]
+    expected = [2.0 * len(BODY.body), TAIL_BYTES + 11.0]
+    assert sizes == (expected if has_llmd_names else [0.0, 0.0])
 
 
 @pytest.mark.parametrize("begun", [(), (HEADERS,)])

@@ -34,9 +34,9 @@ IN_FLIGHT = {
 }
 
 
-def exported(**more):
+def exported(*, has_llmd_names):
     """The samples of a page: name and labels to value, and the bounds of histograms by name."""
-    counters = ProcessCounters()
+    counters = ProcessCounters(has_llmd_names=has_llmd_names)
     recorder = StreamRecorder(counters, DecisionLog(10), lambda: 0.0)
     labels = RequestLabels("chat", "llama", "ann", 2)
     for status in ("200", "503"):
@@ -49,14 +49,20 @@ def exported(**more):
         )
         request.on_dequeued(0.2, priority=2)
         request.on_routed(
-            decision, request_id="", labels=labels, trace_id="", now=0.0, duration_s=0.015
+            decision,
+            request_id="",
+            labels=labels,
+            trace_id="",
+            now=0.0,
+            duration_s=0.015,
+            body_bytes=700,
         )
         request.on_response_headers(
             0.3, elapsed_s=0.5, status=status, is_stream=True, is_shown=True
         )
         request.on_response_chunk(0.5)
         request.on_response_chunk(0.9)
-        request.on_usage({"prompt": 10, "cached": 4, "completion": 3})
+        request.on_usage({"prompt": 10, "cached": 4, "completion": 3}, 90000)
         request.on_finished(endpoint=FIRST, status=status, duration_s=1.0)
     for tenant in ("ann", "bob"):
         refused = recorder.observe_request("pool")
@@ -99,7 +105,6 @@ def exported(**more):
         clock=lambda: 100.0,
         gauges={"extproc_prefix_index_blocks": lambda: 7.0},
         about=lambda: {"pool": "pool", "profile": "adaptive"},
-        **more,
     )
     page = exposition.render(is_openmetrics=True).decode()
     samples, bounds = {}, {}
@@ -128,6 +133,9 @@ def value(name, /, **labels):
         ("request_error_total", {**REQUEST, "error_code": "ServiceUnavailable"}, 2),
         ("request_duration_seconds_count", REQUEST, 2),
         ("request_ttft_seconds_sum", {**REQUEST, "streaming": "true"}, 0.5),
+        ("request_size_bytes_sum", REQUEST, 1400),
+        ("response_size_bytes_sum", REQUEST, 180000),
+        ("request_ntpot_seconds_sum", REQUEST, 2 / 3),
         ("request_streaming_tpot_seconds_sum", REQUEST, 0.2),
         ("request_streaming_itl_seconds_count", REQUEST, 1),
         ("request_input_tokens_sum", REQUEST, 20),
@@ -256,6 +264,9 @@ def test_samples_have_the_labels_of_llmd(name, labels, expected):
     [
         ("request_duration_seconds", 0.005, 3600, 35),
         ("request_ttft_seconds", 0.005, 120, 24),
+        ("request_size_bytes", 64, 2**30, 25),
+        ("response_size_bytes", 1, 65536, 15),
+        ("request_ntpot_seconds", 0.001, 10, 13),
         ("request_streaming_tpot_seconds", 0.0005, 2, 19),
         ("request_streaming_itl_seconds", 0.001, 2, 15),
         ("request_input_tokens", 1, 1048576, 19),
@@ -289,6 +300,9 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
         ("inference_objective_request_duration_seconds_count", MODELS, 2),
         ("inference_objective_request_ttft_seconds_sum", MODELS, 0.5),
         ("inference_objective_request_tpot_seconds_sum", MODELS, 0.2),
+        ("inference_objective_request_sizes_sum", MODELS, 1400),
+        ("inference_objective_response_sizes_sum", MODELS, 180000),
+        ("inference_objective_normalized_time_per_output_token_seconds_count", MODELS, 2),
         ("inference_objective_input_tokens_sum", MODELS, 20),
         ("inference_objective_output_tokens_sum", MODELS, 6),
         ("inference_objective_prompt_cached_tokens_sum", MODELS, 8),
@@ -345,7 +359,7 @@ def test_deprecated_names_have_the_labels_that_they_have_there(name, labels, exp
 
 def test_these_names_are_served_only_when_wanted():
     """They double the series of requests."""
-    samples, _ = exported()
+    samples, _ = exported(has_llmd_names=False)
     assert not [name for name, *_ in samples if not name.startswith("extproc")]
 
 
@@ -369,7 +383,7 @@ def test_the_picker_of_an_inference_pool_serves_them(text, expected):
 def test_a_pool_without_endpoints_is_saturated():
     """Whatever scales by saturation then adds some."""
     exposition = Exposition(
-        ProcessCounters(),
+        ProcessCounters(has_llmd_names=True),
         lambda: {
             "pool": PoolView(
                 msgspec.structs.replace(PoolFixture({FIRST: None}).store.pool, members=()),
@@ -379,7 +393,6 @@ def test_a_pool_without_endpoints_is_saturated():
         clock=lambda: 1.0,
         gauges={},
         about=dict,
-        has_llmd_names=True,
     )
     name = "llm_d_epp_flow_control_pool_saturation"
     lines = [

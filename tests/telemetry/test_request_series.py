@@ -23,8 +23,8 @@ ADDRESS = "10.0.0.1:8000"
 class TrafficFixture:
     """Requests to a pool, and what the metrics page says of them."""
 
-    def __init__(self):
-        self.counters = ProcessCounters()
+    def __init__(self, *, has_llmd_names=True):
+        self.counters = ProcessCounters(has_llmd_names=has_llmd_names)
         self.recorder = StreamRecorder(self.counters, DecisionLog(10), lambda: 0.0)
 
     def open(self, labels=None, *, api="chat", unlisted=False, predicted_s=None, trace_id=""):
@@ -63,9 +63,7 @@ class TrafficFixture:
 
     def page(self, name):
         """The samples of a metric, by their labels besides the pool."""
-        exposition = Exposition(
-            self.counters, dict, clock=lambda: 0.0, gauges={}, about=dict, has_llmd_names=True
-        )
+        exposition = Exposition(self.counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
         samples = {}
         for line in exposition.render().decode().splitlines():
             sample, _, value = line.rpartition(" ")
@@ -351,7 +349,7 @@ def test_every_model_that_an_engine_lists_has_series_from_its_first_request_on()
 
 def test_durations_and_first_tokens_of_sampled_traces_are_exemplars():
     """The last one of each bucket, in OpenMetrics, which has room for them."""
-    traffic = TrafficFixture()
+    traffic = TrafficFixture(has_llmd_names=False)
     traffic.serve()
     traffic.serve(trace_id="0a" * 16)
     exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
