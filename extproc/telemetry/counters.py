@@ -7,7 +7,7 @@ are bounded by design: endpoints, statuses, reasons; never client text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Disaggregation, Rejection
@@ -34,6 +34,10 @@ _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
+#: Endpoints by model whose attempts are counted for llm-d's names, the first ones (count); of further
+#: ones the model is `other`. Each takes two lines of the page.
+_MAX_ATTEMPTS: Final = 2000
+
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
 
@@ -47,6 +51,8 @@ class PoolCounters:
     Attributes:
         name: Name of the pool; empty for the default pool where there are several.
         requests_routed: Routed requests by endpoint address.
+        attempts: Routed requests by (endpoint address, model), and refused ones by (empty, model); only
+            with the names of llm-d.
         rejections: Rejected requests by (status, reason).
         rejection_causes: Rejected requests by (status, cause), for the log.
         degraded: Decisions by fallback, by reason.
@@ -80,6 +86,7 @@ class PoolCounters:
         self.name = name
         self.settle = settle
         self.requests_routed: Counter[str] = Counter()
+        self.attempts: Counter[tuple[str, str]] = Counter()
         self.rejections: Counter[tuple[int, str]] = Counter()
         self.rejection_causes: Counter[tuple[int, str]] = Counter()
         self.degraded: Counter[str] = Counter()
@@ -118,6 +125,13 @@ class PoolCounters:
             [hits / tokens for hits, tokens in zip(matched, prompts, strict=True) if tokens]
         )
         self.degraded.update([decision.degraded for decision in decisions if decision.degraded])
+
+    def record_attempts(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """Counts routed and refused requests as `attempts`; models are those of their series."""
+        counts = self.attempts
+        for (address, model), count in Counter(attempts).items():
+            fits = len(counts) < _MAX_ATTEMPTS or (address, model) in counts
+            counts[address, model if fits else OTHER] += count
 
     def record_stages(self, stages: Disaggregation, *, model: str) -> None:
         """Counts a decision in which other endpoints may do stages; `model` is that of its series."""
@@ -196,7 +210,10 @@ class PoolCounters:
         self.requests_routed.pop(address, None)
         self.without_response.pop(address, None)
         self.endpoint_headers_s.pop(address, None)
-        for counter in (self.responses, self.scrapes, self.model_list_polls, self.routed_stages):
+        for counter in (
+            *(self.responses, self.scrapes, self.model_list_polls, self.routed_stages),
+            self.attempts,
+        ):
             for key in [key for key in counter if key[0] == address]:
                 del counter[key]
 

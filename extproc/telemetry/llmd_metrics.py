@@ -379,12 +379,15 @@ def _scheduler_families(
     attempts: Counter[tuple[str, ...]] = Counter()
     for pool, counters in pools.items():
         view = views.get(pool)
-        for address, count in counters.requests_routed.items():
+        for (address, target), count in counters.attempts.items():
+            model = "" if target == UNNAMED else target
+            if not address:
+                attempts["failure", model, "", "", ""] += count
+                continue
             member = None if view is None else view.pool.find(address)
             name, namespace = (address, "") if member is None else _name_endpoint(member.endpoint)
             port = address.rpartition(":")[2].partition("@")[0]
-            attempts["success", "", name, namespace, port] += count
-        attempts["failure", "", "", "", ""] += counters.rejections.total()
+            attempts["success", model, name, namespace, port] += count
     yield from build_values(
         "counter",
         "scheduler_attempts",

@@ -151,6 +151,14 @@ class RequestRecorder(DecisionRecord):
         if self.trace is not None:
             self.trace.on_rejected(rejection)
         self._record_rejection(rejection, request_id, labels, now)
+        if self._streams.counters.has_llmd_names:
+            self._count_failed_attempt(labels or UNPARSED)
+
+    def _count_failed_attempt(self, labels: RequestLabels) -> None:
+        """Count a refused request by the model of its series."""
+        counters = self.pool_counters
+        series = self.find_series() if self.is_routed else counters.series.find_refused(labels)
+        counters.record_attempts([("", series.labels.target_model)])
 
     def on_abandoned(
         self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float

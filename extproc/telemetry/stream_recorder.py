@@ -182,6 +182,15 @@ class StreamRecorder:
             if stages is not None:
                 counters.record_stages(stages, model=series.labels.target_model)
         if self.counters.has_llmd_names:
+            counters.record_attempts(
+                [
+                    (
+                        request.decision.endpoints[0].address,
+                        request.find_series().labels.target_model,
+                    )
+                    for request in requests
+                ]
+            )
             _count_request_bytes(requests)
         self.decisions.extend(requests)
 

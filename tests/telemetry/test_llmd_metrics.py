@@ -153,10 +153,21 @@ def value(name, /, **labels):
             "scheduler_attempts_total",
             {
                 "status": "success",
-                "target_model_name": "",
+                "target_model_name": "llama",
                 "endpoint_name": FIRST,
                 "namespace": "ml",
                 "port": "8000",
+            },
+            2,
+        ),
+        (
+            "scheduler_attempts_total",
+            {
+                "status": "failure",
+                "target_model_name": "llama",
+                "endpoint_name": "",
+                "namespace": "",
+                "port": "",
             },
             2,
         ),
@@ -283,7 +294,7 @@ def test_histograms_have_the_buckets_of_llmd(name, first, last, count):
 
 
 MODELS = {"model_name": "chat", "target_model_name": "llama"}
-ATTEMPT = {"status": "success", "target_model_name": "", "namespace": "ml", "port": "8000"}
+ATTEMPT = {"status": "success", "target_model_name": "llama", "namespace": "ml", "port": "8000"}
 QUEUED = {**REQUEST, "inference_pool": "pool"}
 
 

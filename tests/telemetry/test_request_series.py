@@ -111,6 +111,37 @@ def test_a_request_that_fails_after_its_choice_counts_once():
     assert traffic.page("extproc_requests_total") == {'model="m",status="503"': 1}
 
 
+def test_attempts_of_llmd_have_models_and_endpoints_up_to_a_bound():
+    """Refused requests have their model, and further models of an endpoint are `other`."""
+    traffic = TrafficFixture()
+    traffic.serve(labels_of("a"))
+    traffic.open(labels_of("none"))
+    traffic.refuse(labels_of("a"))
+    traffic.refuse()
+    counters = traffic.counters.for_pool("p")
+    assert counters.attempts == {
+        (ADDRESS, "a"): 1,
+        (ADDRESS, "none"): 1,
+        ("", "a"): 1,
+        ("", "none"): 1,
+    }
+    for number in range(3000):
+        counters.record_attempts([(ADDRESS, f"m{number}"), (ADDRESS, "a")])
+    assert len(counters.attempts) == 2001
+    assert counters.attempts[ADDRESS, "a"] == 3001
+    assert counters.attempts[ADDRESS, "other"] == 3000 - 1996
+    counters.forget(ADDRESS)
+    assert set(counters.attempts) == {("", "a"), ("", "none")}
+
+
+def test_attempts_count_only_with_the_names_of_llmd():
+    """Nothing else reads them."""
+    traffic = TrafficFixture(has_llmd_names=False)
+    traffic.serve()
+    traffic.refuse()
+    assert not traffic.counters.for_pool("p").attempts
+
+
 def test_running_requests_are_those_whose_stream_is_open():
     """From the choice of the endpoint to the end of the stream."""
     traffic = TrafficFixture()
