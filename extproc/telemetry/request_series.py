@@ -30,8 +30,13 @@ TPOT_BOUNDS_S = (
 )
 GAP_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2)
 
-#: Bounds of tokens of a request.
-TOKEN_BOUNDS = (1, *(2**power for power in range(3, 21)))
+#: Bounds of tokens of a request, powers of two but for one, which the EPP of llm-d has so.
+TOKEN_BOUNDS = (
+    1,
+    *(2**power for power in range(3, 15)),
+    32778,
+    *(2**power for power in range(16, 21)),
+)
 
 #: Bounds of bytes of a request and of its response, and of seconds over output tokens, as the EPP of
 #: llm-d has them.

@@ -293,6 +293,16 @@ def test_histograms_have_the_buckets_of_llmd(name, first, last, count):
     assert (bounds[0], bounds[-1], len(bounds), infinity) == (first, last, count, float("inf"))
 
 
+@pytest.mark.parametrize(
+    "name", ["request_input_tokens", "request_cached_tokens", "response_size_bytes"]
+)
+def test_histograms_have_the_uneven_bound_of_llmd(name):
+    """Queries name the bound as it is there, with its slip."""
+    bounds = BOUNDS[f"llm_d_epp_{name}"]
+    assert 32778 in bounds
+    assert 32768 not in bounds
+
+
 MODELS = {"model_name": "chat", "target_model_name": "llama"}
 ATTEMPT = {"status": "success", "target_model_name": "llama", "namespace": "ml", "port": "8000"}
 QUEUED = {**REQUEST, "inference_pool": "pool"}
