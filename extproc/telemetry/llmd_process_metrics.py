@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from extproc.request import UNNAMED
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.llmd_names import build_values
 from extproc.telemetry.metric_family import MetricFamily
@@ -15,6 +16,13 @@ from extproc.telemetry.pool_state import PoolView
 _PRODUCER: Final = "inflight-load-producer"
 _DETECTOR: Final = "utilization-detector"
 _SPLITTER: Final = "disagg-profile-handler"
+_PREFILL_SPLITTER: Final = "pd-profile-handler"
+
+#: Types of decisions by the older plugin, which knows no stage but prefill.
+_PREFILL_TYPES: Final = {"encode-decode": "decode-only", "encode-prefill-decode": "prefill-decode"}
+
+#: Model of requests that name none, in families of split stages.
+_NO_MODEL: Final = "unknown"
 
 #: Status codes by result of a stream. Envoy resets the stream of an answered request.
 _CODES: Final = {
@@ -79,17 +87,24 @@ def process_families(
         ("model_rewrite_name", "model_name", "target_model"),
         rewrites.items(),
     )
+    yield from _disaggregation_families(counters)
+
+
+def _disaggregation_families(counters: ProcessCounters) -> Iterator[MetricFamily]:
     stages: Counter[tuple[str, ...]] = Counter()
+    prefills: Counter[tuple[str, ...]] = Counter()
     for pool in counters.pools.values():
-        for labels, count in pool.disaggregation.items():
-            stages[_SPLITTER, _SPLITTER, *labels] += count
-    yield from build_values(
-        "counter",
-        "disagg_decision",
-        "Routed requests by the stages that were split.",
-        ("plugin_name", "plugin_type", "model_name", "decision_type"),
-        stages.items(),
-    )
+        for (label, decision_type), count in pool.disaggregation.items():
+            model = _NO_MODEL if label == UNNAMED else label
+            stages[_SPLITTER, _SPLITTER, model, decision_type] += count
+            prefill_type = _PREFILL_TYPES.get(decision_type, decision_type)
+            prefills[_PREFILL_SPLITTER, _PREFILL_SPLITTER, model, prefill_type] += count
+    labels = ("plugin_name", "plugin_type", "model_name", "decision_type")
+    for name, text, counts in (
+        ("disagg_decision", "Routed requests by the stages that were split.", stages),
+        ("pd_decision", "Routed requests by whether prefill was split.", prefills),
+    ):
+        yield from build_values("counter", name, text, labels, counts.items())
 
 
 def _stream_families(counters: ProcessCounters) -> Iterator[MetricFamily]:

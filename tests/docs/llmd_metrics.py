@@ -124,7 +124,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("pd_decision_total",),
-        "of `pd-profile-handler` only; `disagg_decision_total` counts for both",
+        "the same decisions, without the stage of encoders",
     ),
     (
         (

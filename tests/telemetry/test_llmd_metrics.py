@@ -94,6 +94,7 @@ def exported(*, has_llmd_names):
         find_queue_bounds=lambda priority: (50, None) if priority == 2 else (None, None),
         stale_after_s=1.0,
     )
+    counters.for_pool("pool").disaggregation["none", "encode-prefill-decode"] += 1
     counters.for_pool("pool").poll_errors["metrics-data-source"] += 3
     for result in ("ok", "protocol"):
         recorder.on_stream_opened()
@@ -263,6 +264,22 @@ def value(name, /, **labels):
             },
             2,
         ),
+        *[
+            (
+                f"{name}_decision_total",
+                {
+                    "plugin_name": plugin,
+                    "plugin_type": plugin,
+                    "model_name": "unknown",
+                    "decision_type": decision_type,
+                },
+                1,
+            )
+            for name, plugin, decision_type in (
+                ("disagg", "disagg-profile-handler", "encode-prefill-decode"),
+                ("pd", "pd-profile-handler", "prefill-decode"),
+            )
+        ],
     ],
 )
 def test_samples_have_the_labels_of_llmd(name, labels, expected):
@@ -343,6 +360,11 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
         ),
         (
             "llm_d_inference_scheduler_disagg_decision_total",
+            {"model_name": "llama", "decision_type": "decode-only"},
+            2,
+        ),
+        (
+            "llm_d_inference_scheduler_pd_decision_total",
             {"model_name": "llama", "decision_type": "decode-only"},
             2,
         ),
