@@ -78,9 +78,18 @@ class RequestObserver(Protocol):
         """The request was answered without an endpoint."""
 
     def on_rejected(
-        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+        started_s: float | None = None,
     ) -> None:
-        """The request was rejected; the id is empty and labels are None where unknown."""
+        """The request, whose stream was opened at `started_s`, was rejected at the monotonic time `now`.
+
+        The id is empty and labels are None where unknown.
+        """
 
     def on_abandoned(
         self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float

@@ -171,9 +171,10 @@ class StreamHandler(msgspec.Struct, eq=False):
         self, rejection: Rejection, *, labels: RequestLabels | None = None
     ) -> None:
         self._start_trace()
-        request_id = self.exchange.request_id
-        now = self._context.clock()
-        self._observer.on_rejected(rejection, request_id=request_id, labels=labels, now=now)
+        request_id, now = self.exchange.request_id, self._context.clock()
+        self._observer.on_rejected(
+            rejection, request_id=request_id, labels=labels, now=now, started_s=self._started_s
+        )
 
     def _label(
         self, request: InferenceRequest, headers: Mapping[str, str], *, client_model: str = ""

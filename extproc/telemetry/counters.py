@@ -34,6 +34,13 @@ _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
+#: Bounds of values that are counted for the names of llm-d alone, as its EPP has them.
+_PROCESSING_BOUNDS_S = (
+    *(5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 0.015, 0.025, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
+_STREAM_BOUNDS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
+_HIT_BOUNDS_BYTES = (0, *(2**power for power in range(4, 17)))
+
 #: Endpoints by model whose attempts are counted for llm-d's names, the first ones (count); of further
 #: ones the model is `other`. Each takes two lines of the page.
 _MAX_ATTEMPTS: Final = 2000
@@ -241,7 +248,12 @@ class ProcessCounters:
 
     Attributes:
         has_llmd_names: Whether metrics are also served under the names of llm-d's endpoint picker, some
-            of which have values that are counted for them alone.
+            of which have values that are counted for them alone: the next three.
+        request_processing_s: Time from the first message of requests to the choice of their endpoints, or
+            to their refusal.
+        stream_duration_s: Time for which streams of routed or refused requests were open.
+        prefix_hit_bytes: Bytes of prompts that are predicted to be cached on the chosen endpoint, at
+            four to a token.
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         trace_spans: Spans of traced requests, by result: `exported`, `failed`, `dropped`.
         peer_sync_failures: Connections to peers that failed or ended, and messages dropped for slow
@@ -267,6 +279,9 @@ class ProcessCounters:
 
     def __init__(self, *, has_llmd_names: bool = False) -> None:
         self.has_llmd_names = has_llmd_names
+        self.request_processing_s = MetricHistogram(_PROCESSING_BOUNDS_S)
+        self.stream_duration_s = MetricHistogram(_STREAM_BOUNDS_S)
+        self.prefix_hit_bytes = MetricHistogram(_HIT_BOUNDS_BYTES)
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
         self.trace_spans: Counter[str] = Counter()

@@ -45,6 +45,7 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
         ("model_name", "decision_type"),
     ),
     "pd_decision": ("llm_d_inference_scheduler_pd_decision", ("model_name", "decision_type")),
+    "prefix_indexer_hit_bytes": ("inference_extension_prefix_indexer_hit_bytes", ()),
     "prefix_indexer_hit_ratio": ("inference_extension_prefix_indexer_hit_ratio", ()),
     "ready_endpoints": ("inference_pool_ready_pods", None),
     **{

@@ -8,7 +8,7 @@ from typing import Final
 
 from extproc.request import UNNAMED
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.llmd_names import build_values
+from extproc.telemetry.llmd_names import build_histograms, build_values
 from extproc.telemetry.metric_family import MetricFamily
 from extproc.telemetry.pool_state import PoolView
 
@@ -73,6 +73,12 @@ def process_families(
         ("plugin_name", "plugin_type"),
         [] if prefix_blocks is None else [((profile, profile), prefix_blocks)],
     )
+    yield from build_histograms(
+        "prefix_indexer_hit_bytes",
+        "Bytes of a prompt that are predicted to be cached on the chosen endpoint, at four to a token.",
+        ("plugin_name", "plugin_type"),
+        [((profile, profile), counters.prefix_hit_bytes)],
+    )
     rewrites: Counter[tuple[str, ...]] = Counter()
     for pool in counters.pools.values():
         for series in pool.series:
@@ -122,6 +128,19 @@ def _stream_families(counters: ProcessCounters) -> Iterator[MetricFamily]:
         ("code",),
         (((code,), counters.streams[result]) for result, code in _CODES.items()),
     )
+    for name, text, histogram in (
+        (
+            "extproc_stream_duration_seconds",
+            "Seconds for which ext_proc streams of routed or refused requests were open.",
+            counters.stream_duration_s,
+        ),
+        (
+            "request_processing_duration_seconds",
+            "Seconds from the first message of a request to the choice of its endpoint, or to its refusal.",
+            counters.request_processing_s,
+        ),
+    ):
+        yield from build_histograms(name, text, (), [((), histogram)])
 
 
 def _inflight_families(views: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:

@@ -288,10 +288,18 @@ class LoggedRequestRecorder(RequestRecorder):
     failures_only: ClassVar[bool] = False
 
     def on_rejected(
-        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+        started_s: float | None = None,
     ) -> None:
         """Count, record and log a rejection."""
-        RequestRecorder.on_rejected(self, rejection, request_id=request_id, labels=labels, now=now)
+        RequestRecorder.on_rejected(
+            self, rejection, request_id=request_id, labels=labels, now=now, started_s=started_s
+        )
         self._log_unrouted("request refused", rejection, request_id, labels)
 
     def on_abandoned(

@@ -143,7 +143,13 @@ class RequestRecorder(DecisionRecord):
         self._streams.counters.direct_responses += 1
 
     def on_rejected(
-        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+        started_s: float | None = None,
     ) -> None:
         """Count a rejection, and record it where the request has an id."""
         self.pool_counters.record_rejection(rejection)
@@ -153,6 +159,15 @@ class RequestRecorder(DecisionRecord):
         self._record_rejection(rejection, request_id, labels, now)
         if self._streams.counters.has_llmd_names:
             self._count_failed_attempt(labels or UNPARSED)
+            if started_s is not None:
+                self._count_refused_time(now - started_s)
+
+    def _count_refused_time(self, duration_s: float) -> None:
+        """Count the time of a refused request, whose stream ends unless it was routed before."""
+        counters = self._streams.counters
+        counters.request_processing_s.add(duration_s)
+        if not self.is_routed:
+            counters.stream_duration_s.add(duration_s)
 
     def _count_failed_attempt(self, labels: RequestLabels) -> None:
         """Count a refused request by the model of its series."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Seconds that the line of a request may wait for others: at 1,000 a second, a batch.
 _LINE_DELAY_S: Final = 0.125
 
+#: Bytes of a token in llm-d's length of a cached prefix.
+_BYTES_PER_TOKEN: Final = 4
+
 
 class StreamRecorder:
     """Recorder of all streams.
@@ -182,23 +185,36 @@ class StreamRecorder:
             if stages is not None:
                 counters.record_stages(stages, model=series.labels.target_model)
         if self.counters.has_llmd_names:
-            counters.record_attempts(
-                [
-                    (
-                        request.decision.endpoints[0].address,
-                        request.find_series().labels.target_model,
-                    )
-                    for request in requests
-                ]
-            )
-            _count_request_bytes(requests)
+            self._count_llmd_routed(counters, requests)
         self.decisions.extend(requests)
+
+    def _count_llmd_routed(
+        self, counters: PoolCounters, requests: Sequence[RequestRecorder]
+    ) -> None:
+        """Count values of routed requests of a pool that only families of llm-d have."""
+        self.counters.prefix_hit_bytes.add_all(
+            [request.decision.matched_tokens * _BYTES_PER_TOKEN for request in requests]
+        )
+        attempts: list[tuple[str, str]] = []
+        sizes: defaultdict[RequestSeries, list[int]] = defaultdict(list)
+        for request in requests:
+            series = request.find_series()
+            attempts.append((request.decision.endpoints[0].address, series.labels.target_model))
+            if request.request_bytes:
+                sizes[series].append(request.request_bytes)
+        counters.record_attempts(attempts)
+        for series, values in sizes.items():
+            series.record("request_bytes", values)
 
     def _settle_answered(self, counters: PoolCounters, requests: Sequence[RequestRecorder]) -> None:
         """Count times to response headers, which are those to the first token without chunks."""
         counters.response_headers_s.add_all(
             [request.headers_s for request in requests if request.headers_s is not None]
         )
+        if self.counters.has_llmd_names:
+            self.counters.request_processing_s.add_all(
+                [request.routed_s for request in requests if request.is_routed]
+            )
         ttft_s: defaultdict[RequestSeries, list[float]] = defaultdict(list)
         for request in requests:
             if not request.is_served or request.is_chunked or not request.is_routed:
@@ -219,6 +235,10 @@ class StreamRecorder:
             ],
             num_reported=sum(["completion" in request.usage for request in requests]),
         )
+        if self.counters.has_llmd_names:
+            self.counters.stream_duration_s.add_all(
+                [request.seconds for request in requests if request.seconds is not None]
+            )
         headers_s: defaultdict[str, list[float]] = defaultdict(list)
         by_series: defaultdict[RequestSeries, list[RequestRecorder]] = defaultdict(list)
         for request in requests:
@@ -280,16 +300,6 @@ class StreamRecorder:
         gaps = request.usage.get("completion", 0) - 1
         if gaps > 0:
             self.values.add(series, "tpot", (request.last_chunk_s - request.first_chunk_s) / gaps)
-
-
-def _count_request_bytes(requests: Sequence[RequestRecorder]) -> None:
-    """Count the sizes of routed requests."""
-    sizes: defaultdict[RequestSeries, list[int]] = defaultdict(list)
-    for request in requests:
-        if request.request_bytes:
-            sizes[request.find_series()].append(request.request_bytes)
-    for series, values in sizes.items():
-        series.record("request_bytes", values)
 
 
 def _count_llmd_ends(series: RequestSeries, requests: Sequence[RequestRecorder]) -> None:

@@ -84,17 +84,17 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prefix_indexer_hit_ratio",), "`extproc_prefix_hit_ratio`"),
     (
         ("prefix_indexer_hit_bytes",),
-        "`extproc_matched_tokens_total` over `extproc_prompt_tokens_total`",
+        "`extproc_matched_tokens_total`, of which this name alone has a histogram",
     ),
     (("info",), "`extproc_info`"),
     (("plugin_duration_seconds", "plugin_data_scope_violations_total"), ""),
     (
-        (
-            "request_processing_duration_seconds",
-            "response_processing_duration_seconds",
-            "llm_d_epp_extproc_stream_duration_seconds",
-        ),
-        "not provided: nothing of extproc reads them, and each would be measured for every request",
+        ("request_processing_duration_seconds", "llm_d_epp_extproc_stream_duration_seconds"),
+        "counted for these names only",
+    ),
+    (
+        ("response_processing_duration_seconds",),
+        "not provided: the clock would be read twice for each message of a response",
     ),
     (
         (

@@ -69,6 +69,9 @@ def test_a_running_picker_shows_stages():
                 'extproc_disaggregation_decisions_total{model="m",',
                 "extproc_disaggregation_kept_stages_total{pool=",
                 'llm_d_epp_disagg_decision_total{decision_type="prefill-decode",model_name="m",',
+                'llm_d_epp_pd_decision_total{decision_type="prefill-decode",model_name="m",',
+                "llm_d_epp_request_size_bytes_count{",
+                "llm_d_epp_request_processing_duration_seconds_count 1",
             ):
                 assert f"\n{name}" in metrics
 

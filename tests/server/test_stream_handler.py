@@ -171,6 +171,19 @@ def test_sizes_of_bodies_count_where_metrics_have_the_names_of_llmd(has_llmd_nam
     assert sizes == (expected if has_llmd_names else [0.0, 0.0])
 
 
+@pytest.mark.parametrize("has_llmd_names", [False, True])
+def test_time_to_a_refusal_counts_where_metrics_have_the_names_of_llmd(has_llmd_names):
+    """From the first message on; the stream is over then."""
+    scene = StreamFixture(has_llmd_names=has_llmd_names)
+    stream, _ = scene.begin(HEADERS)
+    scene.pool_fixture.now += 3.0
+    list(stream.handle(ProcessingRequest(MessageKind.REQUEST_BODY, body=b"{", end_of_stream=True)))
+    stream.finish()
+    counters = scene.counters
+    durations_s = [counters.request_processing_s.total, counters.stream_duration_s.total]
+    assert durations_s == ([3.0, 3.0] if has_llmd_names else [0.0, 0.0])
+
+
 @pytest.mark.parametrize("begun", [(), (HEADERS,)])
 def test_stream_without_a_decision_reads_usage_for_the_cost(begun):
     """Envoy may answer before a request is routed, or ask about a response alone."""

@@ -67,7 +67,7 @@ def exported(*, has_llmd_names):
     for tenant in ("ann", "bob"):
         refused = recorder.observe_request("pool")
         named = RequestLabels("chat", "llama", tenant, 2)
-        refused.on_rejected(NO_ENDPOINTS, request_id="", labels=named, now=0.0)
+        refused.on_rejected(NO_ENDPOINTS, request_id="", labels=named, now=9.0, started_s=5.0)
     queue = counters.for_pool("pool").queue
     for queued in (labels, labels, RequestLabels("chat", "llama", "none", 0)):
         queue.record_queued(queued, 10)
@@ -243,6 +243,13 @@ def value(name, /, **labels):
             {"plugin_name": "adaptive", "plugin_type": "adaptive"},
             1.0,
         ),
+        (
+            "prefix_indexer_hit_bytes_sum",
+            {"plugin_name": "adaptive", "plugin_type": "adaptive"},
+            40,
+        ),
+        ("request_processing_duration_seconds_sum", {}, 2 * 0.2 + 2 * 4.0),
+        ("extproc_stream_duration_seconds_sum", {}, 2 * 1.0 + 2 * 4.0),
         ("prefix_indexer_size", {"plugin_name": "adaptive", "plugin_type": "adaptive"}, 7),
         ("inflight_requests", IN_FLIGHT, 1),
         ("inflight_tokens", IN_FLIGHT, 40),
@@ -302,6 +309,9 @@ def test_samples_have_the_labels_of_llmd(name, labels, expected):
         ("scheduler_e2e_duration_seconds", 0.0001, 0.1, 10),
         ("flow_control_request_queue_duration_seconds", 0.0001, 60, 16),
         ("prefix_indexer_hit_ratio", 0, 1, 11),
+        ("prefix_indexer_hit_bytes", 0, 65536, 14),
+        ("request_processing_duration_seconds", 0.0005, 10, 16),
+        ("extproc_stream_duration_seconds", 0.001, 600, 14),
     ],
 )
 def test_histograms_have_the_buckets_of_llmd(name, first, last, count):
@@ -382,6 +392,7 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
             1.5,
         ),
         ("inference_extension_prefix_indexer_hit_ratio_sum", {}, 1.0),
+        ("inference_extension_prefix_indexer_hit_bytes_sum", {}, 40),
         ("inference_extension_prefix_indexer_size", {}, 7),
         (
             "llm_d_inference_scheduler_datalayer_poll_errors_total",
