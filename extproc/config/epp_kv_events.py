@@ -215,8 +215,9 @@ def _convert_producer(
             )
     if (indexer.kv_block_index_config or {}).get("enableMetrics"):
         warnings.append(
-            f"plugin {name}: enableMetrics is not acted on: no llm_d_epp_kv_cache_* series are served; "
-            "query extproc_kv_event_* and llm_d_epp_prefix_indexer_hit_ratio"
+            f"plugin {name}: enableMetrics is not acted on: of llm_d_epp_kv_cache_* only "
+            "events_active_subscribers and events_messages_received_total are served; query "
+            "extproc_kv_event_* and llm_d_epp_prefix_indexer_hit_ratio"
         )
     section = _convert_events(
         producer.kv_events_config or _KvEvents(), name, warnings, place / "kvEventsConfig"

@@ -66,6 +66,9 @@ class EngineSubscription:
         owner: Settings, and where counts and changes go.
         port: TCP port that it publishes on; 0 where it connects to us.
         replay_port: That of its replay socket; 0 for none.
+
+    Attributes:
+        num_received: Messages that were published to us, also malformed ones (count).
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class EngineSubscription:
         self._digest = 0
         #: Number of the last batch that was published to us; -1 before the first.
         self._last_live = -1
+        self.num_received = 0
         #: Whether every batch since the start of the engine was taken in.
         self._is_from_start = True
         #: Events of a batch that are still to be taken in.
@@ -318,6 +322,7 @@ class EngineSubscription:
 
     def _on_live(self, frames: list[bytes]) -> None:
         """A batch that was published: the next one, one behind a gap, or one of a new engine."""
+        self.num_received += 1
         seq = int.from_bytes(frames[1]) if len(frames) == 3 and len(frames[1]) == 8 else _MAX_SEQ
         if seq >= _MAX_SEQ:
             self._on_malformed()

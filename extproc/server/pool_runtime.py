@@ -148,6 +148,10 @@ class KvEventLoops:
                 (address, rank, len(engine.lower_keys), engine.lower_weights[0])
                 for address, rank, _, engine in subscriptions
             ],
+            received=[
+                (subscription.endpoint, subscription.num_received)
+                for subscription in self._subscriber.subscriptions
+            ],
             refused_connections=self._subscriber.num_refused,
             dropped_blocks=sum(engine.dropped for *_, engine in subscriptions),
         )

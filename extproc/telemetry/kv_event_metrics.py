@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from extproc.endpoint import Endpoint
 from extproc.telemetry.metric_family import MetricFamily
 
 
@@ -23,6 +24,7 @@ class KvEventStats(msgspec.Struct, frozen=True):
         lower_blocks: Address, rank, blocks in lower tiers, and the weight of those in the memory of the
             host, of each.
         dropped_blocks: Stored blocks that were not taken in (count).
+        received: Messages that were received by each subscription to an endpoint.
         refused_connections: Connections to the bound port that were not taken for those of an engine
             (count).
     """
@@ -36,6 +38,7 @@ class KvEventStats(msgspec.Struct, frozen=True):
     lower_blocks: Sequence[tuple[str, int, int, float]]
     dropped_blocks: int
     refused_connections: int = 0
+    received: Sequence[tuple[Endpoint, int]] = ()
 
 
 def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:

@@ -49,6 +49,7 @@ def process_families(
     """
     yield from _inflight_families(views, now)
     yield from _stream_families(counters)
+    yield from _event_families(views)
     yield from build_values(
         "gauge",
         "flow_control_stale_endpoints",
@@ -141,6 +142,30 @@ def _stream_families(counters: ProcessCounters) -> Iterator[MetricFamily]:
         ),
     ):
         yield from build_histograms(name, text, (), [((), histogram)])
+
+
+def _event_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
+    """Yield the families of KV events, which have samples where a pool subscribes to them."""
+    pools = [view.kv_events for view in views.values() if view.kv_events is not None]
+    yield from build_values(
+        "gauge",
+        "kv_cache_events_active_subscribers",
+        "Subscriptions to KV events of engines, also those that are lost.",
+        (),
+        [((), sum(len(events.states) for events in pools))] if pools else [],
+    )
+    received: Counter[tuple[str, ...]] = Counter()
+    for events in pools:
+        for endpoint, count in events.received:
+            name, namespace = endpoint.name or endpoint.address, endpoint.labels.get("namespace")
+            received[(f"{namespace}/{name}" if namespace else name,)] += count
+    yield from build_values(
+        "counter",
+        "kv_cache_events_messages_received",
+        "Messages with KV events that were received, by endpoint.",
+        ("pod_identifier",),
+        received.items(),
+    )
 
 
 def _inflight_families(views: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:

@@ -180,11 +180,11 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("kv_cache_events_active_subscribers",),
-        "`count(extproc_kv_event_subscription_state)`",
+        "`count(extproc_kv_event_subscription_state)`, only with `kv_events`",
     ),
     (
         ("kv_cache_events_messages_received_total",),
-        "`extproc_kv_event_batches_total` by pool and result",
+        "by endpoint; `extproc_kv_event_batches_total` by pool and result",
     ),
 )
 

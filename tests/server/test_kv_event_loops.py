@@ -205,3 +205,6 @@ async def test_metrics_show_subscriptions_blocks_and_prompts():
             '{pool="p",result="mapped"}'
         ]
         assert len(families["extproc_kv_event_batches"].samples) == 5
+        ((endpoint, num_received),) = view.kv_events.received
+        assert endpoint.address == address
+        assert num_received > 0

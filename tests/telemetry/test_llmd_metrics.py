@@ -13,6 +13,7 @@ from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.kv_event_metrics import KvEventStats
 from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support.pool_fixture import PoolFixture
@@ -91,6 +92,16 @@ def exported(*, has_llmd_names):
         queue=(3, 30),
         queue_capacity=100,
         queue_capacity_bytes=1000,
+        kv_events=KvEventStats(
+            **{name: {} for name in ("batches", "prompts", "waits", "usage_tokens")},
+            states=[(FIRST, 0, "exact"), (FIRST, 1, "lost"), (SECOND, 0, "partial")],
+            **dict.fromkeys(("blocks", "lower_blocks"), ()),
+            dropped_blocks=0,
+            received=[
+                *((Endpoint(FIRST, name="pod", labels={"namespace": "ml"}), 3),) * 2,
+                (Endpoint(SECOND), 5),
+            ],
+        ),
         find_queue_bounds=lambda priority: (50, None) if priority == 2 else (None, None),
         stale_after_s=1.0,
     )
@@ -253,6 +264,9 @@ def value(name, /, **labels):
         ("prefix_indexer_size", {"plugin_name": "adaptive", "plugin_type": "adaptive"}, 7),
         ("inflight_requests", IN_FLIGHT, 1),
         ("inflight_tokens", IN_FLIGHT, 40),
+        ("kv_cache_events_active_subscribers", {}, 3),
+        ("kv_cache_events_messages_received_total", {"pod_identifier": "ml/pod"}, 6),
+        ("kv_cache_events_messages_received_total", {"pod_identifier": SECOND}, 5),
         ("extproc_streams_inflight", {}, 1),
         ("extproc_streams_total", {"code": "InvalidArgument"}, 1),
         ("datalayer_poll_errors_total", {"source_type": "metrics-data-source"}, 3),
