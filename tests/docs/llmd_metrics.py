@@ -12,14 +12,10 @@ import re
 
 from tests.docs import metrics_reference
 
-#: Text of families of its index of KV blocks.
-_NO_BLOCK_INDEX = (
-    "not provided, nor under the earlier prefixes `llm_d_router_epp_` and `kvcache_`; `enableMetrics`"
-    " causes a warning"
-)
+#: Ends of texts of families of its index of KV blocks.
+_NO_BLOCK_INDEX = ", nor are the earlier prefixes `llm_d_router_epp_` and `kvcache_`; `enableMetrics` causes a warning"
 
-#: Families of llm-d to the text in the table; metrics of extproc are in backticks, and empty text
-#: means that there is none.
+#: Families of llm-d to the text in the table; metrics of extproc are in backticks.
 ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("request_total", "request_error_total"),
@@ -87,7 +83,14 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         "`extproc_matched_tokens_total`, of which this name alone has a histogram",
     ),
     (("info",), "`extproc_info`"),
-    (("plugin_duration_seconds", "plugin_data_scope_violations_total"), ""),
+    (
+        ("plugin_duration_seconds",),
+        "`extproc_routing_duration_seconds`; plugins are not timed one by one at each request",
+    ),
+    (
+        ("plugin_data_scope_violations_total",),
+        "not provided: plugins do not declare what they read and write",
+    ),
     (
         ("request_processing_duration_seconds", "llm_d_epp_extproc_stream_duration_seconds"),
         "counted for these names only",
@@ -98,15 +101,20 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         (
-            "flow_control_dispatch_cycle_duration_seconds",
-            "flow_control_request_enqueue_duration_seconds",
             "flow_control_pool_saturation",
             "flow_control_capacity_utilization_requests",
             "flow_control_capacity_utilization_bytes",
             "flow_control_global_capacity_utilization_requests",
             "flow_control_global_capacity_utilization_bytes",
         ),
-        "",
+        "from the queue and the pool",
+    ),
+    (
+        (
+            "flow_control_dispatch_cycle_duration_seconds",
+            "flow_control_request_enqueue_duration_seconds",
+        ),
+        "not provided: a request joins the queue as a part of its routing, and no cycles dispatch it",
     ),
     (
         (
@@ -116,7 +124,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
             "flow_control_pending_reclaim",
             "flow_control_revocation_confirmation_seconds",
         ),
-        "",
+        "not provided: requests that were sent to an endpoint are not revoked",
     ),
     (
         ("disagg_decision_total",),
@@ -130,21 +138,32 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         (
             "disaggregatedset_strict_header_no_match_total",
             "disaggregatedset_revision_gating_share",
+        ),
+        "not provided: `disaggregatedset-rollout-screener` is not acted on",
+    ),
+    (
+        (
             "encoder_cache_queries_total",
             "encoder_cache_hits_total",
             "encoder_cache_hit_ratio",
         ),
-        "",
+        "not provided: lookups of media that were sent to endpoints are not counted",
     ),
     (
         (
             "request_predicted_tpot_seconds",
             "request_ttft_prediction_duration_seconds",
             "request_tpot_prediction_duration_seconds",
-            "request_slo_violation_total",
-            "inference_request_metric",
         ),
-        "",
+        "not provided: no predictor is asked, and only the time to the first token is predicted",
+    ),
+    (
+        ("request_slo_violation_total",),
+        "not provided: the headers of an SLO order the queue, and are not compared with the response",
+    ),
+    (
+        ("inference_request_metric",),
+        "not provided: it has the values of the last request alone, which the histograms have of all",
     ),
     (
         (
@@ -152,7 +171,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
             "program_aware_avg_wait_time_milliseconds",
             "program_aware_attained_service_tokens",
         ),
-        "",
+        "not provided: `program-aware-fairness` is replaced by `round-robin`",
     ),
     (
         (
@@ -163,7 +182,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
             "kv_cache_index_max_pod_hit_count_total",
             "kv_cache_index_lookup_latency_seconds",
         ),
-        _NO_BLOCK_INDEX,
+        f"not provided: lookups and changes of the index are not counted{_NO_BLOCK_INDEX}",
     ),
     (
         (
@@ -176,7 +195,7 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
             "kv_cache_events_pool_queue_depth",
             "kv_cache_events_pool_capacity",
         ),
-        _NO_BLOCK_INDEX,
+        f"not provided: `extproc_kv_event_batches_total` has what is lost and malformed{_NO_BLOCK_INDEX}",
     ),
     (
         ("kv_cache_events_active_subscribers",),
@@ -226,6 +245,5 @@ def block() -> str:
             some = [name for name in names if (name.removesuffix("_total") in served) is is_served]
             if some:
                 shown = ", ".join(f"`{name}`" for name in some)
-                own = text or ("" if is_served else "not provided")
-                rows.append(f"| {shown} | {'yes' if is_served else ''} | {own} |")
+                rows.append(f"| {shown} | {'yes' if is_served else ''} | {text} |")
     return "\n".join(rows)
