@@ -47,6 +47,7 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
     "pd_decision": ("llm_d_inference_scheduler_pd_decision", ("model_name", "decision_type")),
     "prefix_indexer_hit_bytes": ("inference_extension_prefix_indexer_hit_bytes", ()),
     "prefix_indexer_hit_ratio": ("inference_extension_prefix_indexer_hit_ratio", ()),
+    "per_endpoint_queue_size": ("inference_pool_per_pod_queue_size", ("name", "model_server_pod")),
     "ready_endpoints": ("inference_pool_ready_pods", None),
     **{
         name: (f"inference_pool_{name}", None)
@@ -66,7 +67,10 @@ _TWINS: Final[dict[str, tuple[str, Sequence[str] | None]]] = {
 }
 
 #: Labels of twins that have another name there.
-_RENAMED_LABELS: Final = {"pod_name": "endpoint_name"}
+_RENAMED_LABELS: Final = {
+    "pod_name": "endpoint_name",
+    "model_server_pod": "model_server_endpoint",
+}
 
 
 def build_values(

@@ -372,6 +372,7 @@ QUEUED = {**REQUEST, "inference_pool": "pool"}
         ("inference_pool_average_queue_size", {"name": "pool"}, 5),
         ("inference_pool_average_running_requests", {"name": "pool"}, 3),
         ("inference_pool_ready_pods", {"name": "pool"}, 2),
+        ("inference_pool_per_pod_queue_size", {"name": "pool", "model_server_pod": FIRST}, 10),
         ("inference_extension_scheduler_e2e_duration_seconds_sum", {}, 0.03),
         (
             "inference_extension_plugin_duration_seconds_count",
