@@ -105,11 +105,6 @@ _REQUEST_HISTOGRAMS: Final[
         lambda members: merge_histogram(members, "itl"),
     ),
     (
-        "request_predicted_ttft_seconds",
-        "Predicted seconds from the choice of the endpoint to the first token of a stream.",
-        lambda members: merge_histogram(members, "predicted_ttft"),
-    ),
-    (
         "request_input_tokens",
         "Prompt tokens of a request, as its response reported them.",
         lambda members: merge_histogram(members, "prompt"),
@@ -148,7 +143,7 @@ def llmd_families(
     Args:
         profile: Name of the scheduling profile, which stands for all plugins.
     """
-    yield from _request_families(pools)
+    yield from _request_families(pools, profile)
     yield from _pool_families(views)
     yield from _queue_families(pools, views)
     saturation = {pool: _saturation(view, now) for pool, view in views.items()}
@@ -170,7 +165,7 @@ def llmd_families(
     yield from build_values("gauge", "info", "Version of extproc.", labels, samples)
 
 
-def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
+def _request_families(pools: Mapping[str, PoolCounters], profile: str) -> Iterator[MetricFamily]:
     by_labels: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
     for counters in pools.values():
         for series in counters.series:
@@ -192,6 +187,18 @@ def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamil
             ((*values, streaming), merge_histogram(members, name))
             for values, members in by_labels.items()
             for streaming, name in (("true", "stream_ttft"), ("false", "complete_ttft"))
+        ),
+    )
+    by_models: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
+    for (client_model, target_model, *_), members in by_labels.items():
+        by_models[profile, profile, client_model, target_model] += members
+    yield from build_histograms(
+        "request_predicted_ttft_seconds",
+        "Predicted seconds from the choice of the endpoint to the first token of a stream.",
+        ("plugin_name", "plugin_type", *_REQUEST_LABELS[:2]),
+        (
+            (values, merge_histogram(members, "predicted_ttft"))
+            for values, members in by_models.items()
         ),
     )
 

@@ -167,7 +167,7 @@ _BOUNDS: Final[Mapping[str, tuple[float, ...]]] = {
     "complete_ttft": TTFT_BOUNDS_S,
     "tpot": TPOT_BOUNDS_S,
     "itl": GAP_BOUNDS_S,
-    "predicted_ttft": TTFT_BOUNDS_S,
+    "predicted_ttft": DURATION_BOUNDS_S,
     "ttft_ratio": RATIO_BOUNDS,
     "request_bytes": REQUEST_BOUNDS_BYTES,
     "response_bytes": RESPONSE_BOUNDS_BYTES,

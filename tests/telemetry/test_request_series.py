@@ -185,6 +185,13 @@ def test_the_first_token_of_a_stream_is_its_first_chunk():
     assert traffic.page("extproc_request_tpot_seconds_sum")['model="m"'] == pytest.approx(0.25)
     assert traffic.page("extproc_request_predicted_ttft_seconds_sum") == {'model="m"': 0.5}
     assert traffic.page("extproc_request_ttft_ratio_sum")['model="m"'] == pytest.approx(2.0)
+    name = "llm_d_epp_request_predicted_ttft_seconds"
+    assert traffic.page(f"{name}_sum") == {
+        'model_name="m",plugin_name="",plugin_type="",target_model_name="m"': 0.5
+    }
+    assert (
+        len(traffic.page(f"{name}_bucket")) == 36
+    )  # up to an hour, unlike times that were measured
 
 
 @pytest.mark.parametrize("is_shown", [False, True])
