@@ -21,6 +21,7 @@ from extproc.config import validation
 from extproc.config.pool_sections import EppPlugins, NamedPlugin
 from extproc.config.validation import Place
 from extproc.errors import ConfigError
+from extproc.flow_control.priority_band import Priority
 from extproc.scheduling.framework import UpstreamParameters
 from extproc.scrape import engines
 
@@ -73,7 +74,7 @@ _POWERS: Final = "kMGTPE"
 
 
 class _Band(UpstreamParameters, frozen=True):
-    priority: int | None = None
+    priority: Priority | None = None
     max_bytes: object = None
     max_requests: object = None
     fairness_policy_ref: str | None = None

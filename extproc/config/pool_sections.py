@@ -13,6 +13,7 @@ from extproc.config.pool_annotations import MatchRule
 from extproc.discovery.kubernetes.settings import MAX_PORTS
 from extproc.election import ElectionSettings
 from extproc.endpoint import LabelExpression
+from extproc.flow_control.priority_band import Priority
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
 from extproc.scheduling.framework import UpstreamParameters
@@ -285,7 +286,6 @@ class ProfileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 EnginePort = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Weight = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 

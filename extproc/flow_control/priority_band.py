@@ -25,6 +25,9 @@ from extproc.flow_control.flow_queue import (
 #: Whose turn it is among tenants of one priority.
 Fairness = Literal["round-robin", "least-served", "none"]
 
+#: Priority of requests, in the range of InferenceObjectives.
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
 _Bound = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -52,7 +55,7 @@ class PrioritySettings(BandSettings, frozen=True, kw_only=True):
         priority: The priority, in `bands` only.
     """
 
-    priority: int
+    priority: Priority
 
 
 class Shortage:

@@ -133,6 +133,10 @@ WRONG = {
         "flow_control: {bands: [{priority: 1}, {priority: 0}, {priority: 1}]}",
         ("flow_control.bands[2].priority", "every priority once", "1 twice", "into one entry"),
     ),
+    "a band of a priority that no objective has": (
+        "flow_control: {bands: [{priority: 99999999999999999999}]}",
+        ("flow_control.bands[0].priority", "<= 2147483647", "99999999999999999999", "change"),
+    ),
     "certificate without TLS": (
         "server: {cert_path: /certs, secure_serving: false}",
         ("server.cert_path", "no certificate", "/certs", "secure_serving"),

@@ -212,6 +212,7 @@ def test_a_band_without_a_priority_is_that_of_zero(priority):
         ("{priorityBands: [5]}", "flowControl.priorityBands[0]"),
         ("{priorityBands: [{prio: 5}]}", "flowControl.priorityBands[0].prio"),
         ("{priorityBands: [{priority: high}]}", "flowControl.priorityBands[0].priority"),
+        ("{priorityBands: [{priority: 2147483648}]}", "flowControl.priorityBands[0].priority"),
         ("{priorityBands: [{}, {priority: 0}]}", "flowControl.priorityBands[1].priority"),
         ("{priorityBands: [{maxBytes: -1}]}", "flowControl.priorityBands[0].maxBytes"),
         ("{defaultPriorityBand: {fairnessPolicyRef: x}}", "defaultPriorityBand.fairnessPolicyRef"),
