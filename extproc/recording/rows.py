@@ -38,7 +38,7 @@ class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag
         clock_s: Monotonic seconds, the clock of all rows.
         process: Identifier of the process, in which decisions have their numbers and rows their clock;
             empty where it is unknown.
-        settings: Sections of the configuration that decisions depend on, as in a file.
+        settings: What decisions depend on of the configuration, as in a file.
         pools: Sections that a pool has for itself, by the name of the pool.
     """
 

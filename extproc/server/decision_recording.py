@@ -211,6 +211,7 @@ class DecisionRecorder:
             "scrape": settings.scrape,
             "health": settings.health,
             "flow_control": flow_control,
+            "parse_bodies": settings.parse_bodies,
         }
         return rows.HeaderRow(
             version=rows.VERSION,

@@ -19,7 +19,9 @@ from bench import soak
 from extproc.cli import main
 from extproc.config.decisions import DecisionsSection, RecordSection
 from extproc.config.pool_sections import PoolSection, SchedulingSection
+from extproc.config.settings import FlowControlSection
 from extproc.demo import stack
+from extproc.flow_control.priority_band import PrioritySettings
 from extproc.recording import reader, recorder, rows
 from extproc.server import admin, decision_recording
 from extproc.simulator import replay
@@ -98,6 +100,22 @@ async def test_a_recording_names_the_settings_in_force():
     assert set(second["pools"]) == {"b"}
     assert len(first["process"]) == 16
     assert second["process"] == first["process"]
+
+
+def test_a_replay_reads_the_recorded_settings():
+    """Bands of priorities too, and that no body was parsed."""
+    flow_control = FlowControlSection(
+        enabled=True, bands=(PrioritySettings(priority=-1, max_requests=5, order="edf"),)
+    )
+    recorded = msgspec.structs.replace(settings(), flow_control=flow_control, parse_bodies=False)
+    subject = decision_recording.DecisionRecorder(
+        recorded, Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
+    )
+    recording = subject.recordings.start()
+    subject.recordings.add_ends([rows.EndRow(1)])
+    (line, _) = recording.take(100).splitlines()
+    read = replay.recorded_settings(msgspec.json.decode(line, type=rows.HeaderRow), "recording")
+    assert (read.flow_control, read.parse_bodies) == (flow_control, False)
 
 
 async def test_a_picker_without_a_recording_adds_nothing():

@@ -15,6 +15,7 @@ from extproc.decision import Decision, Deferral, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel, split_ranks
 from extproc.flow_control import controller
 from extproc.flow_control.flow_queue import EndpointBits
+from extproc.parsing.surfaces import OPAQUE
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.pool.observed_page import ScrapeToken
@@ -112,6 +113,7 @@ class ExtprocPicker:
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.schedule
         self._needs = self.parts.director.routing.needs
+        self._parses_bodies = settings.parse_bodies
         self.cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
         self._reservations: dict[str, Reservation] = {}
         self._pending: dict[str, conversations.PendingShare] = {}
@@ -235,8 +237,22 @@ class ExtprocPicker:
 
     def _decide(self, sim_request: SimRequest, *, may_defer: bool = True) -> Outcome:
         work = sim_request.work
+        return self.parts.director.scheduler.schedule(
+            self._request(work),
+            self._timeline.now,
+            chain=self._chain(work),
+            headers=_NO_HEADERS,
+            may_defer=may_defer,
+        )
+
+    def _request(self, work: RequestSpec) -> InferenceRequest:
+        subset = None if work.node < 0 else (self._endpoints[work.node].address,)
+        if not self._parses_bodies:
+            return InferenceRequest(
+                OPAQUE.api, session=work.session, priority=work.priority, subset=subset
+            )
         text_tokens = work.prompt_tokens - sum([span.tokens for span in work.media])
-        request = InferenceRequest(
+        return InferenceRequest(
             api="completions",
             model=work.adapter or MODEL,
             prompt=work.opening.encode(),
@@ -246,14 +262,7 @@ class ExtprocPicker:
             max_tokens=work.output_tokens if self._knows_max_tokens else None,
             session=work.session,
             priority=work.priority,
-            subset=None if work.node < 0 else (self._endpoints[work.node].address,),
-        )
-        return self.parts.director.scheduler.schedule(
-            request,
-            self._timeline.now,
-            chain=self._chain(work),
-            headers=_NO_HEADERS,
-            may_defer=may_defer,
+            subset=subset,
         )
 
     def _grant(
@@ -322,8 +331,8 @@ class ExtprocPicker:
         self._timeline.after(wait_s, lambda: self._scrape(n, watch))
 
     def _chain(self, work: RequestSpec) -> Sequence[int]:
-        """The prompt's block hashes; like a real picker, none where no profile reads them."""
-        if Signal.PREFIX not in self._needs:
+        """The prompt's block hashes; like a real picker, none where they are not read."""
+        if Signal.PREFIX not in self._needs or not self._parses_bodies:
             return ()
         cuts, keys = self.cuts, work.keys
         full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))

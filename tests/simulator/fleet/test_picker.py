@@ -22,7 +22,7 @@ class RecordingEngineNode(EngineNode):
 class PickerFixture:
     """One picker over engines that answer by themselves."""
 
-    def __init__(self, count=2, *, delay_s=0.005, strategy="adaptive", **scrape):
+    def __init__(self, count=2, *, delay_s=0.005, strategy="adaptive", parse_bodies=True, **scrape):
         self.timeline = EventQueue()
         self.nodes = []
         for _ in range(count):
@@ -36,7 +36,12 @@ class PickerFixture:
             node.start()
             self.nodes.append(node)
         self.picker = ExtprocPicker(
-            msgspec.structs.replace(settings(strategy), seed=1, scrape=ScrapeSection(**scrape)),
+            msgspec.structs.replace(
+                settings(strategy),
+                seed=1,
+                scrape=ScrapeSection(**scrape),
+                parse_bodies=parse_bodies,
+            ),
             self.nodes,
             timeline=self.timeline,
             delay_s=delay_s,
@@ -101,6 +106,19 @@ def test_a_page_is_as_old_as_its_delay():
     assert fixture.load(0).running is None
     fixture.until(first + 0.5)
     assert fixture.load(0).at == first
+
+
+@pytest.mark.parametrize(("parse_bodies", "predicted_tokens"), [(True, 1024), (False, 0)])
+def test_an_unparsed_prompt_has_no_cached_prefix(parse_bodies, predicted_tokens):
+    """As in the server, where requests are known by their headers then."""
+    fixture = PickerFixture(count=1, parse_bodies=parse_bodies)
+    fixture.until(1.0)
+    fixture.send(sim_request("first", prompt=1024))
+    fixture.until(5.0)
+    again = fixture.send(sim_request("again", prompt=1024, adapter="adapter-0"))
+    same = fixture.send(sim_request("same", prompt=1024))
+    assert (again.node, same.node) == (0, 0)
+    assert same.predicted_tokens == predicted_tokens
 
 
 def test_a_dead_engine_is_found_out_by_scraping():
