@@ -361,9 +361,15 @@ class SaturationRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     utilization: UtilizationDetector | None = None
     concurrency: ConcurrencyDetector | None = None
 
+    @property
+    def detectors(self) -> tuple[UtilizationDetector | ConcurrencyDetector, ...]:
+        """The detectors that are configured."""
+        detectors = self.utilization, self.concurrency
+        return tuple(detector for detector in detectors if detector is not None)
+
     def is_saturated(self, candidates: Sequence[Candidate]) -> bool:
         """True if the candidates, at least one, are saturated on average."""
         return any(
-            detector is not None and sum(map(detector.saturation, candidates)) >= len(candidates)
-            for detector in (self.utilization, self.concurrency)
+            sum(map(detector.saturation, candidates)) >= len(candidates)
+            for detector in self.detectors
         )

@@ -288,6 +288,7 @@ class PoolRuntime:
             queue_capacity_bytes=bounds.max_bytes,
             find_queue_bounds=bounds.find_bounds,
             stale_after_s=self.parts.director.routing.settings.stale_after_s,
+            saturation=self.parts.director.routing.saturation,
             shadow=self.parts.director.routing.shadow,
             kv_events=None if self._kv_events is None else self._kv_events.stats(),
         )

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.pool.snapshot import EndpointSnapshot
 from extproc.protocol.messages import CANONICAL_CODES, UNKNOWN_CODE
 from extproc.request import UNNAMED, RequestLabels
+from extproc.scheduling.load_bounds import UtilizationDetector
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.llmd_names import build_histograms, build_values
 from extproc.telemetry.metric_family import MetricFamily, Sample
@@ -44,9 +46,8 @@ _QUEUE_LABELS: Final = (
 _SCHEDULER_BOUNDS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 _OUTPUT_BOUNDS: Final = TOKEN_BOUNDS[:12]
 
-#: Load of an endpoint that the utilization detector of llm-d takes as saturated, by default.
-_SATURATED_WAITING: Final = 5.0
-_SATURATED_KV_USAGE: Final = 0.8
+#: Detector of llm-d where its configuration names none.
+_DEFAULT_DETECTOR: Final = UtilizationDetector()
 
 #: Outcomes of queued requests, by ours; of all others that left the queue, `_EVICTED_OTHER`.
 _OUTCOMES: Final = {
@@ -150,7 +151,7 @@ def llmd_families(
     yield from build_values(
         "gauge",
         "flow_control_pool_saturation",
-        "Mean over endpoints of the larger of waiting requests over 5 and KV cache usage over 0.8.",
+        "Mean saturation of endpoints, by the detectors of the configuration.",
         ("inference_pool", "stage"),
         (
             ((pool, stage), value)
@@ -435,14 +436,26 @@ def _saturation(view: PoolView, now: float) -> float:
     """Saturation of a pool; 1 without endpoints, as nothing can be sent, and for unknown loads."""
     if not view.pool.members:
         return 1.0
-    return statistics.fmean(
-        1.0
-        if view.is_stale(member, now)
-        else max(
-            (member.load.waiting or 0.0) / _SATURATED_WAITING,
-            (member.load.kv_usage or 0.0) / _SATURATED_KV_USAGE,
+    rules = view.saturation
+    return max(
+        statistics.fmean(
+            1.0
+            if isinstance(detector, UtilizationDetector) and view.is_stale(member, now)
+            else detector.saturation(_candidate(member, now))
+            for member in view.pool.members
         )
-        for member in view.pool.members
+        for detector in (rules and rules.detectors) or (_DEFAULT_DETECTOR,)
+    )
+
+
+def _candidate(member: EndpointSnapshot, now: float) -> Candidate:
+    """An endpoint as a saturation detector sees it, without a request."""
+    account = member.account
+    return Candidate(
+        member.endpoint,
+        member.load,
+        in_flight=account.in_flight,
+        queued_tokens=account.queued(now) + member.foreign_tokens,
     )
 
 

@@ -13,6 +13,7 @@ from extproc.pool import plausibility
 from extproc.pool.endpoint_health import HealthState
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.request import MediaKind
+from extproc.scheduling.load_bounds import SaturationRules
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.telemetry.kv_event_metrics import KvEventStats
 
@@ -192,6 +193,7 @@ class PoolView(msgspec.Struct, frozen=True):
         find_queue_bounds: Returns the bounds that a priority has of its own: requests (count), and
             bytes of their bodies; None for none.
         stale_after_s: Age at which the load of an endpoint counts as unknown (seconds).
+        saturation: Detectors of the configuration; None where it names none.
         shadow: Second profile that looks at routed requests; None without one.
         kv_events: Counts of KV events; None without subscriptions.
         media_factors: Learned ratio of observed to estimated tokens of media, by model and kind.
@@ -212,6 +214,7 @@ class PoolView(msgspec.Struct, frozen=True):
     queue_capacity_bytes: int = 0
     find_queue_bounds: Callable[[int], tuple[int | None, int | None]] = lambda _: (None, None)
     stale_after_s: float = 1e9
+    saturation: SaturationRules | None = None
     shadow: ShadowScheduler | None = None
     kv_events: KvEventStats | None = None
     media_factors: Mapping[tuple[str, MediaKind], float] = {}

@@ -10,6 +10,11 @@ from extproc.config import loader, pools
 from extproc.decision import NO_ENDPOINTS, Decision, Disaggregation
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
+from extproc.scheduling.load_bounds import (
+    ConcurrencyDetector,
+    SaturationRules,
+    UtilizationDetector,
+)
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
@@ -35,7 +40,7 @@ IN_FLIGHT = {
 }
 
 
-def exported(*, has_llmd_names):
+def exported(*, has_llmd_names, saturation=None):
     """The samples of a page: name and labels to value, and the bounds of histograms by name."""
     counters = ProcessCounters(has_llmd_names=has_llmd_names)
     recorder = StreamRecorder(counters, DecisionLog(10), lambda: 0.0)
@@ -104,6 +109,7 @@ def exported(*, has_llmd_names):
         ),
         find_queue_bounds=lambda priority: (50, None) if priority == 2 else (None, None),
         stale_after_s=1.0,
+        saturation=saturation,
     )
     counters.for_pool("pool").disaggregation["none", "encode-prefill-decode"] += 1
     counters.for_pool("pool").poll_errors["metrics-data-source"] += 3
@@ -447,6 +453,31 @@ def test_the_picker_of_an_inference_pool_serves_them(text, expected):
     head = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
     settings = loader.settings(loader.parse(f"{head}{text}\n", where="f.yaml"))
     assert pools.serves_llmd_metrics(settings) is expected
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (SaturationRules(), 1.5),
+        (SaturationRules(utilization=UtilizationDetector(queue_depth_threshold=20)), 0.75),
+        (SaturationRules(concurrency=ConcurrencyDetector(max_concurrency=2)), 0.25),
+        (
+            SaturationRules(
+                utilization=UtilizationDetector(),
+                concurrency=ConcurrencyDetector(
+                    concurrency_mode="tokens", max_token_concurrency=630
+                ),
+            ),
+            4.0,
+        ),
+    ],
+)
+def test_the_configured_detectors_say_how_saturated_a_pool_is(rules, expected):
+    """As in the EPP, where an HPA goes by it; the counts of this picker have no age."""
+    samples, _ = exported(has_llmd_names=True, saturation=rules)
+    labels = (("inference_pool", "pool"), ("stage", "effective"))
+    name = "llm_d_epp_flow_control_pool_saturation"
+    assert samples[name, labels, None] == pytest.approx(expected)
 
 
 def test_a_pool_without_endpoints_is_saturated():
