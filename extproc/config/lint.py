@@ -8,6 +8,7 @@ from extproc.config import epp_config, epp_handlers, pool_sections, pools, valid
 from extproc.config.epp_plugin_types import plugin_types
 from extproc.config.pool_sections import RewriteEntry, SchedulingSection
 from extproc.config.settings import FlowControlSection, ScrapeSection, Settings
+from extproc.flow_control.priority_band import BandSettings
 from extproc.scheduling import registry
 
 
@@ -17,7 +18,8 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _rewrites(settings)
     yield from _xds(settings)
     yield from _scaling(settings)
-    yield from _rate_limits(settings.flow_control)
+    yield from _flow_control(settings.flow_control)
+    yield from _unparsed_models(settings)
     yield from _shadows(settings)
     yield from _stages(settings.scheduling, "")
     for at, pool in enumerate(settings.pools):
@@ -171,9 +173,51 @@ def _scaling(settings: Settings) -> Iterator[str]:
         )
 
 
-def _rate_limits(section: FlowControlSection) -> Iterator[str]:
-    if (section.limit or section.limits) and not section.enabled:
-        yield "flow_control.limit and limits have no effect while flow_control.enabled is false"
+def _flow_control(section: FlowControlSection) -> Iterator[str]:
+    bands: dict[str, BandSettings] = {f"bands[{at}]": band for at, band in enumerate(section.bands)}
+    bands |= {
+        name: band
+        for name, band in (
+            ("default_band", section.default_band),
+            ("default_negative_band", section.default_negative_band),
+        )
+        if band is not None
+    }
+    if not section.enabled:
+        if section.limit or section.limits:
+            yield "flow_control.limit and limits have no effect while flow_control.enabled is false"
+        if bands:
+            yield (
+                f"flow_control.{next(iter(bands))} has no effect while flow_control.enabled is false"
+            )
+    for name, band in bands.items():
+        for key, bound, overall in (
+            ("max_requests", band.max_requests, section.max_requests),
+            ("max_bytes", band.max_bytes, section.max_bytes),
+        ):
+            if bound is not None and bound > overall:
+                yield (
+                    f"flow_control.{name}.{key} is above flow_control.{key} ({overall}), the bound of "
+                    "all priorities, which holds as well: raise that one, or lower this"
+                )
+
+
+def _unparsed_models(settings: Settings) -> Iterator[str]:
+    """Warn of what goes by the model of a request where bodies are not parsed."""
+    if settings.parse_bodies:
+        return
+    names = ["pool.rewrites"] if settings.pool.rewrites else []
+    for at, pool in enumerate(settings.pools):
+        names += [f"pools[{at}].match"] if pool.match.models else []
+        names += [f"pools[{at}].rewrites"] if pool.rewrites else []
+    names += [
+        f"{name}.models" for name, rules in pools.scheduling_sections(settings) if rules.models
+    ]
+    if names:
+        yield (
+            f"parse_bodies is false, and {' and '.join(names)} go by the model: what the body names does "
+            "not count"
+        )
 
 
 def _xds(settings: Settings) -> Iterator[str]:

@@ -6,6 +6,8 @@ import pytest
 
 from extproc.config import lint, pool_sections, settings
 from extproc.config.autoscaling import AutoscalingSection
+from extproc.flow_control.priority_band import BandSettings, PrioritySettings
+from extproc.routing import pool_match
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 
 
@@ -153,6 +155,41 @@ ADVISED = {
             ),
         ),
         "flow_control.limit and limits",
+    ),
+    "bands without flow control": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            flow_control=settings.FlowControlSection(default_band=BandSettings(max_requests=5)),
+        ),
+        "flow_control.default_band has no effect",
+    ),
+    "a band above all": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            flow_control=settings.FlowControlSection(
+                enabled=True,
+                max_bytes=10,
+                bands=(PrioritySettings(priority=1, max_bytes=11, max_requests=10),),
+            ),
+        ),
+        "flow_control.bands[0].max_bytes is above flow_control.max_bytes (10)",
+    ),
+    "models of unparsed bodies": (
+        settings.Settings(
+            pools=(
+                pool_sections.PoolSection(name="a", match=pool_match.PoolMatch(models=("m",))),
+                pool_sections.PoolSection(
+                    name="b",
+                    rewrites=(
+                        pool_sections.RewriteEntry(
+                            models=("m",), targets=(pool_sections.RewriteTarget(model="n"),)
+                        ),
+                    ),
+                ),
+            ),
+            parse_bodies=False,
+        ),
+        "pools[0].match and pools[1].rewrites go by the model",
     ),
 }
 

@@ -167,6 +167,7 @@ def test_bands_are_converted():
         GATE
         + """
 flowControl:
+  maxBytes: 1Gi
   defaultPriorityBand: {priority: 3, maxBytes: 1Gi, fairnessPolicyRef: round-robin-fairness-policy}
   defaultNegativePriorityBand: {priority: 0, maxRequests: 1, orderingPolicyRef: edf-ordering-policy}
   priorityBands:
