@@ -422,7 +422,8 @@ class PoolSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         dns_refresh_s: Seconds between lookups of host names. 30 is the usual lifetime of a record
             in a cluster.
         objectives: Priority by objective, the name in `x-llm-d-inference-objective`. Requests below
-            0 are rejected while every endpoint is saturated. None: every request has priority 0.
+            0 are rejected at saturation, as `scheduling.saturation` says. None: every request has
+            priority 0.
         rewrites: Models that replace the requested model, by weight: aliases and canaries. None:
             engines receive the client's model name.
         autoscaling: Scaling of the engines of the pool. Null: others decide how many there are.
