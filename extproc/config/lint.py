@@ -20,6 +20,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _scaling(settings)
     yield from _flow_control(settings.flow_control)
     yield from _unparsed_models(settings)
+    yield from _unknown_loads(settings)
     yield from _shadows(settings)
     yield from _stages(settings.scheduling, "")
     for at, pool in enumerate(settings.pools):
@@ -218,6 +219,14 @@ def _unparsed_models(settings: Settings) -> Iterator[str]:
             f"parse_bodies is false, and {' and '.join(names)} go by the model: what the body names does "
             "not count"
         )
+
+
+def _unknown_loads(settings: Settings) -> Iterator[str]:
+    if settings.scrape.enabled:
+        return
+    for name, rules in pools.scheduling_sections(settings):
+        if rules.saturation is not None and rules.saturation.utilization is not None:
+            yield f"{name}.saturation.utilization has no effect while scrape.enabled is false"
 
 
 def _xds(settings: Settings) -> Iterator[str]:

@@ -8,6 +8,7 @@ from extproc.config import lint, pool_sections, settings
 from extproc.config.autoscaling import AutoscalingSection
 from extproc.flow_control.priority_band import BandSettings, PrioritySettings
 from extproc.routing import pool_match
+from extproc.scheduling.load_bounds import SaturationRules, UtilizationDetector
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 
 
@@ -146,6 +147,16 @@ ADVISED = {
             scheduling=pool_sections.SchedulingSection(unknown_model="reject"),
         ),
         "unknown_model",
+    ),
+    "saturation without loads": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            scrape=settings.ScrapeSection(enabled=False),
+            scheduling=pool_sections.SchedulingSection(
+                saturation=SaturationRules(utilization=UtilizationDetector())
+            ),
+        ),
+        "scheduling.saturation.utilization has no effect",
     ),
     "limits without flow control": (
         settings.Settings(
