@@ -177,11 +177,12 @@ class Director:
             self.routing.shadow.on_routed(decision)
         if split is not None:
             try:
-                for stage, part, endpoint in disaggregation.list_assignments(split):
-                    reserved = self._reserve_stage(part, endpoint, stage, now)
-                    reservation.add_part(reserved)
-                    if stage == "prefill" and split.encode is None:
-                        reserved.watch()
+                for stage, part in split.parts.items():
+                    for endpoint in part.endpoints:
+                        reserved = self._reserve_stage(part, endpoint, stage, now)
+                        reservation.add_part(reserved)
+                        if stage == "prefill" and split.encode is None:
+                            reserved.watch()
             except BaseException:
                 self.unreserve(reservation, now)  # no other object holds it
                 raise

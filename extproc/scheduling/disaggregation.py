@@ -9,13 +9,13 @@ endpoints first; headers of the request name them. Upstream: `profilehandler/dis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
-from extproc.decision import Decision, Disaggregation, StageName
-from extproc.endpoint import Candidate, Endpoint
+from extproc.decision import Decision, Disaggregation
+from extproc.endpoint import Candidate
 from extproc.scheduling.framework import (
     Plugin,
     PluginParameters,
@@ -32,13 +32,6 @@ OTHER_API = "other-api"
 
 #: Surfaces of which the sidecar of llm-d splits requests (`pkg/sidecar/proxy/proxy.go`).
 _SPLIT_APIS: Final = frozenset({"chat", "completions", "messages", "responses", "generate"})
-
-
-def list_assignments(stages: Disaggregation) -> Iterator[tuple[StageName, Decision, Endpoint]]:
-    """List every endpoint of a stage, with the decision for it; one alone computes the prompt."""
-    for name, part in stages.parts.items():
-        for endpoint in part.endpoints[:1] if name == "prefill" else part.endpoints:
-            yield name, part, endpoint
 
 
 def find_serving_stage(stages: Disaggregation) -> Literal["", "decode", "prefill-decode"]:
@@ -250,6 +243,8 @@ class DisaggregatedStages(msgspec.Struct, frozen=True):
             # Prefill ends with the first token.
             alone = replace(context, request=replace(request, max_tokens=1))
             part, reason = self.prefill.choose(alone, groups, decode)
+            if part is not None:  # its header has a single endpoint
+                part = replace(part, endpoints=part.endpoints[:1])
             stages = replace(stages, prefill=part, prefill_reason=reason)
         return replace(decode, disaggregation=stages)
 

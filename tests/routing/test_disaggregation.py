@@ -157,6 +157,18 @@ def test_stages_are_chosen_by_their_profiles(settings):
     assert stages.decision_type == "prefill-decode"
 
 
+def test_a_single_endpoint_prefills():
+    """The header has room for one, also where the picker of its profile names several."""
+    picker = "picker: {kind: random-picker, params: {maxNumOfEndpoints: 2}}"
+    text = NATIVE.replace("[{kind: prefill-filter}]}", f"[{{kind: prefill-filter}}], {picker}}}")
+    parts = build(native(text=text), {DECODE: "decode", PREFILL: "prefill", ENCODE: "prefill"})
+    decision, stages = decide(parts, chat())
+    assert len(addresses(stages.prefill)) == 1
+    reservation = parts.director.reserve(decision, 1.0)
+    assert [part.endpoint.address for part in reservation.parts] == addresses(stages.prefill)
+    parts.director.unreserve(reservation, 1.0)
+
+
 @pytest.mark.parametrize(
     ("roles", "reason"),
     [
