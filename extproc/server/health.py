@@ -235,10 +235,10 @@ class StallMeter:
         """Switch to the busy interval. Cheap: called for every opened stream."""
         if self._quiet and self._timer is not None:
             self._timer.cancel()
-            self._schedule()
+            self.measure()
 
     def measure(self) -> None:
-        """Record how late this call is; called by the timer."""
+        """Record how late this call is; called by the timer, and in its place."""
         try:
             computed_s = self._thread_time()
             late_s = max(0.0, self._clock() - self._due)

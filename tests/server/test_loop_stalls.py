@@ -71,6 +71,17 @@ async def test_a_stream_that_opens_shortens_the_interval():
     assert scene.subject._timer is None
 
 
+async def test_a_stall_before_a_stream_opens_is_recorded():
+    """The first stream after quiet may be seen before the timer that was due meanwhile."""
+    scene = StallScene()
+    scene.subject.start()
+    scene.counters.streams_open = 1
+    scene.now += 1.5 * health.QUIET_S + 0.3
+    scene.subject.wake()
+    assert scene.above(0.25) == 1
+    scene.subject.stop()
+
+
 async def test_a_blocked_loop_shows_on_the_page():
     """The real loop, held for a while by a callback, and the page that says so."""
     counters = ProcessCounters()
