@@ -280,19 +280,14 @@ def _bands(
     usual: Mapping[str, Any] = msgspec.to_builtins(_Band())
     default = convert(section["defaultPriorityBand"] or usual, place / "defaultPriorityBand")
     ours = {key: default.pop(key) for key in ("fairness", "order")}
-    bands: list[dict[str, object]] = []
-    for at, band in enumerate(section["priorityBands"] or ()):
-        spot = place / "priorityBands" / at
-        # Go reads a priority that is absent as 0, and that of the defaults not at all.
-        priority = band["priority"] or 0
-        if any(other["priority"] == priority for other in bands):
-            raise ConfigError(
-                spot / "priority",
-                wanted="every priority once",
-                got=f"{priority} twice",
-                fix="write the settings of a priority into one entry",
-            )
-        bands.append({"priority": priority, **convert(band, spot)})
+    written, spot = section["priorityBands"] or (), place / "priorityBands"
+    # Go reads a priority that is absent as 0, and that of the defaults not at all.
+    priorities = [band["priority"] or 0 for band in written]
+    validation.check_distinct(priorities, "priority", spot)
+    bands = [
+        {"priority": priority, **convert(band, spot / at)}
+        for at, (priority, band) in enumerate(zip(priorities, written, strict=True))
+    ]
     if bands:
         ours["bands"] = bands
     if default:

@@ -15,7 +15,7 @@ import msgspec
 
 from extproc.config import epp_config, pools, validation, yaml_documents
 from extproc.config.pool_sections import SchedulingSection
-from extproc.config.settings import API_VERSION, KIND, FlowControlSection, Settings
+from extproc.config.settings import API_VERSION, KIND, Settings
 from extproc.discovery.static_discovery import open_regular
 from extproc.errors import ConfigError, file_error
 from extproc.protocol import body_buffer
@@ -235,7 +235,8 @@ def check_compatible(merged: Settings, *, where: str) -> None:
     """
     scrape, limits, place = merged.scrape, merged.limits, validation.Place(where)
     pools.check_compatible(merged, place)
-    _check_bands(merged.flow_control, place / "flow_control" / "bands")
+    priorities = [band.priority for band in merged.flow_control.bands]
+    validation.check_distinct(priorities, "priority", place / "flow_control" / "bands")
     if scrape.stale_after_s <= scrape.busy_interval_s:
         raise ConfigError(
             place / "scrape" / "stale_after_s",
@@ -283,19 +284,6 @@ def check_compatible(merged: Settings, *, where: str) -> None:
             got="true",
             fix="set secure_serving to true, or tls to false",
         )
-
-
-def _check_bands(section: FlowControlSection, place: validation.Place) -> None:
-    """Refuse a priority that has two bands."""
-    priorities = [band.priority for band in section.bands]
-    for at, priority in enumerate(priorities):
-        if priority in priorities[:at]:
-            raise ConfigError(
-                place / at / "priority",
-                wanted="every priority once",
-                got=f"{priority} twice",
-                fix="write the settings of a priority into one entry",
-            )
 
 
 def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> dict[str, object]:

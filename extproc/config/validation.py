@@ -374,3 +374,23 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 BoundedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 #: Name of an extra metric.
 MetricName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_./-]{0,63}$")]
+
+
+def check_distinct(values: Sequence[int], key: str, place: Place) -> None:
+    """Check that no two entries of a list have the same value of a key.
+
+    Args:
+        values: Of the entries, in order.
+        place: Of the list.
+
+    Raises:
+        ConfigError: A value stands twice.
+    """
+    for at, value in enumerate(values):
+        if value in values[:at]:
+            raise ConfigError(
+                place / at / key,
+                wanted=f"every {key} once",
+                got=f"{value} twice",
+                fix=f"write the settings of a {key} into one entry",
+            )
