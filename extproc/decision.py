@@ -389,6 +389,7 @@ class Deferral(msgspec.Struct, frozen=True, gc=False):
         busy_endpoints: Addresses of the endpoints without capacity for it; empty where none was
             checked, or where only the preferred one has none.
         waits_for_slot: Adapters with open requests have the slots of every endpoint.
+        is_held: The saturation of its endpoints is at the ceiling of its priority.
     """
 
     retry_in_s: float
@@ -396,6 +397,7 @@ class Deferral(msgspec.Struct, frozen=True, gc=False):
     preferred_endpoint: str = ""
     busy_endpoints: Sequence[str] = ()
     waits_for_slot: bool = False
+    is_held: bool = False
 
 
 Outcome = Decision | Deferral | Rejection

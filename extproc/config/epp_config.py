@@ -110,22 +110,38 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     )
     types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
     warnings += epp_data_layer.check_sections(tree, file, plugins=named, types=types)
-    rules, unread = epp_data_layer.convert_saturation(
-        tree, plugins.plugins if plugins else (), file, queues="flow_control" in sections
-    )
-    warnings += unread
+    listed = plugins.plugins if plugins else ()
     if plugins is not None:
         plugins, unread = _convert_plugins(plugins, tree, sections, file)
         warnings += unread
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         sections["scheduling"] = {"strategy": "weighted"}
-    if rules:
-        sections["scheduling"] = {**sections.get("scheduling", {}), "saturation": rules}
+    warnings += _convert_gates(listed, tree, sections, file)
     ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
     if not epp_data_layer.parses_bodies(tree, file, plugins=named):
         ours["parse_bodies"] = False
     return EppDocument({**ours, **sections}, plugins, tuple(warnings))
+
+
+def _convert_gates(
+    plugins: Sequence[NamedPlugin],
+    tree: Mapping[str, object],
+    sections: dict[str, dict[str, object]],
+    file: Place,
+) -> list[str]:
+    """Add the saturation detector and the usage limit to the sections; returns warnings."""
+    rules = epp_data_layer.convert_saturation(tree, plugins, file)
+    if rules:
+        sections["scheduling"] = {**sections.get("scheduling", {}), "saturation": rules}
+    if "flow_control" not in sections:
+        return []
+    limit, warnings = epp_data_layer.convert_usage_limit(tree, plugins, file)
+    if limit:
+        sections["flow_control"]["usage_limit"] = limit
+    elif rules:
+        warnings.append(epp_data_layer.NOT_GATED)
+    return warnings
 
 
 def split_documents(

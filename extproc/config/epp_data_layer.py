@@ -3,13 +3,14 @@
 Upstream, `dataLayer` connects data sources with plugins that extract from them, and `requestHandler`
 names the parsers; here the scraper, discovery and the parsers need no connections, and a parser counts
 only where it is the one that reads no body. A warning names each setting that changes what upstream
-does. `saturationDetector` becomes our `scheduling.saturation`.
+does. `saturationDetector` becomes our `scheduling.saturation`, and the policy that
+`flowControl.usageLimitPolicyPluginRef` names our `flow_control.usage_limit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -153,16 +154,12 @@ _DETECTORS: Final[Mapping[str, tuple[str, type[UpstreamParameters]]]] = {
 
 
 def convert_saturation(
-    tree: Mapping[str, object], plugins: Sequence[NamedPlugin], file: Place, *, queues: bool
-) -> tuple[dict[str, object], list[str]]:
+    tree: Mapping[str, object], plugins: Sequence[NamedPlugin], file: Place
+) -> dict[str, object]:
     """Convert `saturationDetector` to our section `scheduling.saturation`; empty without one.
 
     Args:
         tree: The file, after `check_sections`.
-        queues: Whether requests wait, with the feature gate.
-
-    Returns:
-        The section, and warnings.
 
     Raises:
         ConfigError: It refers to a plugin of another type, or a parameter of the plugin is wrong.
@@ -173,17 +170,11 @@ def convert_saturation(
     if flow is not None and flow.saturation_detector is not None:
         detector, place = flow.saturation_detector, file / "flowControl" / "saturationDetector"
     if detector is None:
-        return {}, []
+        return {}
     name = detector.plugin_ref or next(iter(_DETECTORS))
-    type_name = name
-    params: Mapping[str, object] = detector.thresholds
-    for at, plugin in enumerate(plugins):
-        if (plugin.name or plugin.type) == name:
-            type_name, params = plugin.type, plugin.parameters
-            spot = file / "plugins" / at / "parameters"
-            break
-    else:
-        spot = place
+    usual = NamedPlugin(type=name, parameters=detector.thresholds)
+    plugin, spot = _find_plugin(name, plugins, file) or (usual, place)
+    type_name = plugin.type
     if type_name not in _DETECTORS:
         raise ConfigError(
             place / "pluginRef",
@@ -192,13 +183,90 @@ def convert_saturation(
             fix="name a detector, or leave it out for the usual one",
         )
     key, kind = _DETECTORS[type_name]
-    params = plugin_types()[type_name].convert_parameters(params)
+    params = plugin_types()[type_name].convert_parameters(plugin.parameters)
     validation.to_struct(params, kind, where=spot)
-    return {key: params}, [_NOT_GATED] if queues else []
+    return {key: params}
 
 
-#: Warning about a saturation detector where requests wait.
-_NOT_GATED: Final = (
+def _find_plugin(
+    name: str, plugins: Sequence[NamedPlugin], file: Place
+) -> tuple[NamedPlugin, Place] | None:
+    """A plugin by name, and the place of its parameters; None where it stands for its type."""
+    for at, plugin in enumerate(plugins):
+        if (plugin.name or plugin.type) == name:
+            return plugin, file / "plugins" / at / "parameters"
+    return None
+
+
+class _StaticLimit(UpstreamParameters, frozen=True):
+    threshold: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class _Holdback(UpstreamParameters, frozen=True, kw_only=True):
+    min_ceiling: Annotated[float, msgspec.Meta(ge=0, lt=1)]
+    max_ceiling: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    shape: Literal["linear"] = "linear"
+    domain: Literal["rank", "value"] = "rank"
+
+    def __post_init__(self) -> None:
+        if self.min_ceiling >= self.max_ceiling:
+            raise ValueError(f"expected a minCeiling below maxCeiling ({self.max_ceiling:g})")
+
+
+def convert_usage_limit(
+    tree: Mapping[str, object], plugins: Sequence[NamedPlugin], file: Place
+) -> tuple[dict[str, object], list[str]]:
+    """Convert the usage limit policy of `flowControl` to our section `flow_control.usage_limit`.
+
+    Args:
+        tree: The file, after `check_sections`.
+
+    Returns:
+        The section, empty where no priority is held; and warnings.
+
+    Raises:
+        ConfigError: It refers to a plugin of another type, or a parameter of the plugin is wrong.
+    """
+    flow = _read_sections(tree, file).flow_control
+    name = flow.usage_limit_policy_plugin_ref if flow is not None else None
+    if not name:
+        return {}, []
+    place = file / "flowControl" / "usageLimitPolicyPluginRef"
+    plugin, spot = _find_plugin(name, plugins, file) or (NamedPlugin(type=name), place)
+    match plugin.type:
+        case "static-usage-limit-policy":
+            static = validation.to_struct(plugin.parameters, _StaticLimit, where=spot)
+            ceiling = 1.0 if static.threshold is None else static.threshold
+            # Upstream's default, with which requests wait for an endpoint here.
+            if ceiling >= 1.0:
+                return {}, []
+            return {"min_ceiling": ceiling, "max_ceiling": ceiling}, []
+        case "priority-holdback-policy":
+            limit = validation.to_struct(plugin.parameters, _Holdback, where=spot)
+            return {
+                "min_ceiling": limit.min_ceiling,
+                "max_ceiling": limit.max_ceiling,
+                "domain": limit.domain,
+            }, []
+        case "soft-reflective-ceiling-policy":
+            return {}, [_SOFT_CEILING]
+    raise ConfigError(
+        place,
+        wanted="the name of a plugin of type static-usage-limit-policy or priority-holdback-policy",
+        got=f"{name}, a {plugin.type}",
+        fix="name such a policy, or leave it out",
+    )
+
+
+#: Warning about a usage limit policy that is not built.
+_SOFT_CEILING: Final = (
+    "flowControl.usageLimitPolicyPluginRef: soft-reflective-ceiling-policy is not acted on: it opens "
+    "priorities for a share of the cycles of a dispatch loop, and the queue has none; "
+    "flow_control.usage_limit, or a priority-holdback-policy, holds priorities at fixed ceilings"
+)
+
+#: Warning about a saturation detector where requests wait, and none is held at a ceiling.
+NOT_GATED: Final = (
     "saturationDetector does not say when requests wait: with the feature gate flowControl a request "
     "waits while it would wait longer than flow_control.busy_s on every endpoint; the detector says when "
     "priorities below 0 are refused"

@@ -246,7 +246,7 @@ def convert_flow_control(
         **_bounds(section, place),
         **_bands(section, place, policy_type, warnings),
     }
-    warnings += _unmapped(section, policy_type)
+    warnings += _unmapped(section)
     return ours, warnings
 
 
@@ -335,18 +335,12 @@ def _policy(
     return known.get(kind) or nearest[kind]
 
 
-def _unmapped(section: Mapping[str, Any], policy_type: Callable[[str], str]) -> Iterator[str]:
+def _unmapped(section: Mapping[str, Any]) -> Iterator[str]:
     """Warn of settings that flow control has no field for."""
     if section["enableEviction"]:
         yield (
             "flowControl.enableEviction is not acted on: a request that was sent to an engine is never "
             "ended for another one"
-        )
-    limit = section["usageLimitPolicyPluginRef"]
-    if limit:
-        yield (
-            f"flowControl.usageLimitPolicyPluginRef: {policy_type(limit)} is not acted on: "
-            "priorities above 0 find an endpoint free for longer than others, as flow_control.busy_s says"
         )
 
 

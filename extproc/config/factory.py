@@ -251,6 +251,8 @@ def build_routing_config(
             reject_unlisted=settings.scheduling.unknown_model == "reject",
             kubeai_names=settings.scheduling.kubeai_names,
             busy_s=settings.flow_control.busy_s if settings.flow_control.enabled else None,
+            usage_limit=settings.flow_control.usage_limit,
+            banded_priorities=tuple([band.priority for band in settings.flow_control.bands]),
         ),
         kv_cache_source=settings.scheduling.kv_cache_source,
         saturation=settings.scheduling.saturation,

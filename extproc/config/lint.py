@@ -191,6 +191,8 @@ def _flow_control(section: FlowControlSection) -> Iterator[str]:
             yield (
                 f"flow_control.{next(iter(bands))} has no effect while flow_control.enabled is false"
             )
+        if section.usage_limit is not None:
+            yield "flow_control.usage_limit has no effect while flow_control.enabled is false"
     for name, band in bands.items():
         for key, bound, overall in (
             ("max_requests", band.max_requests, section.max_requests),
@@ -227,6 +229,13 @@ def _unknown_loads(settings: Settings) -> Iterator[str]:
     for name, rules in pools.scheduling_sections(settings):
         if rules.saturation is not None and rules.saturation.utilization is not None:
             yield f"{name}.saturation.utilization has no effect while scrape.enabled is false"
+        if settings.flow_control.usage_limit is not None and (
+            rules.saturation is None or rules.saturation.concurrency is None
+        ):
+            yield (
+                "flow_control.usage_limit has no effect while scrape.enabled is false: write "
+                f"{name}.saturation.concurrency"
+            )
 
 
 def _xds(settings: Settings) -> Iterator[str]:

@@ -207,7 +207,8 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
         saturation: Detectors that say when requests with a priority below 0 are refused, whatever the
             profile; an EndpointPickerConfig says it with `saturationDetector`. Null: while every endpoint
             is saturated by a detector among the filters of the profile, or without one by 5 waiting
-            requests or 0.8 of its KV cache, upstream's thresholds.
+            requests or 0.8 of its KV cache, upstream's thresholds. `flow_control.usage_limit` compares
+            the mean of these detectors too.
         allow_unsupported: Accept plugins of an EndpointPickerConfig that keep requests to some
             endpoints by a header, such as those of a revision. False: the deployment would seem to
             work while endpoints get requests that are not for them.

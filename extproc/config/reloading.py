@@ -69,6 +69,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "bands",
         "default_band",
         "default_negative_band",
+        "usage_limit",
         "tenant_header",
         "fallback_tenant_headers",
         "by_adapter",

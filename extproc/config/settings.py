@@ -25,6 +25,7 @@ from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
 from extproc.request import FlowHeaders
+from extproc.routing.usage_limit import UsageLimit
 from extproc.scrape.client_tls import TlsFiles
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.xds import resources
@@ -261,6 +262,8 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         default_band: The same for each priority that `bands` does not have. Null: the bounds,
             fairness and order of all.
         default_negative_band: The same for each of these priorities below 0. Null: `default_band`.
+        usage_limit: Ceilings of the saturation of the pool by priority, so that capacity is kept for
+            higher priorities that come later. Null: requests wait for an endpoint only.
         half_life_s: Half-life of the service that a tenant attained (seconds). With 60, a burst is
             forgotten within minutes.
         tenant_header: Request header that names the tenant, read before
@@ -289,6 +292,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     bands: tuple[PrioritySettings, ...] = ()
     default_band: BandSettings | None = None
     default_negative_band: BandSettings | None = None
+    usage_limit: UsageLimit | None = None
     half_life_s: validation.PositiveSeconds = 60.0
     tenant_header: str = ""
     fallback_tenant_headers: tuple[validation.Name, ...] = ()

@@ -328,7 +328,9 @@ class FlowController(Generic[ItemT, GrantT]):
         if preferred and not busy:
             return Blocked(preferred_endpoint=preferred, waits_for_slot=outcome.waits_for_slot)
         return Blocked(
-            busy=self.queue.sets.for_addresses(busy), waits_for_slot=outcome.waits_for_slot
+            busy=self.queue.sets.for_addresses(busy),
+            waits_for_slot=outcome.waits_for_slot,
+            is_held=outcome.is_held,
         )
 
     def _follow_endpoints(self) -> None:

@@ -121,6 +121,8 @@ class Sweep:
         self._sets: set[EndpointSet] = set()
         self._flow_keys: set[FlowKey] = set()
         self._busy = 0
+        #: Bits of the endpoint sets on which this band is held.
+        self._held: set[int] = set()
         #: Endpoints whose adapter slots this band waits for, and the bands above (bits).
         self._slots_wanted = self._slots_reserved = 0
 
@@ -131,6 +133,7 @@ class Sweep:
         self.has_blocks = bool(self._slots_reserved)
         self._sets.clear()
         self._flow_keys.clear()
+        self._held.clear()
         self._busy = self._slots_wanted = 0
 
     def block(self, flow_key: FlowKey) -> None:
@@ -144,6 +147,13 @@ class Sweep:
         self._sets.add(endpoints)
         self._busy |= busy
 
+    def hold(self, endpoints: EndpointSet) -> None:
+        """Block all that can be served by the same endpoints, whatever adapter they ask for.
+
+        Not those that only some of them can serve, as these may be less saturated.
+        """
+        self._held.add(endpoints.bits)
+
     def reserve_slots(self, endpoints: EndpointSet) -> None:
         """Let lower bands send no adapter to these endpoints, so that a slot becomes free."""
         self._slots_wanted |= endpoints.bits
@@ -155,7 +165,7 @@ class Sweep:
         unusable = self._busy | self._slots_reserved if endpoints.adapter else self._busy
         return (
             endpoints in self._sets
-            or (bits != 0 and not bits & ~unusable)
+            or (bits != 0 and (not bits & ~unusable or bits in self._held))
             or flow_key in self._flow_keys
         )
 

@@ -121,11 +121,13 @@ class Blocked(msgspec.Struct, frozen=True):
             empty blocks all requests of its endpoint set.
         busy: Bits of the endpoints without capacity for its priority; 0 for unknown.
         waits_for_slot: Whether it waits for a slot of its adapter.
+        is_held: Whether its priority is held on all endpoints of its set together.
     """
 
     preferred_endpoint: str = ""
     busy: int = 0
     waits_for_slot: bool = False
+    is_held: bool = False
 
 
 class DepartureCause(Enum):
@@ -336,6 +338,8 @@ class Queue:
                 sweep.block((item.endpoints, result.preferred_endpoint))
             else:
                 sweep.block_set(item.endpoints, result.busy)
+            if result.is_held:
+                sweep.hold(item.endpoints)
             if result.waits_for_slot:
                 sweep.reserve_slots(item.endpoints)
             return False

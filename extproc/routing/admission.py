@@ -9,7 +9,8 @@ Both cost little: an engine that gets its next prompt one iteration late still d
 and a batch that is a tenth smaller has almost the same tokens per second, with shorter iterations, of
 which every prompt waits for one or two (`python -m bench.capacity`).
 
-While every endpoint is saturated (`is_saturated`), requests of negative priority are dropped.
+While every endpoint is saturated (`is_saturated`), requests of negative priority are dropped. Those of
+a priority whose ceiling the saturation reaches are held (`is_held`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from extproc.decision import Decision, Outcome, Rejection, all_busy
+from extproc.decision import Decision, Deferral, Outcome, Rejection, all_busy
 from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
 from extproc.scheduling.load_bounds import SaturationRules, UtilizationDetector
 from extproc.scheduling.profile import SchedulerProfile
@@ -295,6 +296,26 @@ def _costs_less(
 #: requests or 0.8 of the KV blocks.
 _DEFAULT_DETECTOR = UtilizationDetector()
 
+#: The same, for the mean.
+_DEFAULT_RULES = SaturationRules(utilization=_DEFAULT_DETECTOR)
+
+#: Seconds after which a held request is looked at without an event. Scrapes and responses that end are
+#: events; uncomputed tokens, and priorities that count no longer, go without one.
+_HELD_RETRY_S: Final = 0.1
+
+#: A request is held at the ceiling of its priority.
+HELD: Final = Deferral(
+    _HELD_RETRY_S,
+    Rejection(
+        429,
+        "the endpoints are too saturated for requests of this priority",
+        reason="rejected-saturated",
+        retry_after_s=1,
+        cause="held",
+    ),
+    is_held=True,
+)
+
 
 def is_saturated(
     profile: SchedulerProfile,
@@ -317,3 +338,19 @@ def is_saturated(
         all(detector.is_saturated(candidate) for candidate in candidates)
         for detector in profile.detectors or (_DEFAULT_DETECTOR,)
     )
+
+
+def is_held(
+    candidates: Sequence[Candidate], ceiling: float, rules: SaturationRules | None = None
+) -> bool:
+    """True if the mean saturation of the eligible endpoints is at a ceiling, or above.
+
+    Rules say what it is, else `UtilizationDetector` with its defaults. An endpoint of unknown load is as
+    full as the others.
+
+    Args:
+        candidates: Eligible endpoints, at least one.
+    """
+    if rules is None or not rules.detectors:
+        rules = _DEFAULT_RULES
+    return rules.saturation(candidates) >= ceiling

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from extproc.pool import inference_policy
+from extproc.routing.usage_limit import UsageLimit
 from extproc.scheduling.disaggregation import DisaggregatedStages
 from extproc.scheduling.framework import Observer, Signal
 from extproc.scheduling.kv_cache_source import KvCacheSource
@@ -27,6 +28,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
             are known. False, because engines answer that themselves.
         busy_s: Wait above which an endpoint counts as busy (seconds); None where requests do not
             queue, and none is deferred.
+        usage_limit: Ceilings at which requests that may queue are held; None for none.
+        banded_priorities: Priorities that have ceilings while no request of theirs comes.
         kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
     """
 
@@ -36,6 +39,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     reject_unlisted: bool = False
     kubeai_names: bool = True
     busy_s: float | None = None
+    usage_limit: UsageLimit | None = None
+    banded_priorities: tuple[int, ...] = ()
 
 
 class RoutingConfig(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from extproc.request import BYTES_PER_TOKEN, InferenceRequest, hash_affinity_key
 from extproc.routing import admission, eligibility, rendezvous_affinity
 from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.routing.routing_config import RoutingConfig
+from extproc.routing.usage_limit import PriorityCeilings
 from extproc.scheduling.framework import SchedulingContext
 from extproc.scheduling.profile import SchedulerProfile
 
@@ -80,20 +81,22 @@ class Scheduler:
             None if exact is None else ExactMatcher(store, exact, self._prefix_matcher)
         )
         self._conversation_tracker = conversation_tracker
-        self._routing = routing
         self._schedule = schedule
         self._tokens = schedule.tokens
         self._imputer = candidate_builder.Imputer()
         self._rendezvous_affinity = rendezvous_affinity.RendezvousAffinity()
         self._rng = rng
-        self._eligibility_cache: _EligibilityCache | None = None
+        self._ceilings = PriorityCeilings()
+        self.reconfigure(routing)
         # Until then others leave more room, because a request of a priority above 0 came.
         self._priority_until = -math.inf
 
     def reconfigure(self, routing: RoutingConfig) -> None:
         """Choose by another configuration from the next request on."""
         self._routing = routing
-        self._eligibility_cache = None
+        self._eligibility_cache: _EligibilityCache | None = None
+        settings = routing.settings
+        self._ceilings.reconfigure(settings.usage_limit, settings.banded_priorities)
 
     def schedule(
         self,
@@ -349,6 +352,10 @@ class Scheduler:
         else:
             if context.request.priority > 0:
                 self._priority_until = context.now + admission.PRIORITY_MEMORY_S
+            if settings.usage_limit is not None:
+                ceiling = self._ceilings.find(context.request.priority, context.now)
+                if admission.is_held(candidates, ceiling, rules):
+                    return admission.HELD
             outcome = admission.admit(
                 lambda some: profile.run(context, some, count=count),
                 candidates,

@@ -367,9 +367,11 @@ class SaturationRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         detectors = self.utilization, self.concurrency
         return tuple(detector for detector in detectors if detector is not None)
 
+    def saturation(self, candidates: Sequence[Candidate]) -> float:
+        """Mean saturation of the candidates, at least one, by the detector that says most; 0 for none."""
+        totals = [sum(map(detector.saturation, candidates)) for detector in self.detectors]
+        return max(totals, default=0.0) / len(candidates)
+
     def is_saturated(self, candidates: Sequence[Candidate]) -> bool:
         """True if the candidates, at least one, are saturated on average."""
-        return any(
-            sum(map(detector.saturation, candidates)) >= len(candidates)
-            for detector in self.detectors
-        )
+        return self.saturation(candidates) >= 1.0

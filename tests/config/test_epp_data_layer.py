@@ -207,11 +207,17 @@ def test_without_a_named_detector_a_profile_decides():
 
 
 def test_a_detector_that_does_not_gate_the_queue_is_a_warning():
-    """Without the gate, it does here what it does upstream."""
+    """Without the gate, or with a usage limit, it does here what it does upstream."""
     section = "flowControl: {saturationDetector: {pluginRef: utilization-detector}}"
     assert warn(section) == ()
     (warning,) = warn(f"featureGates: [flowControl]\n{section}")
     assert warning.startswith("saturationDetector does not say when requests wait")
+    limit = "plugins: [{type: queue-scorer}, {type: priority-holdback-policy, parameters: {minCeiling: 0.5}}]"
+    flow = section.replace("{sat", "{usageLimitPolicyPluginRef: priority-holdback-policy, sat")
+    assert (
+        loader.parse(f"{HEAD}{limit}\nfeatureGates: [flowControl]\n{flow}\n", where="f").warnings
+        == ()
+    )
     (warning,) = warn(section.replace("{sat", "{maxRequests: 5, sat"))
     assert "write featureGates: [flowControl]" in warning
 

@@ -8,6 +8,7 @@ from extproc.config import lint, pool_sections, settings
 from extproc.config.autoscaling import AutoscalingSection
 from extproc.flow_control.priority_band import BandSettings, PrioritySettings
 from extproc.routing import pool_match
+from extproc.routing.usage_limit import UsageLimit
 from extproc.scheduling.load_bounds import SaturationRules, UtilizationDetector
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 
@@ -158,6 +159,16 @@ ADVISED = {
         ),
         "scheduling.saturation.utilization has no effect",
     ),
+    "a usage limit without loads": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            scrape=settings.ScrapeSection(enabled=False),
+            flow_control=settings.FlowControlSection(
+                enabled=True, usage_limit=UsageLimit(min_ceiling=0.5)
+            ),
+        ),
+        "write scheduling.saturation.concurrency",
+    ),
     "limits without flow control": (
         settings.Settings(
             pool=ENDPOINTS,
@@ -166,6 +177,13 @@ ADVISED = {
             ),
         ),
         "flow_control.limit and limits",
+    ),
+    "a usage limit without flow control": (
+        settings.Settings(
+            pool=ENDPOINTS,
+            flow_control=settings.FlowControlSection(usage_limit=UsageLimit(min_ceiling=0.5)),
+        ),
+        "flow_control.usage_limit has no effect",
     ),
     "bands without flow control": (
         settings.Settings(

@@ -9,6 +9,7 @@ from extproc.config import lint, loader
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 from extproc.flow_control.priority_band import BandSettings, PrioritySettings
+from extproc.routing.usage_limit import UsageLimit
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 GATE = "featureGates: [flowControl]\n"
@@ -143,7 +144,7 @@ flowControl:
   defaultRequestTTL: 2h
   noEndpointRequestTTL: 3h
   enableEviction: true
-  usageLimitPolicyPluginRef: static-usage-limit-policy
+  usageLimitPolicyPluginRef: soft-reflective-ceiling-policy
   defaultPriorityBand: {fairnessPolicyRef: program-aware-fairness}
 """
     )
@@ -153,12 +154,90 @@ flowControl:
         "flowControl.noEndpointRequestTTL: 10800 s",
         "flowControl.defaultPriorityBand.fairnessPolicyRef: program-aware-fairness is not built",
         "flowControl.enableEviction is not acted on",
-        "flowControl.usageLimitPolicyPluginRef: static-usage-limit-policy is not acted on",
+        "flowControl.usageLimitPolicyPluginRef: soft-reflective-ceiling-policy is not acted on",
     ]
     assert len(warnings) == len(begins)
     assert warnings[2].endswith(": round-robin is used in its place")
     for warning, begin in zip(warnings, begins, strict=True):
         assert warning.startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit"),
+    [
+        ("type: static-usage-limit-policy", None),
+        ("type: static-usage-limit-policy, parameters: {threshold: null}", None),
+        ("type: static-usage-limit-policy, parameters: {threshold: 1.0}", None),
+        (
+            "type: static-usage-limit-policy, parameters: {threshold: 0.8}",
+            UsageLimit(min_ceiling=0.8, max_ceiling=0.8),
+        ),
+        (
+            "type: priority-holdback-policy, parameters: {minCeiling: 0.4}",
+            UsageLimit(min_ceiling=0.4),
+        ),
+        (
+            (
+                "type: priority-holdback-policy, parameters: "
+                "{shape: linear, domain: value, minCeiling: 0, maxCeiling: 0.9}"
+            ),
+            UsageLimit(min_ceiling=0.0, max_ceiling=0.9, domain="value"),
+        ),
+    ],
+)
+def test_usage_limit_policies_are_converted(policy, limit):
+    """The static one is equal ceilings; its default is that requests wait for an endpoint only."""
+    holding, warnings = read(
+        GATE + f"plugins: [{{type: queue-scorer}}, {{name: limit, {policy}}}]\n"
+        "flowControl: {usageLimitPolicyPluginRef: limit}\n"
+    )
+    assert (holding.usage_limit, warnings) == (limit, [])
+
+
+def test_a_usage_limit_policy_without_a_plugin_stands_for_its_type():
+    """With its defaults, as upstream; one that no flow control names does nothing."""
+    holding, warnings = read(
+        f"{GATE}flowControl: {{usageLimitPolicyPluginRef: static-usage-limit-policy}}\n"
+    )
+    assert (holding.usage_limit, warnings) == (None, [])
+    holding, warnings = read(
+        GATE + "plugins: [{type: queue-scorer}, {type: priority-holdback-policy, "
+        "parameters: {minCeiling: 0.4}}]\n"
+    )
+    assert (holding.usage_limit, warnings) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        ("type: queue-scorer", "flowControl.usageLimitPolicyPluginRef: expected the name"),
+        ("type: priority-holdback-policy", "plugins[0].parameters: expected the key minCeiling"),
+        (
+            "type: priority-holdback-policy, parameters: {minCeiling: 1}",
+            "plugins[0].parameters.minCeiling",
+        ),
+        (
+            "type: priority-holdback-policy, parameters: {minCeiling: 0.5, maxCeiling: 0.5}",
+            "expected a minCeiling below maxCeiling (0.5)",
+        ),
+        (
+            "type: priority-holdback-policy, parameters: {minCeiling: 0.5, shape: step}",
+            "plugins[0].parameters.shape",
+        ),
+        (
+            "type: static-usage-limit-policy, parameters: {threshold: 0}",
+            "plugins[0].parameters.threshold",
+        ),
+    ],
+)
+def test_usage_limit_policies_that_upstream_refuses_are_refused(policy, error):
+    """A plugin of another type, and parameters out of their range."""
+    with pytest.raises(ConfigError) as refused:
+        read(
+            GATE + f"plugins: [{{name: limit, {policy}}}, {{type: kv-cache-utilization-scorer}}]\n"
+            "flowControl: {usageLimitPolicyPluginRef: limit}\n"
+        )
+    assert error in str(refused.value)
 
 
 def test_bands_are_converted():

@@ -26,7 +26,7 @@ from extproc.endpoint import LabelExpression
 from extproc.flow_control import priority_band, rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
-from extproc.routing import pool_match
+from extproc.routing import pool_match, usage_limit
 from extproc.scheduling import load_bounds
 from extproc.simulator.fleet import client, scenario, workloads
 from extproc.xds import resources
@@ -54,6 +54,7 @@ SECTIONS = (
         "flow_control.bands[], flow_control.default_band, flow_control.default_negative_band",
         priority_band.PrioritySettings,
     ),
+    ("flow_control.usage_limit", usage_limit.UsageLimit),
     ("flow_control.limit, flow_control.limits[]", rate_limit.RateLimit),
     ("autoscaling", autoscaling.AutoscalingSection),
     ("autoscaling.discovered_pools[]", autoscaling.ScalingRule),

@@ -38,6 +38,11 @@ def busy(scene, **request):
     return type(scene.decision(**request)).__name__
 
 
+def held_by_loads(scene):
+    scene.observe(0.0)  # and half of the KV cache
+    return type(scene.decision()).__name__
+
+
 def unlisted(scene):
     scene.list_models("other")
     return type(scene.decision()).__name__
@@ -317,6 +322,11 @@ LIVE = {
         "pool: {objectives: {low: -1}}\n" + HOLDING % "default_negative_band: {max_requests: 1}",
         "pool: {objectives: {low: -1}}\n" + HOLDING % "default_negative_band: {}",
         lambda scene: holds(scene, 2, x_llm_d_inference_objective="low"),
+    ),
+    "flow_control.usage_limit": (
+        HOLDING % "usage_limit: {min_ceiling: 0.1, max_ceiling: 0.1}",
+        HOLDING % "usage_limit: {min_ceiling: 0.1, max_ceiling: 9}",
+        held_by_loads,
     ),
     "flow_control.tenant_header": (
         HOLDING % "tenant_header: x-team",

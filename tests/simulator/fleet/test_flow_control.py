@@ -7,6 +7,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks
 from extproc.request import InferenceRequest
+from extproc.routing.usage_limit import UsageLimit
 from extproc.simulator.fleet import client, scenario, workloads
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.flow_control import SimFlowController
@@ -191,6 +192,30 @@ def test_a_small_tenant_does_not_wait_for_a_big_one():
     middle = len(alone) // 2
     assert beside["small"][middle] < open_[middle] / 2
     assert beside["big"][-1] > 2 * beside["small"][-1]
+
+
+def ttft_s(limit) -> dict[str, float]:
+    """Mean time to the first token by tenant, of few long prompts beside many long answers."""
+    big = independent(10_000, prompt=exactly(500), output=exactly(600))
+    small = independent(10_000, prompt=exactly(2000), output=exactly(50))
+    groups = [
+        workloads.Group(tenant="big", rate_per_s=10.0, until_s=20.0, workload=big),
+        workloads.Group(tenant="small", priority=10, rate_per_s=1.0, until_s=20.0, workload=small),
+    ]
+    fleet = [scenario.EngineGroup(count=1, profile="l4-8b-fp8")]
+    definition = a_scenario(workloads.Groups(groups=groups), fleet=fleet, client=client.Client())
+    times = {"big": [], "small": []}
+    for sim_request in Simulation(definition, held(usage_limit=limit), seed=1).run().requests:
+        assert not sim_request.failure
+        times[sim_request.work.tenant].append(sim_request.first_s)
+    return {tenant: spread(values).mean for tenant, values in times.items()}
+
+
+def test_a_usage_limit_keeps_capacity_for_a_priority():
+    """Its first tokens come sooner, as fewer sequences run beside them, which all are served later."""
+    plain, limited = ttft_s(None), ttft_s(UsageLimit(min_ceiling=0.25))
+    assert limited["small"] < 0.8 * plain["small"]
+    assert limited["big"] > plain["big"]
 
 
 def p95_s(*tenants) -> float:
