@@ -218,6 +218,8 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         gaps_s: Seconds from token to token of a sequence, summed over the same.
         prefill_s: Seconds in the batch until the first token, summed over finished requests.
         prefill_tokens: Prompt tokens that were computed in them.
+        first_tokens: Requests that got their first token, by engines that count the prompt tokens of a
+            request only then (count).
         rank_steps: Iterations of each data-parallel rank of which the others are sums, in the order of
             the page; empty for those of a single one.
     """
@@ -239,6 +241,7 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     gaps_s: float | None = None
     prefill_s: float | None = None
     prefill_tokens: float | None = None
+    first_tokens: float | None = None
     rank_steps: tuple[float, ...] = ()
 
 

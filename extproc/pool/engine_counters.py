@@ -231,6 +231,30 @@ class SpanReader:
         return spans.rows(steps)
 
 
+class PrefillCounter:
+    """Counts the requests of one engine whose prompts are being computed.
+
+    Of those that run, the others have a first token and did not finish. Requests that clients gave up
+    are in one of these counters only, so their difference is kept between none and all that run.
+    """
+
+    __slots__ = ("_given_up",)
+
+    def __init__(self) -> None:
+        self._given_up = 0.0  # requests with a first token that never count as finished
+
+    def update(self, load: Load) -> float:
+        """Take in a page; returns the count, 0 where the page does not show it."""
+        first_tokens, finished = load.counters.first_tokens, load.counters.finished
+        if first_tokens is None or finished is None:
+            return 0.0
+        running = load.running or 0.0
+        shown = first_tokens - finished - self._given_up
+        decoding = min(running, max(0.0, shown))
+        self._given_up += shown - decoding
+        return running - decoding
+
+
 class OutputReader:
     """Reads generated tokens and finished requests between two pages of one engine process."""
 

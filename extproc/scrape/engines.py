@@ -153,6 +153,7 @@ TABLE: tuple[EngineSpec, ...] = (
             ("gaps_s", series("vllm:inter_token_latency_seconds_sum")),
             ("prefill_s", series("vllm:request_prefill_time_seconds_sum")),
             ("prefill_tokens", series("vllm:request_prefill_kv_computed_tokens_sum")),
+            ("first_tokens", series("vllm:time_to_first_token_seconds_count")),
             ("adapter_loads", series("vllm:lora_adapter_load_seconds_count")),
             ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
             # The second is that of vLLM before 0.25.

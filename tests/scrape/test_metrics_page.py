@@ -54,6 +54,7 @@ def test_a_real_page_is_read_completely():
             gaps_s=32.41322159499896,
             prefill_s=6.04624703799891,
             prefill_tokens=207647.0,
+            first_tokens=120.0,
         ),
     )
 

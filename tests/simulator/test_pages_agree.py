@@ -14,6 +14,7 @@ from tests.simulator.builders import profile
 COUNTED = (
     *("steps", "step_tokens", "generated_tokens", "finished"),
     *("reloaded_tokens", "reload_s", "gaps", "gaps_s", "prefill_s", "prefill_tokens"),
+    "first_tokens",
 )
 
 

@@ -90,6 +90,20 @@ def test_errors_of_estimates_are_those_of_the_learned_numbers(tmp_path, strategy
     assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.02)
 
 
+def test_estimates_hold_for_prompts_longer_than_the_time_between_scrapes(tmp_path):
+    """Engines count the tokens of a prompt when it is finished, not as they compute them."""
+    workload = builders.conversations(
+        40, prompt=builders.spread_out(1500), output=builders.spread_out(150)
+    )
+    fleet = [scenario.EngineGroup(count=3, profile="a100-8b-bf16")]
+    path, measured_s = write(
+        tmp_path, "round-robin", workload, fleet=fleet, client=client.Client(users=24)
+    )
+    loaded = replay.load(path, strategies=(), configs=())
+    as_recorded = replay.simulate_as_recorded(loaded, replay.scenario_of(loaded, [1]))
+    assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.1)
+
+
 def test_fidelity_compares_means_of_the_same_requests(tmp_path):
     """Estimates of long prompts do not count if only answers to short ones were shown."""
     path, _ = write(tmp_path, "adaptive", talks(), client=client.Client(users=12))

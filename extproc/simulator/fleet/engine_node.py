@@ -68,7 +68,7 @@ class EngineNode:
             listener([(kv.ALL_BLOCKS, None, False, kv.DEVICE)])
         self.up = True
         self.refusing = self._hung = False
-        self._steps = self._computed = self._generated = self._ended = 0
+        self._steps = self._computed = self._generated = self._begun = self._ended = 0
         self._gap_count = self._prefilled = 0
         self._gaps_s = self._prefill_s = 0.0
         self._due: float | None = None
@@ -183,6 +183,7 @@ class EngineNode:
                 gaps_s=gaps_s,
                 prefill_s=self._prefill_s,
                 prefill_tokens=float(self._prefilled),
+                first_tokens=float(self._begun),
             ),
         )
 
@@ -215,6 +216,7 @@ class EngineNode:
         if self.profile.max_loras:
             self._active = engine.slots.active
         self._steps += done.steps
+        self._begun += len(done.first_tokens)
         self._computed += sum(first.computed_tokens for first in done.first_tokens)
         self._generated += done.tokens
         self._ended += len(done.finished)
