@@ -88,8 +88,10 @@ def _queue(c: Candidate, node: EngineNode, work: RequestSpec, now: float) -> Can
     queued = 0
     for job in jobs:
         left = job.prompt_left
-        if job.waiting:
-            spec = node.requests[job.id].work
+        # An engine that dies at this moment has jobs without requests.
+        sim_request = node.requests.get(job.id)
+        if job.waiting and sim_request is not None:
+            spec = sim_request.work
             left -= size * node.engine.pool.match(spec.keys, (spec.prompt_tokens - 1) // size)
         queued += max(0, left)
     # An engine without metrics shows its queue, too.
