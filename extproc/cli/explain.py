@@ -2,7 +2,7 @@
 
 The request is a JSON body from a file or standard input. What is known of the endpoints comes from
 a running server (--server), or from a file (--state) in the form in which /debug/pool shows it.
-With --id, --last, --slowest or --failed a server explains a request that it routed lately.
+With --id, --sequence, --last, --slowest or --failed a server explains a request that it routed lately.
 
     extproc explain request.json
     extproc explain --id chatcmpl-6a1e9e9c
@@ -79,6 +79,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="explain a request of the past: its x-request-id, an id of the answer (in its body where "
         "extproc sees that, or its x-request-id), or that of its trace",
     )
+    past.add_argument(
+        "--sequence",
+        type=int,
+        metavar="N",
+        help="the same for a number of /debug/decisions, as an id may have several requests",
+    )
     past.add_argument("--last", action="store_true", help="the same for the newest request")
     past.add_argument("--slowest", action="store_true", help="the same for the slowest request")
     past.add_argument(
@@ -126,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
     server = base_url(named) if args.state is None else ""
     find_token = _token_reader(args) if server else str
     explain: Callable[[str], dict[str, Any]]
-    if args.id is not None or args.last or args.slowest or args.failed:
+    is_named = args.id is not None or args.sequence is not None
+    if is_named or args.last or args.slowest or args.failed:
         _check_recorded(args)
         explain = functools.partial(_explain_recorded, args, server)
     else:
@@ -241,7 +248,7 @@ def _check_recorded(args: argparse.Namespace) -> None:
         )
     if args.state is not None or args.request != "-":
         raise ConfigError(
-            "--id, --last, --slowest, --failed",
+            "--id, --sequence, --last, --slowest, --failed",
             wanted="--server and no request",
             got="a request" if args.state is None else "--state",
             fix="a server keeps the requests it routed; write extproc explain --server URL --id ID",
@@ -250,14 +257,17 @@ def _check_recorded(args: argparse.Namespace) -> None:
 
 def _explain_recorded(args: argparse.Namespace, server: str, token: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
-    request_id, query = (
-        (args.id, "") if args.id is not None else _select_recorded(args, server, token)
-    )
-    page = f"{server}/debug/decisions/{_quote(request_id)}"
-    explanation = _get(f"{page}{query}", token)
+    if args.id is not None:
+        page, name = f"decisions/{_quote(args.id)}", args.id
+    else:
+        sequence = args.sequence
+        if sequence is None:
+            sequence = _select_recorded(args, server, token)
+        page, name = f"decision?sequence={sequence}", f"number {sequence}"
+    explanation = _get(f"{server}/debug/{page}", token)
     if "id" not in explanation and explanation["status"] == 404:
         raise NotRecordedError(
-            wanted=f"a request that was routed or refused lately as {request_id}",
+            wanted=f"a request that was routed or refused lately as {name}",
             got=explanation["message"],
             fix="`extproc explain --last` shows the newest",
         )
@@ -269,8 +279,8 @@ def _quote(request_id: str) -> str:
     return urllib.parse.quote(request_id, safe="", errors="surrogateescape")
 
 
-def _select_recorded(args: argparse.Namespace, server: str, token: str) -> tuple[str, str]:
-    """The id of the last, the slowest or the last failed request, and a query that selects it among retries."""
+def _select_recorded(args: argparse.Namespace, server: str, token: str) -> int:
+    """Sequence number of the last, the slowest or the last failed request."""
     decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", token)["decisions"]
     if args.failed:
         decisions = [row for row in decisions if row["result"] in ("failed", "refused")]
@@ -282,9 +292,7 @@ def _select_recorded(args: argparse.Namespace, server: str, token: str) -> tuple
             got="none among those that are kept",
             fix="send one, or raise decisions.decisions if it was long ago",
         )
-    row = decisions[0]
-    # An open request may end before it is asked for.
-    return str(row["id"]), "" if row["result"] == "open" else f"?result={row['result']}"
+    return int(decisions[0]["sequence"])
 
 
 def _get(url: str, token: str) -> dict[str, Any]:

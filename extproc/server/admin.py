@@ -139,9 +139,9 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         `?pool=` selects those of that pool, `?result=` those that are `ok`, `failed`, `refused` or
         `open`, and `?id=`, `?model=` and `?endpoint=` those that contain the text there.
         """
-        text, result = request.query.get("limit", "50"), request.query.get("result", "")
+        limit, result = _to_count(request.query.get("limit", "50")), request.query.get("result", "")
         pool = request.query.get("pool", "")
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
+        if limit is None:
             return _refused(
                 Rejection(400, "expected a number as ?limit=; write how many are wanted")
             )
@@ -151,7 +151,6 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         known = itertools.chain(self.pools(), map(_find_pool, self.decisions.latest()))
         if pool and pool not in known:
             return refuse_unknown_pool(pool, self.pools())
-        limit = int(text)
         selected = filter(_build_filter(request.query), self.decisions.latest())
         records, now = itertools.islice(selected, limit), self.clock()
         return web.json_response(
@@ -159,33 +158,37 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     async def decision(self, request: web.Request) -> web.Response:
-        """Recorded request by request id: the decision with its result, or why it was refused.
+        """Newest record by request id: the decision with its result, or why it was refused.
 
-        `?result=` selects among requests of the same id, such as a refused one and its retry.
+        Clients may send an id again: `num_same_id` is the number of its records, and
+        `same_id_sequences` has the sequence numbers of the newest ten. `?sequence=` and `?result=`
+        select among them.
         """
         return self._describe_decision(request, request.match_info["id"])
 
     async def decision_of_query(self, request: web.Request) -> web.Response:
-        """Recorded request of `?id=`, as of `/debug/decisions/{id}`; browsers drop `.` and `..` there."""
-        request_id = request.query.get("id")
-        if request_id is None:
-            return _refused(Rejection(400, "expected ?id=; write the id of a request"))
-        return self._describe_decision(request, request_id)
+        """Recorded request of `?id=`, as of `/debug/decisions/{id}`, or of `?sequence=` alone.
 
-    def _describe_decision(self, request: web.Request, request_id: str) -> web.Response:
-        result = request.query.get("result", "")
+        Browsers drop the ids `.` and `..` from a path.
+        """
+        return self._describe_decision(request, request.query.get("id"))
+
+    def _describe_decision(self, request: web.Request, request_id: str | None) -> web.Response:
+        result, text = request.query.get("result", ""), request.query.get("sequence")
         if result and result not in RESULTS:
             return _refused(_UNKNOWN_RESULT)
-        record = self.decisions.find(request_id, result)
+        if request_id is None and text is None:
+            wanted = "expected ?id= or ?sequence=; write the id of a request"
+            return _refused(Rejection(400, wanted))
+        sequence = None if text is None else _to_count(text)
+        if sequence is None and text is not None:
+            return _refused(Rejection(400, "expected a number as ?sequence=; the list has them"))
+        log = self.decisions
+        record = log.find(request_id, result=result, sequence=sequence)
         if record is None:
-            missing = Rejection(
-                404,
-                f"no decision of that request id among the last {len(self.decisions)}; the id is "
-                "the x-request-id header, decisions.decisions says how many are kept, and other "
-                "replicas have those that they routed",
-            )
-            return _refused(missing)
-        return web.json_response(explanation.explain_record(record, self.clock()))
+            return _refused(_build_missing(request_id, num_decisions=len(log)))
+        same_id = log.list_same_id(record)
+        return web.json_response(explanation.explain_record(record, self.clock(), same_id=same_id))
 
     async def shadow(self, _: web.Request) -> web.Response:
         """Shadows by name of their pool: agreement, expected seconds, their cost, last differences."""
@@ -390,6 +393,22 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
 def _find_pool(record: DecisionRecord | RejectionRecord) -> str:
     """Name of the pool of a recorded request."""
     return record.pool if isinstance(record, RejectionRecord) else record.decision.pool
+
+
+def _to_count(text: str) -> int | None:
+    """Number of a query; None for what is none of at most nine digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _build_missing(request_id: str | None, *, num_decisions: int) -> Rejection:
+    """Build the answer to an id, or to a sequence number, that no record has."""
+    name = "sequence number" if request_id is None else "request id"
+    return Rejection(
+        404,
+        f"no decision of that {name} among the last {num_decisions}; the id is "
+        "the x-request-id header, decisions.decisions says how many are kept, and other "
+        "replicas have those that they routed",
+    )
 
 
 def _seconds(text: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import ClassVar, Final, Literal, get_args
@@ -59,6 +59,7 @@ class DecisionRecord:
         first_token_s: Seconds from the choice of the endpoint to the first chunk of a stream, or to
             the headers of another response; None where chunks are not shown.
         answer_ids: Ids that the headers and the body of the answer have.
+        sequence: Number of the record in its log, from 1; unset outside of one.
     """
 
     # No struct, whose fields are written by a call each; the interpreter writes slots itself.
@@ -70,10 +71,13 @@ class DecisionRecord:
         "headers_s",
         "id",
         "seconds",
+        "sequence",
         "status",
         "trace_id",
         "usage",
     )
+
+    sequence: int
 
     def __init__(self, request_id: str, at: float, decision: Decision) -> None:
         self.id, self.at, self.decision = request_id, at, decision
@@ -98,7 +102,7 @@ class DecisionRecord:
         self.answer_ids = (*self.answer_ids, *ids)
 
 
-class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
+class RejectionRecord(msgspec.Struct, eq=False):
     """One refused request.
 
     Attributes:
@@ -106,6 +110,7 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
         model: Model or adapter; empty where unknown.
         rejection: Response to the client, and its cause.
         trace_id: Sampled trace that it belongs to; empty without one.
+        sequence: Number of the record in its log, from 1; 0 outside of one.
     """
 
     id: str
@@ -114,11 +119,14 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     model: str
     rejection: Rejection
     trace_id: str = ""
+    sequence: int = 0
     result: ClassVar[RequestResult] = "refused"
 
 
 class DecisionLog:
     """Bounded ring of decisions, and another one of refused requests.
+
+    Clients may send the same id again, so each record has a sequence number of its own.
 
     Args:
         capacity: Decisions kept, and refused requests (count each); 0 keeps none.
@@ -131,7 +139,8 @@ class DecisionLog:
         self._capacity = capacity
         self._most = most_candidates
         self._ring: list[DecisionRecord] = []
-        self._rejections: OrderedDict[str, RejectionRecord] = OrderedDict()
+        self._rejections: deque[RejectionRecord] = deque()
+        self._next_sequence = 1
         # Candidates by decision of the ring, and their sum.
         self._weights: list[int] = []
         self._weight = 0
@@ -139,7 +148,8 @@ class DecisionLog:
         self._settle: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        return len(self._by_id())
+        self._settle()
+        return len(self._ring)
 
     def before_reading(self, settle: Callable[[], None]) -> None:
         """Let `settle` add decisions that wait, whenever the log is read."""
@@ -152,16 +162,18 @@ class DecisionLog:
         self._trim_rejections()
 
     def add(self, request_id: str, decision: Decision, now: float) -> DecisionRecord:
-        """Adds a decision; a later decision of the same id replaces an earlier one."""
+        """Adds a decision."""
         record = DecisionRecord(request_id, now, decision.without_prompt())
         self.extend([record])
         return record
 
     def extend(self, records: Sequence[DecisionRecord]) -> None:
         """Adds decisions without prompt and blocks, as `add` does."""
-        for record in records:
+        for sequence, record in enumerate(records, self._next_sequence):
+            record.sequence = sequence
             if len(record.id) > _SHORT_ID:
                 record.id = shorten_id(record.id)
+        self._next_sequence += len(records)
         if not self._capacity:
             return
         added = _weigh(records)
@@ -196,50 +208,53 @@ class DecisionLog:
         if self._dropped:
             self._dropped.pop()
 
-    def _by_id(self) -> dict[str, DecisionRecord]:
-        """The last record of each id."""
-        self._settle()
-        return {record.id: record for record in self._ring}
-
     def add_rejection(self, record: RejectionRecord) -> None:
-        """Adds a refused request; a later one of the same id replaces it."""
-        rejections = self._rejections
-        rejections.pop(record.id, None)
-        rejections[record.id] = record
+        """Adds a refused request."""
+        record.sequence = self._next_sequence
+        self._next_sequence += 1
+        self._rejections.append(record)
         self._trim_rejections()
 
     def _trim_rejections(self) -> None:
         while len(self._rejections) > self._capacity:
-            self._rejections.popitem(last=False)
+            self._rejections.popleft()
 
-    def find(self, request_id: str, result: str = "") -> DecisionRecord | RejectionRecord | None:
-        """Returns the latest record of a request; None when it is no longer in a ring.
+    def find(
+        self, request_id: str | None, *, result: str = "", sequence: int | None = None
+    ) -> DecisionRecord | RejectionRecord | None:
+        """Returns the newest record of a request; None when it is no longer in a ring.
 
         Args:
             request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
                 of it, such as `chatcmpl-` and the request id; or an id that the engine made up
-                for its answer, where it was shown; or the id of a sampled trace.
+                for its answer, where it was shown; or the id of a sampled trace. None for any.
             result: Result of the record, as a retry has the id of the request; empty for any.
+            sequence: Sequence number of the record; None for any.
         """
-        rings: tuple[Mapping[str, DecisionRecord | RejectionRecord], ...]
-        rings = self._by_id(), self._rejections
+        records = [
+            record
+            for record in self.latest()
+            if result in ("", record.result) and sequence in (None, record.sequence)
+        ]
+        if request_id is None:
+            return next(iter(records), None)
         for name in _spellings(request_id):
             key = shorten_id(name)
-            records = [ring[key] for ring in rings if key in ring]
-            selected = [record for record in records if result in ("", record.result)]
-            if selected:
-                return max(selected, key=lambda record: record.at)
-        for record in self.latest():
-            if _is_called(record, request_id) and result in ("", record.result):
-                return record
-        return None
+            for record in records:
+                if record.id == key:
+                    return record
+        return next((record for record in records if _is_called(record, request_id)), None)
+
+    def list_same_id(self, record: DecisionRecord | RejectionRecord) -> list[int]:
+        """Lists the sequence numbers of all records with the id of one, newest first."""
+        return [other.sequence for other in self.latest() if other.id == record.id]
 
     def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
         """Returns the latest records, newest first; all of them without a count."""
-        by_id = self._by_id()
+        self._settle()
         rings: list[Iterator[DecisionRecord | RejectionRecord]] = [
-            (record for record in reversed(self._ring) if by_id[record.id] is record),
-            reversed(self._rejections.values()),
+            reversed(self._ring),
+            reversed(self._rejections),
         ]
         newest_first = heapq.merge(*rings, key=lambda record: -record.at)
         return itertools.islice(newest_first, count)
@@ -267,12 +282,12 @@ def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:
 
 def _weigh(records: Sequence[DecisionRecord]) -> list[int]:
     """Candidates and endpoints that requests may go to, by decision (count)."""
-    decisions = [record.decision for record in records]
     return [
         len(known.candidates)
-        + len(known.request.subset or ())
+        + (0 if known.request.subset is None else len(known.request.subset))
         + (0 if known.disaggregation is None else _weigh_stages(known.disaggregation))
-        for known in decisions
+        for record in records
+        for known in (record.decision,)
     ]
 
 

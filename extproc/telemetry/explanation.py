@@ -7,7 +7,7 @@ request is described by what the decision used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, assert_never
 
 import msgspec
@@ -36,6 +36,9 @@ _STAGE_KEYS: Final = (
     *("profile", "picker", "degraded", "match_source", "endpoints", "runner_up", "candidates"),
     *("filters", "scorers", "cost", "scored_candidates"),
 )
+
+#: Records with the same id that an explanation names (count).
+_MAX_SAME_ID: Final = 10
 
 #: Plain JSON: mappings, lists, text, numbers, booleans, None.
 Json = dict[str, Any]
@@ -199,11 +202,24 @@ def show_id(record: DecisionRecord | RejectionRecord) -> str:
         return record.id
 
 
-def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json:
-    """A recorded request as JSON: a decision with its age and result, or a rejection."""
+def explain_record(
+    record: DecisionRecord | RejectionRecord, now: float, *, same_id: Sequence[int] = ()
+) -> Json:
+    """A recorded request as JSON: a decision with its age and result, or a rejection.
+
+    Args:
+        same_id: Sequence numbers of all records with its id, newest first; empty for its own alone.
+    """
+    sequences = same_id or [record.sequence]
+    names = {
+        "id": show_id(record),
+        "sequence": record.sequence,
+        "num_same_id": len(sequences),
+        "same_id_sequences": list(sequences[:_MAX_SAME_ID]),
+    }
     if isinstance(record, RejectionRecord):
         return {
-            "id": show_id(record),
+            **names,
             "seconds_ago": now - record.at,
             "trace_id": record.trace_id or None,
             "pool": record.pool,
@@ -213,7 +229,7 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
             **explain(record.rejection),
         }
     return {
-        "id": show_id(record),
+        **names,
         "seconds_ago": now - record.at,
         "result": record.result,
         "status": record.status or None,
@@ -233,6 +249,7 @@ def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Js
     if isinstance(record, RejectionRecord):
         return {
             "id": show_id(record),
+            "sequence": record.sequence,
             "seconds_ago": now - record.at,
             "pool": record.pool,
             "model": record.model,
@@ -247,6 +264,7 @@ def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Js
     decision = record.decision
     return {
         "id": show_id(record),
+        "sequence": record.sequence,
         "seconds_ago": now - record.at,
         "pool": decision.pool,
         "model": decision.request.target,

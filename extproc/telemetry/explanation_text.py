@@ -122,6 +122,7 @@ def render_past(record: Json) -> str:
     if record["outcome"] == "rejection":
         asked_for = f", model {record['model']}" if record["model"] else ""
         line = f"request {record['id']}: {record['seconds_ago']:.1f} s ago{asked_for}"
+        line += _format_same_id(record)
         return f"{line}\ncause: {record['cause']}\n{render_table(record)}"
     came = "still open" if record["seconds"] is None else f"took {record['seconds']:.3f} s"
     status = f"status {record['status']}" if record["status"] else "no answer seen"
@@ -129,7 +130,20 @@ def render_past(record: Json) -> str:
     line = f"request {record['id']}: {record['seconds_ago']:.1f} s ago, {status}, {came}"
     if used:
         line += f"; tokens reported: {used}"
-    return f"{line}\n{render_table(record)}"
+    return f"{line}{_format_same_id(record)}\n{render_table(record)}"
+
+
+def _format_same_id(record: Json) -> str:
+    """Line that says how many requests have the id of a record; empty where it is the only one."""
+    count, others = record["num_same_id"], record["same_id_sequences"]
+    if count == 1:
+        return ""
+    shown = [str(sequence) for sequence in others if sequence != record["sequence"]]
+    more = ", ..." if count > len(others) else ""
+    return (
+        f"\n{count} requests have this id, and this is --sequence {record['sequence']}; "
+        f"others: {', '.join(shown)}{more}"
+    )
 
 
 def _refused(explanation: Json) -> str:

@@ -443,6 +443,24 @@ def test_a_selected_request_is_shown_where_another_has_its_id(flag, server, deci
     assert ("cause: unknown-model" in output) == is_refused
 
 
+def test_each_request_of_an_id_is_explained(server, decisions, capsys):
+    """An id that is sent again hides no earlier decision; sequence numbers tell them apart."""
+    decision = decisions.find("id/0").decision
+    for status, at in (("404", 0.6), ("200", 0.7)):
+        record = decisions.add("dup", decision, at)
+        record.status, record.seconds = status, 1.0
+    flags = ["--server", server]
+    assert "status 404" in told_by(capsys, *flags, "--failed").splitlines()[0]
+    lines = told_by(capsys, *flags, "--id", "dup").splitlines()
+    assert "status 200" in lines[0]
+    assert lines[1] == "2 requests have this id, and this is --sequence 4; others: 3"
+    assert "status 404" in told_by(capsys, *flags, "--sequence", "3").splitlines()[0]
+    assert main.main(["explain", *flags, "--sequence", "9"]) == 1
+    error = capsys.readouterr().err
+    assert "lately as number 9" in error
+    assert "no decision of that sequence number among the last 4" in error
+
+
 def test_any_recorded_id_is_found(server, decisions, capsys):
     """Braces too, which patterns of paths in aiohttp exclude by default."""
     decisions.add("{id}", decisions.find("id/0").decision, 0.7)

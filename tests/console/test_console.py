@@ -141,11 +141,15 @@ async def test_a_refused_request_is_explained_where_its_retry_has_its_id(scene, 
     scene.picker.decisions.add_rejection(refusal)
     address = scene.route("twice")
     async with chromium.page(scene.port) as page:
-        for link, text in (("twice/refused", "no JSON"), ("twice", address)):
+        for at, text in enumerate((address, "no JSON")):
             await page.open("#/decisions")
-            await page.page.locator(f"#decisions-list a[href='#/decision/{link}']").click()
+            await page.page.get_by_role("link", name="twice", exact=True).nth(at).click()
             shown = "document.querySelector('#decision-explanation').textContent"
             await page.until(f"{shown}.includes('{text}')")
+            await page.until(f"{shown}.includes('Same id2 requests: ')")
+        other = page.page.locator("#decision-explanation a[href^='#/decision/twice/']")
+        await other.click()
+        await page.until(f"{shown}.includes('{address}')")
         assert page.complaints == []
 
 

@@ -312,6 +312,13 @@ def test_a_decision_is_found_by_any_id(request_id):
             assert decision.json()["id"] == request_id
             assert (await http1.ask(port, f"/debug/decision?{query}&result=ok")).status == 404
             assert (await http1.ask(port, f"/debug/decision?{query}&result=no")).status == 400
+            (row,) = (await http1.ask(port, "/debug/decisions")).json()["decisions"]
+            part = f"sequence={row['sequence']}"
+            for page in (part, f"{query}&{part}"):
+                decision = await http1.ask(port, f"/debug/decision?{page}")
+                assert decision.json()["id"] == request_id
+            assert (await http1.ask(port, f"/debug/decision?{query}&sequence=9")).status == 404
+            assert (await http1.ask(port, f"/debug/decision?{query}&sequence=x")).status == 400
 
     serving.run(test())
 

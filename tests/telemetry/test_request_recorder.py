@@ -282,13 +282,26 @@ def test_the_oldest_decisions_are_dropped_first():
     assert ring.find("b").id == "b"
 
 
-def test_the_last_decision_of_an_id_is_returned():
-    """A request that is retried is decided again."""
-    ring = DecisionLog(2)
+def test_all_records_of_an_id_are_kept():
+    """A lookup returns the newest of them, and each has a sequence number of its own."""
+    ring = DecisionLog(3)
     ring.add("a", decided(), 0.0)
-    ring.add("a", decided(), 1.0)
-    assert len(ring) == 1
-    assert ring.find("a").at == 1.0
+    ring.add("b", decided(), 1.0)
+    ring.add_rejection(refused("a", 2.0))
+    ring.add("a", decided(), 3.0)
+    assert [(record.id, record.sequence) for record in ring.latest()] == [
+        ("a", 4),
+        ("a", 3),
+        ("b", 2),
+        ("a", 1),
+    ]
+    newest = ring.find("a")
+    assert (newest.at, ring.list_same_id(newest)) == (3.0, [4, 3, 1])
+    assert ring.find("a", sequence=1).at == 0.0
+    assert ring.find(None, sequence=3).result == "refused"
+    assert ring.find("b", sequence=1) is None
+    ring.add("a", decided(), 4.0)
+    assert ring.list_same_id(newest) == [5, 4, 3]
 
 
 def test_a_long_id_is_cut():
@@ -467,7 +480,7 @@ def test_a_bug_in_the_recording_of_a_request_keeps_no_other_from_being_counted()
     requests = [subject.route() for _ in range(4)]
     counters = subject.counters.pools["default"]
     assert counters.routed_total == 4
-    assert len(subject.decisions) == 1  # all have the same id
+    assert len(subject.decisions) == 4
     running = next(name for name in page(subject.counters) if "running" in name)
     assert page(subject.counters)[running] == 4
     for request in requests:

@@ -30,13 +30,13 @@ function showView(isFirst) {
   if (location.hash === "#main") {
     return; // the skip link
   }
-  const [, name, parameter, result] = location.hash.split("/", 4);
+  const [, name, parameter, sequence] = location.hash.split("/", 4);
   current = Object.hasOwn(views, name) ? name : "overview";
   const view = views[current];
   for (const other of Object.keys(views)) {
     byId(other).hidden = other !== current;
   }
-  view.show?.(decode(parameter ?? ""), result);
+  view.show?.(decode(parameter ?? ""), sequence);
   document.title = `${view.title} · extproc`;
   const section = current === "decision" ? "decisions" : current;
   for (const link of document.querySelectorAll("nav a")) {

@@ -2,7 +2,7 @@
 
 import { fetchJson } from "./api.js";
 import { byId, element, setClass, setText, table, updateRows } from "./dom.js";
-import { explanationNodes, resultText } from "./explanation.js";
+import { decisionAddress, explanationNodes, resultText } from "./explanation.js";
 import { UNKNOWN, duration } from "./format.js";
 
 const MAX_LISTED = 100;
@@ -21,14 +21,13 @@ export function decisionTable(caption) {
   return { node, update: (decisions) => updateRows(body, decisions, rowKey, createRow) };
 }
 
-/** A request that was routed and one that was refused may have the same id. */
-function rowKey({ id, result }) {
-  return `${result === "refused"} ${id}`;
+/** Several requests may have the same id, and a restarted picker counts from 1 again. */
+function rowKey({ id, sequence }) {
+  return `${sequence} ${id}`;
 }
 
-function createRow({ id, result: firstResult }) {
-  const part = firstResult === "refused" ? "/refused" : "";
-  const link = element("a", { href: `#/decision/${encodeURIComponent(id)}${part}`, class: "address" }, id || "(no id)");
+function createRow({ id, sequence }) {
+  const link = element("a", { href: decisionAddress(id, sequence), class: "address" }, id || "(no id)");
   const [model, endpoint, why, result, firstToken, age] = [
     element("td", { class: "wide name" }),
     element("td", { class: "address" }),
@@ -105,9 +104,9 @@ export function createDecision() {
     get isLive() {
       return isOpen;
     },
-    show(parameter, result) {
+    show(parameter, sequence) {
       id = parameter;
-      query = result ? `&result=${result}` : "";
+      query = sequence ? `&sequence=${sequence}` : "";
       isOpen = false;
       setText(byId("decision-title"), `Request ${id}`);
       byId("decision-explanation").replaceChildren();

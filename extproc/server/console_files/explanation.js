@@ -23,6 +23,22 @@ export function explanationNodes(outcome) {
   ].filter((node) => node !== null);
 }
 
+/** The address of a request in the console; several may have its id. */
+export function decisionAddress(id, sequence) {
+  return `#/decision/${encodeURIComponent(id)}/${sequence}`;
+}
+
+/** Links to other requests of the same id; null where there are none. */
+function sameIdNodes({ id, sequence, num_same_id: numSameId, same_id_sequences: sequences }) {
+  if (!(numSameId > 1)) {
+    return null;
+  }
+  const others = sequences.filter((other) => other !== sequence);
+  const links = others.flatMap((other) => [", ", element("a", { href: decisionAddress(id, other) }, String(other))]);
+  const more = numSameId > sequences.length ? ", ..." : "";
+  return element("span", {}, `${numSameId} requests: ${sequence}`, ...links, more);
+}
+
 function refusalNodes(outcome) {
   return [
     element(
@@ -44,6 +60,7 @@ function refusalNodes(outcome) {
           ["Try again after", outcome.retry_after_s === null ? null : duration(outcome.retry_after_s)],
           ["Model", outcome.model],
           ["Pool", outcome.pool],
+          ["Same id", sameIdNodes(outcome)],
           ["Age", outcome.seconds_ago === undefined ? null : `${duration(outcome.seconds_ago)} ago`],
         ]),
       ),
@@ -119,6 +136,7 @@ function resultCard(outcome) {
         ["Tokens reported", usage.join(", ")],
         ["Routed", `${duration(outcome.seconds_ago)} ago`],
         ["Trace", outcome.trace_id],
+        ["Same id", sameIdNodes(outcome)],
       ]),
     ),
   );
