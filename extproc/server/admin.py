@@ -19,10 +19,9 @@ from aiohttp.http import HttpProcessingError
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
 from extproc.pool.snapshot import Pool
-from extproc.protocol import messages
 from extproc.request import HttpRequest
 from extproc.scheduling.shadow import ShadowScheduler
-from extproc.server import admin_access, transport
+from extproc.server import admin_access, debug_pages, transport
 from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
@@ -77,13 +76,14 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
 
     def application(self) -> web.Application:
         """Build the web application with all routes."""
-        application = web.Application(middlewares=[self.access.middleware()])
+        application = web.Application(middlewares=[self.access.middleware(), debug_pages.serve])
         application.cleanup_ctx.append(self.access.run)
         application.add_routes(
             [
                 web.get("/metrics", self.metrics),
                 web.get("/healthz", self.healthz),
                 web.get("/readyz", self.readyz),
+                web.get("/debug", self.debug),
                 web.get("/debug/pool", self.pool),
                 web.get("/debug/pools", self.all_pools),
                 web.post("/debug/explain", self.explain),
@@ -118,6 +118,10 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         lines = ["ok" if ready else "not ready", *self.readiness.notes()]
         return web.Response(status=200 if ready else 503, text="\n".join(lines) + "\n")
 
+    async def debug(self, _: web.Request) -> web.Response:
+        """Index of the debug pages, one per line."""
+        return web.Response(text=debug_pages.format_index())
+
     async def pool(self, request: web.Request) -> web.Response:
         """Endpoints of a pool, with loads and reservations; of several, `?pool=` names it."""
         pools = self.pools()
@@ -137,22 +141,29 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         """The last decisions, newest first; `?limit=` of them, 50 by default.
 
         `?pool=` selects those of that pool, `?result=` those that are `ok`, `failed`, `refused` or
-        `open`, and `?id=`, `?model=` and `?endpoint=` those that contain the text there.
+        `open`, `?slower_than=` those that took more seconds or are open for longer, and `?id=`,
+        `?model=` and `?endpoint=` those that contain the text there.
         """
         limit, result = _to_count(request.query.get("limit", "50")), request.query.get("result", "")
         pool = request.query.get("pool", "")
         if limit is None:
-            return _refused(
+            return debug_pages.refuse(
                 Rejection(400, "expected a number as ?limit=; write how many are wanted")
             )
         if result and result not in RESULTS:
-            return _refused(_UNKNOWN_RESULT)
+            return debug_pages.refuse(_UNKNOWN_RESULT)
+        slower_than_s = _to_seconds(request.query.get("slower_than", "0"))
+        if slower_than_s is None:
+            return debug_pages.refuse(
+                Rejection(400, "expected seconds as ?slower_than=; write a number")
+            )
         # Requests of a pool that is gone remain in the log.
         known = itertools.chain(self.pools(), map(_find_pool, self.decisions.latest()))
         if pool and pool not in known:
             return refuse_unknown_pool(pool, self.pools())
-        selected = filter(_build_filter(request.query), self.decisions.latest())
-        records, now = itertools.islice(selected, limit), self.clock()
+        now = self.clock()
+        is_wanted = _build_filter(request.query, slower_than_s=slower_than_s, now=now)
+        records = itertools.islice(filter(is_wanted, self.decisions.latest()), limit)
         return web.json_response(
             {"decisions": [explanation.summarize_record(record, now) for record in records]}
         )
@@ -176,17 +187,19 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
     def _describe_decision(self, request: web.Request, request_id: str | None) -> web.Response:
         result, text = request.query.get("result", ""), request.query.get("sequence")
         if result and result not in RESULTS:
-            return _refused(_UNKNOWN_RESULT)
+            return debug_pages.refuse(_UNKNOWN_RESULT)
         if request_id is None and text is None:
             wanted = "expected ?id= or ?sequence=; write the id of a request"
-            return _refused(Rejection(400, wanted))
+            return debug_pages.refuse(Rejection(400, wanted))
         sequence = None if text is None else _to_count(text)
         if sequence is None and text is not None:
-            return _refused(Rejection(400, "expected a number as ?sequence=; the list has them"))
+            return debug_pages.refuse(
+                Rejection(400, "expected a number as ?sequence=; the list has them")
+            )
         log = self.decisions
         record = log.find(request_id, result=result, sequence=sequence)
         if record is None:
-            return _refused(_build_missing(request_id, num_decisions=len(log)))
+            return debug_pages.refuse(_build_missing(request_id, num_decisions=len(log)))
         same_id = log.list_same_id(record)
         return web.json_response(explanation.explain_record(record, self.clock(), same_id=same_id))
 
@@ -204,13 +217,13 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
 
         At most 86400, and for four clients at a time; one that takes nothing for 30 s is disconnected.
         """
-        seconds = _seconds(request.query.get("seconds", "60"))
-        if not seconds:
-            return _refused(
+        seconds = _to_seconds(request.query.get("seconds", "60"))
+        if seconds is None or not 1.0 <= seconds <= MAX_CLIENT_S:
+            return debug_pages.refuse(
                 Rejection(400, f"expected ?seconds= from 1 to {MAX_CLIENT_S:.0f}; write a number")
             )
         if not self.decision_recorder.has_room:
-            return _refused(
+            return debug_pages.refuse(
                 Rejection(429, f"{MAX_CLIENTS} clients record already; try again when one ended")
             )
         response = web.StreamResponse(headers={"content-type": "application/jsonl"})
@@ -249,7 +262,9 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         except web.RequestPayloadError:
             request.content.feed_eof()  # aiohttp would read what is left, and raise again
             wanted = "expected a body in the encoding of its headers"
-            response = _refused(Rejection(400, f"{wanted}; send it without content-encoding"))
+            response = debug_pages.refuse(
+                Rejection(400, f"{wanted}; send it without content-encoding")
+            )
             response.force_close()
             return response
         outcome = await self.dry_run(HttpRequest(headers, body))
@@ -257,9 +272,9 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
             case Decision():
                 return self._explained(outcome)
             case Deferral():
-                return _refused(outcome.rejection)
+                return debug_pages.refuse(outcome.rejection)
             case Rejection():
-                return _refused(outcome)
+                return debug_pages.refuse(outcome)
             case DirectResponse():
                 return web.Response(
                     status=outcome.status, body=outcome.body, content_type="application/json"
@@ -369,7 +384,9 @@ def _is_gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | RejectionRecord], bool]:
+def _build_filter(
+    query: Mapping[str, str], *, slower_than_s: float, now: float
+) -> Callable[[DecisionRecord | RejectionRecord], bool]:
     """Build the filter of `/debug/decisions` from the query of its address."""
     wanted = {name: query.get(name, "").lower() for name in ("id", "model", "endpoint")}
     result, wanted_pool = query.get("result", ""), query.get("pool", "")
@@ -378,6 +395,8 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
         if result and record.result != result:
             return False
         if wanted_pool and _find_pool(record) != wanted_pool:
+            return False
+        if slower_than_s and _find_duration(record, now) <= slower_than_s:
             return False
         if isinstance(record, RejectionRecord):
             model, endpoint = record.model, ""
@@ -393,6 +412,13 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
 def _find_pool(record: DecisionRecord | RejectionRecord) -> str:
     """Name of the pool of a recorded request."""
     return record.pool if isinstance(record, RejectionRecord) else record.decision.pool
+
+
+def _find_duration(record: DecisionRecord | RejectionRecord, now: float) -> float:
+    """Seconds that a request took, or is open; 0 for a refused one."""
+    if isinstance(record, RejectionRecord):
+        return 0.0
+    return now - record.at if record.seconds is None else record.seconds
 
 
 def _to_count(text: str) -> int | None:
@@ -411,24 +437,16 @@ def _build_missing(request_id: str | None, *, num_decisions: int) -> Rejection:
     )
 
 
-def _seconds(text: str) -> float:
-    """Seconds of a query; 0 for what is no number from 1 to the longest recording."""
+def _to_seconds(text: str) -> float | None:
+    """Seconds of a query; None for what is no number from 0."""
     try:
         seconds = float(text)
     except ValueError:
-        return 0.0
-    return seconds if 1.0 <= seconds <= MAX_CLIENT_S else 0.0
+        return None
+    return seconds if seconds >= 0.0 else None
 
 
 def refuse_unknown_pool(name: str, pools: Iterable[str]) -> web.Response:
     """Answer to a query for a pool that does not exist: 404 with the names of those that do."""
     known = ", ".join(map(repr, pools)) or "none"
-    return _refused(Rejection(404, f"no pool is called {name!r}; there are: {known}"))
-
-
-def _refused(rejection: Rejection) -> web.Response:
-    return web.Response(
-        status=rejection.status,
-        body=messages.error_body(rejection),
-        content_type="application/json",
-    )
+    return debug_pages.refuse(Rejection(404, f"no pool is called {name!r}; there are: {known}"))

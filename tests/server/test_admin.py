@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 
 import pytest
 from aiohttp import web
@@ -16,6 +17,7 @@ from extproc.config import loader
 from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.server import admin, admin_access, app
+from tests.docs import http_reference
 from tests.e2e import http1
 from tests.support.canary import CANARY
 
@@ -276,6 +278,52 @@ def test_a_page_of_another_site_is_refused_by_the_server():
             answer = await http1.ask(port, "/debug/record?seconds=86400", headers=foreign)
             assert (answer.status, b"another site" in answer.body) == (403, True)
             assert (await http1.ask(port, "/debug/pools")).status == 200
+
+    asyncio.run(test())
+
+
+def test_the_index_lists_all_debug_pages():
+    """Each in a line, with the names of its query."""
+
+    async def test() -> None:
+        async with admin_pages() as port:
+            answer = await http1.ask(port, "/debug")
+            lines = answer.body.decode().splitlines()
+            listed = {line.split()[1].partition("?")[0] for line in lines}
+            for path in listed - {"/debug/decisions/{id}", "/debug/explain"}:
+                answer = await http1.ask(port, f"{path}?nothing=1")
+                assert (answer.status, b"?nothing=; it takes: " in answer.body) == (400, True)
+        routes = re.findall(r"\| `(/debug[^`]*)`", http_reference.block())
+        assert listed == set(routes)
+
+    asyncio.run(test())
+
+
+def test_unknown_names_in_a_query_are_refused_with_the_known_ones():
+    """A filter with a typing error must not show everything."""
+
+    async def test() -> None:
+        async with admin_pages() as port:
+            answer = await http1.ask(port, "/debug/decisions/x?results=ok")
+            assert answer.status == 400
+            message = "no query of this page is ?results=; it takes: ?result=, ?sequence="
+            assert answer.json()["error"]["message"].endswith(message)
+
+    asyncio.run(test())
+
+
+def test_browsers_get_indented_json():
+    """Programs get it in one line."""
+
+    async def test() -> None:
+        async with admin_pages() as port:
+            for path in ("/debug/decisions", "/debug/overview"):
+                short = await http1.ask(port, path)
+                accept = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")]
+                long = await http1.ask(port, path, headers=accept)
+                assert short.body.count(b"\n") == 0
+                assert long.body.startswith(b'{\n  "')
+                assert long.json().keys() == short.json().keys()
 
     asyncio.run(test())
 

@@ -264,6 +264,8 @@ def test_strategies_are_compared_on_the_last_requests():
         ("model=demo&result=ok", {"b-2"}),
         ("model=other", set()),
         ("limit=1", {"dü-4"}),
+        ("slower_than=0", {"a-1", "b-2", "c-3", "dü-4"}),
+        ("slower_than=1.5", {"c-3"}),
     ],
 )
 def test_decisions_are_selected(query, expected):
@@ -273,7 +275,7 @@ def test_decisions_are_selected(query, expected):
         async with picker() as (process, port):
             route(process, "a-1")
             route(process, "b-2").on_finished(endpoint=None, status="200", duration_s=1.0)
-            route(process, "c-3").on_finished(endpoint=None, status="503", duration_s=1.0)
+            route(process, "c-3").on_finished(endpoint=None, status="503", duration_s=2.0)
             refusal = RejectionRecord(
                 "dü-4".encode().decode("latin-1"), time.monotonic(), "", "", NO_ENDPOINTS
             )
@@ -334,7 +336,10 @@ def test_a_decision_without_an_id_is_refused():
     serving.run(test())
 
 
-@pytest.mark.parametrize("query", ["result=lost", "limit=x", "limit=-1", "limit="])
+@pytest.mark.parametrize(
+    "query",
+    ["result=lost", "limit=x", "limit=-1", "limit=", "slower_than=x", "slower_than=nan", "slow=1"],
+)
 def test_a_wrong_selection_of_decisions_is_refused(query):
     """400 with the values that are expected."""
 
