@@ -126,11 +126,32 @@ def render_past(record: Json) -> str:
         return f"{line}\ncause: {record['cause']}\n{render_table(record)}"
     came = "still open" if record["seconds"] is None else f"took {record['seconds']:.3f} s"
     status = f"status {record['status']}" if record["status"] else "no answer seen"
-    used = ", ".join(f"{tokens} {kind}" for kind, tokens in sorted(record["usage"].items()))
+    used = _format_usage(record)
     line = f"request {record['id']}: {record['seconds_ago']:.1f} s ago, {status}, {came}"
+    line += _format_first_token(record)
     if used:
         line += f"; tokens reported: {used}"
     return f"{line}{_format_same_id(record)}\n{render_table(record)}"
+
+
+def _format_first_token(record: Json) -> str:
+    """Time to the first token, with what was predicted; empty where it was not observed."""
+    actual_s, predicted_s = record["first_token_s"], record["predicted_first_token_s"]
+    if actual_s is None:
+        return ""
+    predicted = "" if predicted_s is None else f" (predicted {1e3 * predicted_s:.0f} ms)"
+    return f", first token {1e3 * actual_s:.0f} ms{predicted}"
+
+
+def _format_usage(record: Json) -> str:
+    """Tokens that the engine reported, the cached ones with what was predicted."""
+    chosen = record["endpoints"][0]
+    hits = [it["matched_tokens"] for it in record["candidates"] if it["endpoint"] == chosen]
+    predicted = {"cached": f" (predicted {max(hits, default=0)})"}
+    return ", ".join(
+        f"{tokens} {kind}{predicted.get(kind, '')}"
+        for kind, tokens in sorted(record["usage"].items())
+    )
 
 
 def _format_same_id(record: Json) -> str:

@@ -321,8 +321,15 @@ def test_a_recorded_decision_is_explained_with_its_result():
         {"cached": 7},
     )
     assert explanation_text.render_past(document).startswith(
-        "request id-1: 3.0 s ago, status 200, took 1.500 s; tokens reported: 7 cached\n"
+        "request id-1: 3.0 s ago, status 200, took 1.500 s; "
+        "tokens reported: 7 cached (predicted 0)\n"
     )
+    record.first_token_s = 0.039
+    text = explanation_text.render_past(explanation.explain_record(record, 8.0))
+    assert "took 1.500 s, first token 39 ms; tokens" in text
+    document = {**explanation.explain_record(record, 8.0), "predicted_first_token_s": 0.0382}
+    text = explanation_text.render_past(document)
+    assert ", first token 39 ms (predicted 38 ms); tokens" in text
     assert explanation.summarize_record(record, 8.0)["endpoint"] == "10.0.0.2:8000"
 
 
