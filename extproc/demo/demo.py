@@ -66,12 +66,17 @@ class StrategyRun(msgspec.Struct, frozen=True):
 
 
 class DemoInstallation(msgspec.Struct, frozen=True):
-    """Ports and addresses of the demo installation."""
+    """Ports and addresses of the demo installation.
+
+    Attributes:
+        access_log: File with the access log of Envoy; None where there is none.
+    """
 
     envoy: int
     admin: int
     metrics: int
     engines: tuple[str, ...]
+    access_log: Path | None = None
 
 
 class Ports:
@@ -150,7 +155,7 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
             if last:
                 print(_table(runs))
                 print(await _decision(place, total))
-                print(_hints(place, keep=keep))
+                print(render_hints(place, keep=keep))
             if last and keep:
                 with contextlib.suppress(asyncio.CancelledError):  # the end that the hints name
                     await run_forever()
@@ -166,9 +171,11 @@ async def _install(
         listener=numbers.take(8080), admin=numbers.take(9901), extproc=numbers.take(9002)
     )
     metrics, xds = numbers.take(9090), numbers.take(18000)
+    access_log = children.folder / "envoy-access.log" if is_kept else None
     config = stack.envoy_config(
         template,
         envoy_ports,
+        access_log=access_log,
         engines=addresses,
         pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
     )
@@ -187,7 +194,7 @@ async def _install(
         words += ["--xds", "--xds-port", str(xds), "--fallback-endpoints", "2"]
     await children.extproc(*words)
     await children.envoy(config)
-    return DemoInstallation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
+    return DemoInstallation(envoy_ports.listener, envoy_ports.admin, metrics, addresses, access_log)
 
 
 async def _measure(
@@ -304,7 +311,8 @@ def _cached_tokens(decision: dict[str, Any]) -> int:
     )
 
 
-def _hints(place: DemoInstallation, *, keep: bool) -> str:
+def render_hints(place: DemoInstallation, *, keep: bool) -> str:
+    """Render commands to try while the demo runs, or how to leave it running."""
     if not keep:
         return (
             "\nStopped. `make demo KEEP=1` or `extproc demo --keep` leaves it running, for "
@@ -324,5 +332,6 @@ def _hints(place: DemoInstallation, *, keep: bool) -> str:
             f"  curl 127.0.0.1:{place.metrics}/debug/pool     # what it knows of the engines",
             f"  curl {place.engines[0]}/metrics        # an engine",
             f"  curl 127.0.0.1:{place.admin}/stats          # Envoy",
+            f"  tail {place.access_log}          # its access log, with the id of each request",
         ]
     )

@@ -42,6 +42,9 @@ STOP_TIMEOUT_S = 5.0
 #: Exit status of a demo that SIGTERM or SIGHUP ended, as shells report the first.
 TERMINATED = 128 + signal.SIGTERM
 
+#: Type of an access log of Envoy, by the package and the kind of its output.
+_ACCESS_LOG_TYPE = "type.googleapis.com/envoy.extensions.access_loggers.%s.v3.%sAccessLog"
+
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
 
@@ -261,6 +264,7 @@ def envoy_config(
     plaintext: bool = False,
     pickers: Mapping[str, Sequence[str]] = {},
     has_access_log: bool = False,
+    access_log: Path | None = None,
 ) -> dict[str, Any]:
     """One of the shipped Envoy configurations, moved to other ports.
 
@@ -272,6 +276,7 @@ def envoy_config(
         pickers: Addresses for each cluster of pickers (`extproc`, `extproc-xds`); without any, the
             ext_proc port is that of `ports`.
         has_access_log: Whether Envoy writes its access log, which is among its other lines then.
+        access_log: File for the access log in place of those lines; None for no file.
 
     Raises:
         ConfigError: The file cannot be read, or has another form than the shipped ones.
@@ -286,7 +291,7 @@ def envoy_config(
         if not has_access_log:
             for chain in listener["filter_chains"]:
                 for network_filter in chain["filters"]:
-                    network_filter["typed_config"].pop("access_log", None)
+                    _move_access_log(network_filter["typed_config"], access_log)
         for cluster in config["static_resources"]["clusters"]:
             if cluster["name"] in pickers:
                 cluster["load_assignment"] = assignment(cluster["name"], pickers[cluster["name"]])
@@ -299,6 +304,28 @@ def envoy_config(
             template, "without an admin address, a listener with filters, or named clusters"
         ) from None
     return config
+
+
+def _move_access_log(manager: dict[str, Any], file: Path | None) -> None:
+    """Write what a connection manager logs to stdout into a file; without one, remove its logs."""
+    loggers = manager.pop("access_log", [])
+    if file is None:
+        return
+    moved = [
+        {
+            **logger,
+            "name": "envoy.access_loggers.file",
+            "typed_config": {
+                **logger["typed_config"],
+                "@type": _ACCESS_LOG_TYPE % ("file", "File"),
+                "path": str(file),
+            },
+        }
+        for logger in loggers
+        if logger.get("typed_config", {}).get("@type") == _ACCESS_LOG_TYPE % ("stream", "Stdout")
+    ]
+    if moved:
+        manager["access_log"] = moved
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -372,12 +399,16 @@ async def _finds_picker_healthy(config: Mapping[str, Any]) -> None:
 
 
 class Stack:
-    """Children that belong together and end together."""
+    """Children that belong together and end together.
+
+    Attributes:
+        folder: Files of the children, removed at the end.
+    """
 
     def __init__(self, *, log: Callable[[str], None] | None = None) -> None:
         self._log = log
         self._children: list[Child] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="extproc-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="extproc-"))
 
     async def engine(self, *arguments: str) -> tuple[Child, str]:
         """Start a simulated engine; returns it and its `ip:port`."""
@@ -392,7 +423,7 @@ class Stack:
 
     async def envoy(self, config: Mapping[str, Any], *, binary: str = "") -> Child:
         """Start Envoy with one worker per core but two at most."""
-        path = self._folder / f"envoy-{len(self._children)}.json"
+        path = self.folder / f"envoy-{len(self._children)}.json"
         path.write_bytes(msgspec.json.encode(config))
         argv = [binary or find_envoy(), "-c", str(path), "--concurrency", "2"]
         # The access log, where there is one, is to be read while Envoy runs.
@@ -408,7 +439,7 @@ class Stack:
         """Stop all children at once, in reverse order of their start."""
         children = reversed(self._children)
         await asyncio.gather(*(child.stop(timeout_s=STOP_TIMEOUT_S) for child in children))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def start(self, name: str, argv: Sequence[str], *, ready: str) -> Child:
         """Start any other child; see `Child.start`."""

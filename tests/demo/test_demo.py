@@ -19,6 +19,12 @@ def test_a_usual_port_is_taken_by_one_demo():
     assert [demo.Ports(usual=True).take(port) == port for _ in range(2)] == [True, False]
 
 
+def test_the_path_of_the_access_log_is_among_the_hints(tmp_path):
+    """People try there first what one id of a request leads to."""
+    place = demo.DemoInstallation(8080, 9901, 9090, ("127.0.0.1:8001",), tmp_path / "access.log")
+    assert f"  tail {tmp_path}/access.log " in demo.render_hints(place, keep=True)
+
+
 DECISION = {
     "endpoints": ["a:1"],
     "request": {"prompt_tokens": 200},

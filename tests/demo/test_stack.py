@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli import envoy_config, main
 from extproc.demo import stack
 from extproc.errors import ConfigError
 
@@ -74,6 +74,25 @@ def test_an_envoy_file_unlike_the_shipped_ones_is_an_error(tmp_path, text, diffe
     file.write_text(text)
     with pytest.raises(ConfigError, match=difference):
         stack.envoy_config(file, stack.EnvoyPorts(1, 2, 3))
+
+
+@pytest.mark.parametrize("name", ["original-dst", "override-host-eds"])
+def test_the_access_log_of_a_shipped_file_is_written_to_a_file(tmp_path, name):
+    """With the lines that it has on stdout; without a file there is none."""
+    template = envoy_config.find(name, where="test")
+    ports = stack.EnvoyPorts(1, 2, 3)
+
+    def find_loggers(**options):
+        config = stack.envoy_config(template, ports, **options)
+        (chain,) = config["static_resources"]["listeners"][0]["filter_chains"]
+        return chain["filters"][0]["typed_config"].get("access_log")
+
+    assert find_loggers() is None
+    (shipped,) = find_loggers(has_access_log=True)
+    (moved,) = find_loggers(access_log=tmp_path / "access.log")
+    assert moved["typed_config"]["path"] == str(tmp_path / "access.log")
+    assert moved["typed_config"]["@type"].endswith(".file.v3.FileAccessLog")
+    assert moved["typed_config"]["log_format"] == shipped["typed_config"]["log_format"]
 
 
 def test_dynamic_resources_of_another_form_ask_for_no_xds(tmp_path):
