@@ -52,8 +52,10 @@ class TrafficPoint(msgspec.Struct, frozen=True, gc=False):
         routed: Routed requests per second.
         refused: Requests per second that the picker refused.
         failed: Routed requests per second that ended with a 5xx status or without response headers.
-        ttft_p50_s: Median seconds to the first token; None without any.
+        ttft_p50_s: Median seconds to the first token of streams; None without any.
         ttft_p95_s: 95th percentile of the same.
+        complete_p95_s: 95th percentile of the seconds to response headers of answers that are not
+            streamed, which engines send when the answer is complete; None without any.
         queued: Requests in the queues of flow control (count).
         in_flight: Open requests (count).
     """
@@ -64,6 +66,7 @@ class TrafficPoint(msgspec.Struct, frozen=True, gc=False):
     failed: float
     ttft_p50_s: float | None
     ttft_p95_s: float | None
+    complete_p95_s: float | None
     queued: int
     in_flight: int
 
@@ -126,6 +129,7 @@ class _Totals(msgspec.Struct, frozen=True):
     refused: int = 0
     failed: int = 0
     ttft_counts: Sequence[int] = ()
+    complete_counts: Sequence[int] = ()
 
 
 _NO_TOTALS: Final = _Totals()
@@ -247,18 +251,17 @@ def _point(
     before: _Totals, after: _Totals, since: float, now: float, views: Collection[PoolView]
 ) -> TrafficPoint:
     span_s = max(now - since, 1e-3)
-    gained = [
-        max(0, count - less)
-        for count, less in itertools.zip_longest(after.ttft_counts, before.ttft_counts, fillvalue=0)
-    ]
+    first_tokens = _subtract_counts(after.ttft_counts, before.ttft_counts)
+    complete = _subtract_counts(after.complete_counts, before.complete_counts)
     members = (member for view in views for member in view.pool.members)
     return TrafficPoint(
         at=now,
         routed=max(0, after.routed - before.routed) / span_s,
         refused=max(0, after.refused - before.refused) / span_s,
         failed=max(0, after.failed - before.failed) / span_s,
-        ttft_p50_s=quantile(TTFT_BOUNDS_S, gained, 0.5),
-        ttft_p95_s=quantile(TTFT_BOUNDS_S, gained, 0.95),
+        ttft_p50_s=quantile(TTFT_BOUNDS_S, first_tokens, 0.5),
+        ttft_p95_s=quantile(TTFT_BOUNDS_S, first_tokens, 0.95),
+        complete_p95_s=quantile(TTFT_BOUNDS_S, complete, 0.95),
         queued=sum(view.queue[0] for view in views if view.queue is not None),
         in_flight=sum(m.account.in_flight - m.account.count_parts() for m in members),
     )
@@ -266,24 +269,37 @@ def _point(
 
 def _sum_totals(counters: PoolCounters) -> _Totals:
     series = list(counters.series)
-    ttft = merge_histogram(series, "stream_ttft", "complete_ttft")
+    ttft = merge_histogram(series, "stream_ttft")
+    complete = merge_histogram(series, "complete_ttft")
     return _Totals(
         routed=counters.routed_total,
         refused=sum(counters.rejections.values()),
         failed=sum(map(_count_failed, series)),
         ttft_counts=() if ttft is None else ttft.counts,
+        complete_counts=() if complete is None else complete.counts,
     )
+
+
+def _subtract_counts(after: Sequence[int], before: Sequence[int]) -> Sequence[int]:
+    """Counts of buckets that were gained between two samples."""
+    pairs = itertools.zip_longest(after, before, fillvalue=0)
+    return [max(0, count - less) for count, less in pairs]
+
+
+def _add_counts(counts: Iterable[Sequence[int]]) -> Sequence[int]:
+    """Counts of the same buckets in several pools, added."""
+    return list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
 
 
 def _merge_totals(totals: Collection[_Totals]) -> _Totals:
     if len(totals) == 1:
         return next(iter(totals))
-    counts = itertools.zip_longest(*(pool.ttft_counts for pool in totals), fillvalue=0)
     return _Totals(
         routed=sum(pool.routed for pool in totals),
         refused=sum(pool.refused for pool in totals),
         failed=sum(pool.failed for pool in totals),
-        ttft_counts=list(map(sum, counts)),
+        ttft_counts=_add_counts(pool.ttft_counts for pool in totals),
+        complete_counts=_add_counts(pool.complete_counts for pool in totals),
     )
 
 

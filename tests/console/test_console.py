@@ -235,12 +235,17 @@ async def test_a_pool_is_shown_by_itself(chromium, monkeypatch):
             chart = page.page.locator("#rate-chart svg")
             assert "routed 4.0" in await chart.get_attribute("aria-label")
             assert await page.text("#last-decisions tbody th") == "of-code"
-            for name, endpoints, routed in (("code", 1, "routed 0"), ("chat", 2, "routed 4.0")):
+            times = page.page.locator("#ttft-chart svg")
+            for name, endpoints, routed, title in (
+                ("code", 1, "routed 0", "Time to first token"),
+                ("chat", 2, "routed 4.0", "Time to answer: none was streamed"),
+            ):
                 await page.page.locator("#pool").select_option(name)
                 await page.until(
                     f"document.querySelectorAll('#endpoints tbody tr').length == {endpoints}"
                 )
                 assert routed in await chart.get_attribute("aria-label")
+                assert (await times.get_attribute("aria-label")).startswith(f"{title}, now: p95 ")
                 assert page.page.url.endswith(f"#/overview/{name}")
             assert "of-code" not in await page.text("#last-decisions")
             assert await page.violations() == []

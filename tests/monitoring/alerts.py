@@ -66,8 +66,8 @@ RECORDING_RULES: Sequence[RecordingRule] = (
     ),
     RecordingRule(
         "pool:extproc_request_ttft_seconds:p95_rate5m",
-        "95th percentile of the time from the start of a request to its first token.",
-        "histogram_quantile(0.95, sum by (le, namespace, pool) (rate(extproc_request_ttft_seconds_bucket[5m]))) > 0",
+        "95th percentile of the time from the start of a request to its first token, of streamed answers.",
+        'histogram_quantile(0.95, sum by (le, namespace, pool) (rate(extproc_request_ttft_seconds_bucket{streaming="true"}[5m]))) > 0',
     ),
     RecordingRule(
         "pool:extproc_flow_control_request_queue_duration_seconds:p95_rate5m",
@@ -238,7 +238,7 @@ ALERTS: Sequence[Alert] = (
             "  and pool:extproc_request_ttft_seconds:p95_rate5m > 1"
         ),
         summary="The first token of pool {{ $labels.pool }} takes {{ $value | humanizeDuration }} (p95)",
-        meaning="The first token takes three times as long as in the last six hours, and more than a second.",
+        meaning="The first token of streamed answers takes three times as long as in the last six hours, and more than a second. It does not fire for a pool whose answers are not streamed.",
         look="Board [Why is it slow](dashboards.md#why-is-it-slow), from top to bottom. Without Grafana: the problems on the [console](console.md), and `extproc explain --slowest`, which shows what each endpoint had to do when the slowest recent request came.",
         action="By the row in which the time is spent. The queue: [ExtprocQueueWaitLong](#extprocqueuewaitlong). Decision time, or stalls of extproc: [ExtprocEventLoopStalls](#extproceventloopstalls). One engine: [ExtprocEndpointSlow](#extprocendpointslow). All engines, with many prompts ahead: add engines. Prefix caches: [ExtprocPrefixHitsDropped](#extprocprefixhitsdropped).",
     ),

@@ -31,6 +31,10 @@ _SPEED = (
     " + extproc_endpoint_decode_seconds_per_sequence{<pool>}))"
 )
 
+#: Only streams have a first token that can be seen: other answers come when all tokens are there.
+_OF_STREAMS = '<model>,streaming="true"'
+_STREAMED = "Of streamed answers only; empty where none is streamed: see Duration."
+
 
 #: 0 for a pool, also for one without endpoints.
 _NONE = "0 * max by (namespace, pool) (extproc_pool_match_state{<pool>})"
@@ -190,9 +194,9 @@ OVERVIEW = Board(
                 Panel(
                     "First token, p95",
                     "95th percentile of the time from the start of a request to its first token,"
-                    " or to response headers where chunks are not shown.",
+                    f" or to response headers where chunks are not shown. {_STREAMED}",
                     "s",
-                    _quantiles("extproc_request_ttft_seconds", 0.95, matcher="<model>"),
+                    _quantiles("extproc_request_ttft_seconds", 0.95, matcher=_OF_STREAMS),
                     kind="stat",
                     width=4,
                 ),
@@ -291,10 +295,10 @@ OVERVIEW = Board(
                 Panel(
                     "First token by model",
                     "Time from the start of a request to its first token, or to response headers where chunks"
-                    " are not shown.",
+                    f" are not shown. {_STREAMED}",
                     "s",
                     _quantiles(
-                        "extproc_request_ttft_seconds", 0.5, 0.95, by="model", matcher="<model>"
+                        "extproc_request_ttft_seconds", 0.5, 0.95, by="model", matcher=_OF_STREAMS
                     ),
                 ),
                 Panel(
@@ -668,9 +672,11 @@ SLOW = Board(
                 Panel(
                     "First token",
                     "Time from the start of a request to its first token, or to response headers where chunks"
-                    " are not shown.",
+                    f" are not shown. {_STREAMED}",
                     "s",
-                    _quantiles("extproc_request_ttft_seconds", 0.5, 0.95, 0.99, matcher="<model>"),
+                    _quantiles(
+                        "extproc_request_ttft_seconds", 0.5, 0.95, 0.99, matcher=_OF_STREAMS
+                    ),
                 ),
                 Panel(
                     "Duration",
@@ -683,11 +689,12 @@ SLOW = Board(
                 Panel(
                     "First token, distribution",
                     "How many requests had their first token within which time. Two bands are two kinds of"
-                    " requests, or of engines.",
+                    f" requests, or of engines. {_STREAMED}",
                     "s",
                     [
                         Query(
-                            "sum by (le) (increase(extproc_request_ttft_seconds_bucket{<model>}[<rate>]))",
+                            "sum by (le)"
+                            f" (increase(extproc_request_ttft_seconds_bucket{{{_OF_STREAMS}}}[<rate>]))",
                             "{{le}}",
                         )
                     ],

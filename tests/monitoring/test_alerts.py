@@ -105,7 +105,11 @@ HEALTHY = {
     ),
     f"extproc_prompt_tokens_total{{{_POOL}}}": counter(600000),
     f"extproc_matched_tokens_total{{{_POOL}}}": counter(400000),
-    **histogram("extproc_request_ttft_seconds", _POOL, _BOUNDS, 2400),
+    **histogram("extproc_request_ttft_seconds", f'{_POOL},streaming="true"', _BOUNDS, 2400),
+    # Whole answers, which get longer, have no first token.
+    **histogram(
+        "extproc_request_ttft_seconds", f'{_POOL},streaming="false"', _BOUNDS, 240, 4800, late="10"
+    ),
     **histogram("extproc_flow_control_request_queue_duration_seconds", _POOL, _BOUNDS, 2400),
     **histogram("extproc_event_loop_lag_seconds", f'{_WHERE},instance="a"', _LAG, 6000),
     f'extproc_config_reload_failed{{{_WHERE},instance="a"}}': gauge(0),
@@ -157,7 +161,7 @@ FAULTS = {
         "extproc_endpoint_response_headers_seconds_sum", counter(300, 1200), counter(240)
     ),
     "ExtprocFirstTokenSlow": histogram(
-        "extproc_request_ttft_seconds", _POOL, _BOUNDS, 2400, 2400, late="10"
+        "extproc_request_ttft_seconds", f'{_POOL},streaming="true"', _BOUNDS, 2400, 2400, late="10"
     ),
     "ExtprocCachePredictionsWrong": endpoint_series(
         "extproc_prefix_observed_tokens_total", counter(55000, 5000), counter(55000)

@@ -41,7 +41,7 @@ class HistoryFixture:
         self.history.sample(self.counters, views, self.now)
         self.now += INTERVAL_S
 
-    def answer(self, address, headers_s, *, status="200", count=10):
+    def answer(self, address, headers_s, *, status="200", count=10, is_stream=True):
         """Count requests to an endpoint that were answered after so long."""
         series = self.pool.series.find(LABELS, is_served=True)
         for _ in range(count):
@@ -49,7 +49,7 @@ class HistoryFixture:
             self.pool.routed_total += 1
             self.counters.streams["ok"] += 1
             self.pool.record_headers(address, [headers_s])
-            series.record("complete_ttft", [headers_s])
+            series.record("stream_ttft" if is_stream else "complete_ttft", [headers_s])
             series.record(series.name_status(status), [headers_s])
 
     def report(self, address, **load):
@@ -77,6 +77,21 @@ def test_a_point_has_rates_and_percentiles_since_the_one_before(scene):
     assert 0.05 < point.ttft_p50_s <= 0.1
     assert 0.6 < point.ttft_p95_s <= 0.8
     assert point.queued == 3
+
+
+def test_answers_that_are_not_streamed_have_no_first_token(scene):
+    """They take as long as all of their tokens, and have a percentile of their own."""
+    scene.sample("", "other")
+    scene.answer(FIRST, 3.0, count=90, is_stream=False)
+    scene.sample("", "other")
+    for point in (scene.history.points[-1], scene.history.points_of("")[-1]):
+        assert (point.ttft_p50_s, point.ttft_p95_s) == (None, None)
+        assert 2.0 < point.complete_p95_s <= 3.0
+    scene.answer(FIRST, 0.1, count=10)
+    scene.sample("", "other")
+    for point in (scene.history.points[-1], scene.history.points_of("")[-1]):
+        assert 0.05 < point.ttft_p95_s <= 0.1
+        assert point.complete_p95_s is None
 
 
 def test_each_pool_has_points_of_its_own(scene):

@@ -190,14 +190,23 @@ function drawCharts({ traffic, now }) {
       { name: "refused", kind: "line-c", values: valuesOf("refused") },
     ],
   });
+  const hasStreams = traffic.some((point) => point.ttft_p95_s !== null);
+  const hasAnswers = traffic.some((point) => point.complete_p95_s !== null);
   drawLines(byId("ttft-chart"), {
     ...shared,
-    title: "Time to first token",
     format: duration,
-    lines: [
-      { name: "p95", kind: "line-c", values: valuesOf("ttft_p95_s") },
-      { name: "median", kind: "line-a", values: valuesOf("ttft_p50_s") },
-    ],
+    ...(hasAnswers && !hasStreams
+      ? {
+          title: "Time to answer: none was streamed",
+          lines: [{ name: "p95", kind: "line-c", values: valuesOf("complete_p95_s") }],
+        }
+      : {
+          title: "Time to first token",
+          lines: [
+            { name: "p95", kind: "line-c", values: valuesOf("ttft_p95_s") },
+            { name: "median", kind: "line-a", values: valuesOf("ttft_p50_s") },
+          ],
+        }),
   });
 }
 
