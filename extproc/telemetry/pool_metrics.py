@@ -348,13 +348,13 @@ _CACHE_ROWS: tuple[tuple[FamilyType, str, str, Callable[[PrefixCacheStats], floa
     (
         "counter",
         "extproc_prefix_predicted_tokens",
-        "Prompt tokens predicted to be cached, of requests whose response reported cached tokens.",
+        "Prompt tokens predicted to be cached, of requests that the prefix cache counters of the engine show as looked up.",
         attrgetter("predicted_tokens"),
     ),
     (
         "counter",
         "extproc_prefix_observed_tokens",
-        "Prompt tokens of the same requests that engines reported as cached.",
+        "Prompt tokens of the same requests that these counters show as found.",
         attrgetter("observed_tokens"),
     ),
     (

@@ -160,8 +160,9 @@ class PrefixCacheStats(msgspec.Struct, frozen=True):
     """Prefix cache estimates of one endpoint.
 
     Attributes:
-        predicted_tokens: Prompt tokens predicted to be cached, of requests with a reported usage.
-        observed_tokens: Prompt tokens of these that the engine reported as cached.
+        predicted_tokens: Prompt tokens predicted to be cached, of requests that scraped counters of
+            the engine's prefix cache show as looked up.
+        observed_tokens: Prompt tokens of these that the counters show as found.
         capacity_tokens: Estimated capacity of the cache in tokens; None while unknown.
     """
 

@@ -78,7 +78,7 @@ class EndpointTrend(msgspec.Struct, frozen=True, gc=False):
         requests_per_s: Requests that were routed to it, per second.
         response_headers_s: Mean seconds from the choice of the endpoint to response headers.
         slowness_ratio: The same over that of the quicker quarter of its pool.
-        observed_ratio: Cached tokens that it reported, over those that were predicted.
+        observed_ratio: Tokens found in its cache by its own counters, over those that were predicted.
         hit_ratio: Prompt tokens that its prefix cache held, over all that were looked up.
     """
 

@@ -82,7 +82,7 @@ RECORDING_RULES: Sequence[RecordingRule] = (
     ),
     RecordingRule(
         "endpoint:extproc_prefix_observed_tokens:ratio_rate5m",
-        "Cached tokens that an engine reported, over those predicted; where 20 per second are.",
+        "Tokens that an engine found in its prefix cache, by its own counters, over those predicted; where 20 per second are.",
         "sum by (namespace, pool, endpoint) (rate(extproc_prefix_observed_tokens_total[5m]))\n"
         "  / (sum by (namespace, pool, endpoint)"
         " (rate(extproc_prefix_predicted_tokens_total[5m])) > 20)",

@@ -851,8 +851,8 @@ SLOW = Board(
                 _HIT_RATIO,
                 Panel(
                     "Observed over predicted",
-                    "Cached tokens that engines reported, over those predicted. 1 is exact; far below, the cache of"
-                    " this engine is colder than extproc thinks.",
+                    "Tokens that engines found in their prefix caches, by counters of their metrics pages, over those"
+                    " predicted. 1 is exact; far below, the cache of this engine is colder than extproc thinks.",
                     "percentunit",
                     [
                         Query(
@@ -860,13 +860,13 @@ SLOW = Board(
                             " / (sum by (endpoint)"
                             " (rate(extproc_prefix_predicted_tokens_total{<pool>}[<rate>])) > 0)",
                             "{{endpoint}}",
-                            "bodies of responses",
                         )
                     ],
                 ),
                 Panel(
                     "Cached tokens per response",
-                    "Cached prompt tokens per response, by endpoint: an engine with a cold cache is at the bottom.",
+                    "Tokens found in the prefix cache, by the same counters, per response: an engine with a cold"
+                    " cache is at the bottom.",
                     "short",
                     [
                         Query(

@@ -24,6 +24,16 @@ def test_correct_predictions_change_nothing():
     assert (estimate.predicted, estimate.observed) == (4000, 4000)
 
 
+def test_exported_tokens_are_those_of_the_counters():
+    """Reports of answers are left out, and hits count by the share of the tokens that are ours."""
+    estimate = Calibration()
+    assert not any(estimate.observe_usage(1000, 500, 400) for _ in range(4))
+    assert (estimate.predicted, estimate.observed) == (0, 0)
+    send(estimate, 4)
+    estimate.observe_counters(5000, 1000)
+    assert (estimate.predicted, estimate.observed) == (2000, 800)
+
+
 def test_overprediction_shrinks_the_factor():
     """Half predicted, a tenth found: exp(-1.5 * 0.4) is below the largest step of 0.7."""
     estimate = Calibration()
