@@ -426,6 +426,21 @@ def _replay_summary(result: Mapping[str, Any]) -> str:
     )
 
 
+def replay_ratios(result: Mapping[str, Any]) -> str:
+    """Estimated over measured mean TTFT of all runs, and those of new decisions out of bounds."""
+    ratios = ", ".join(f"{row['ratio']:.2f}" for row in result["runs"])
+    return f"{ratios}; {_new_decisions(result)}"
+
+
+def _new_decisions(result: Mapping[str, Any]) -> str:
+    """Ratios of new decisions that are out of bounds."""
+    runs = result["runs"]
+    ratios = [row["ratio_of_new_decisions"] for row in runs]
+    outside = [f"{ratio:.3f}" for ratio in ratios if abs(ratio - 1.0) > REPLAY_BOUND]
+    text = f"with new decisions, {len(outside)} of {len(runs)} outside of {100 * REPLAY_BOUND:g} %"
+    return f"{text} ({', '.join(outside)})" if outside else text
+
+
 def replay_block(result: Mapping[str, Any]) -> str:
     """Replays of real runs as `docs/benchmarks` shows them."""
     lines = [
@@ -442,7 +457,9 @@ def replay_block(result: Mapping[str, Any]) -> str:
     text = (
         f"`{result['command']}`, {result['date']}, {machine['cores']} cores of {machine['cpu']} at a "
         f"load average of {result['load_average_before']:g} before; {result['discarded']} runs were "
-        "discarded, as the machine was late. TPOT is over that of the engines' profile."
+        "discarded, as the machine was late. TPOT is over that of the engines' profile. "
+        f"The bar is {'met' if is_replay_met(result) else 'missed'} with the recorded decisions; "
+        f"{_new_decisions(result)}."
     )
     return "\n".join([*lines, "", text])
 

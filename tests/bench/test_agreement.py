@@ -53,6 +53,17 @@ def test_every_replay_has_to_be_within_the_bounds():
         assert not agreement.is_replay_met({"runs": runs})
 
 
+def test_new_decisions_out_of_bounds_are_named_beside_the_bar():
+    """The bar is of the recorded decisions alone."""
+    runs = [
+        a_replay(ratio=0.852, ratio_of_new_decisions=0.816),
+        a_replay(ratio_of_new_decisions=1.15),
+    ]
+    assert agreement.is_replay_met({"runs": runs})
+    text = "0.85, 1.10; with new decisions, 1 of 2 outside of 15 % (0.816)"
+    assert agreement.replay_ratios({"runs": runs}) == text
+
+
 def test_the_worst_deviation_is_of_what_is_judged():
     """Throughput and mean TTFT count, in either direction; the rest is only reported."""
     ratio = {"requests_per_s": 1.02, "ttft_mean_s": 0.93, "ttft_p99_s": 1.8}
