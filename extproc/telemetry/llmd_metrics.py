@@ -251,7 +251,8 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
 def _count_routed(series: RequestSeries) -> int:
     """Requests that ended, and those that run: the EPP counts them when they are routed."""
     # Those of `other` may move to a series of their own while they run: the count would fall.
-    return series.count + (0 if series.labels.tenant == OTHER else series.running)
+    is_other = OTHER in (series.labels.target_model, series.labels.tenant)
+    return series.count + (0 if is_other else series.running)
 
 
 def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:

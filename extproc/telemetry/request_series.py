@@ -372,9 +372,10 @@ class RequestSeriesTable:
     def _find_overflow(self, labels: RequestLabels) -> RequestSeries:
         """The series of requests that have no series of their own."""
         overflow, model, priority = self._overflow, labels.target_model, labels.priority
-        merged, room = RequestLabels(OTHER, OTHER, OTHER, priority), _MAX_OVERFLOW - 1
+        tenant = UNNAMED if labels.tenant == UNNAMED else OTHER
+        merged, room = RequestLabels(OTHER, OTHER, tenant, priority), _MAX_OVERFLOW - 1
         if model in self._models:
-            of_model = RequestLabels(model, model, OTHER, priority)
+            of_model = RequestLabels(model, model, tenant, priority)
             if of_model in overflow or len(overflow) < room - _MIN_PRIORITIES:
                 merged = of_model
         if merged not in overflow and len(overflow) >= room:

@@ -268,6 +268,18 @@ def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
     assert sum(traffic.page("extproc_requests_running").values()) == 0
 
 
+def test_requests_without_a_tenant_are_no_other_tenant():
+    """They count as `none` where their model is `other`, apart from those of tenants."""
+    traffic = TrafficFixture()
+    traffic.counters.for_pool("p").series.read_known_models(listed=lambda: {"base"})
+    for tenant in ("none", "ann", "bob"):
+        traffic.refuse(labels_of("made-up", tenant))
+    assert traffic.page("extproc_tenant_requests_total") == {
+        'model="other",tenant="none"': 1,
+        'model="other",tenant="other"': 2,
+    }
+
+
 def test_refused_requests_of_a_pool_without_engines_count_by_model():
     """A few models, and those of the configuration; others keep their priority."""
     traffic = TrafficFixture()
@@ -318,7 +330,7 @@ def test_tenants_without_end_leave_room_for_priorities():
         series.find(labels_of(f"m{number}"), is_served=True)
     for number in range(MAX_SERIES):
         series.find(labels_of(f"m{number}", "new"))
-    assert series.find(labels_of("late", priority=7)).labels == labels_of("other", "other", 7)
+    assert series.find(labels_of("late", priority=7)).labels == labels_of("other", priority=7)
     for number in range(MAX_SERIES):
         merged = series.find(labels_of("late", priority=number))
     assert merged.labels == labels_of("other", "other", 0)
@@ -416,7 +428,7 @@ def test_new_tenants_of_a_full_table_are_other():
     tenants = traffic.page("extproc_tenant_requests_total")
     assert len(tenants) == MAX_SERIES + 2
     assert tenants['model="a",tenant="other"'] == 50
-    assert tenants['model="other",tenant="other"'] == 1
+    assert tenants['model="other",tenant="none"'] == 1
     assert traffic.page("extproc_requests_total")['model="a",status="200"'] == MAX_SERIES + 50
 
 
