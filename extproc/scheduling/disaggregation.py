@@ -3,8 +3,9 @@
 Encode turns images, videos and audio into embeddings, prefill computes the prompt, decode generates
 the tokens. The profile that routes chooses the endpoint for decode, to which the data plane sends the
 request. A decider says for each of the other stages whether another endpoint does it, which the
-stage's own profile chooses; to keep a stage is to leave it to the serving endpoint. A sidecar of the serving endpoint, such as that of llm-d, asks these
-endpoints first; headers of the request name them. Upstream: `profilehandler/disagg`.
+stage's own profile chooses; to keep a stage is to leave it to the serving endpoint. A sidecar of the
+serving endpoint, such as that of llm-d, asks these endpoints first; headers of the request name them.
+Upstream: `profilehandler/disagg`.
 """
 
 from __future__ import annotations
