@@ -37,6 +37,9 @@ ROW_IN: Final = 0.185
 #: Digits of round numbers on a logarithmic axis, most first.
 _DIGITS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (2, 7), (1,))
 
+#: Steps on an axis that is too narrow for round numbers, times a power of ten, best first.
+_STEP_DIGITS: Final = (1, 2, 5, 10, 20, 3, 4, 2.5)
+
 #: Parts of a panel's width that are left for numbers beside the marks.
 _NUMBER_SHARE: Final = 0.24
 
@@ -197,7 +200,19 @@ def log_ticks(low: float, high: float, *, most: int) -> list[float]:
         gaps = [later / tick for tick, later in itertools.pairwise(within)]
         if len(best) < len(within) <= most and min(gaps, default=apart) >= apart:
             best = within
+    if len(best) < 2 <= most and len(within) <= 1:
+        return _even_ticks(low, high, most=most)
     return best or within[:: -(-len(within) // most) or 1]
+
+
+def _even_ticks(low: float, high: float, *, most: int) -> list[float]:
+    """Multiples of a round step from `low` to `high`: two at least, and at most so many."""
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    for step in (digit * power for digit in _STEP_DIGITS):
+        ticks = [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if 2 <= len(ticks) <= most:
+            return ticks
+    return []
 
 
 def as_number(value: float) -> str:

@@ -12,6 +12,9 @@ from extproc.simulator import plot_style
         (323, 1197, 3, [500, 700, 1000]),
         (1, 1e6, 3, [1, 1000, 1e6]),
         (300, 420, 6, [300, 400]),
+        (84.8, 143, 3, [100, 120, 140]),
+        (101, 196, 3, [120, 150, 180]),
+        (1.01, 1.09, 3, [1.02, 1.05, 1.08]),
     ],
 )
 def test_log_ticks_are_round_and_apart(low, high, most, expected):
