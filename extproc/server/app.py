@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import random
 import time
@@ -49,7 +48,7 @@ from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_log import RejectionLog
+from extproc.telemetry.pool_log import RequestFailureLog
 from extproc.telemetry.stream_recorder import StreamRecorder
 from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory
 
@@ -58,8 +57,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("extproc.server")
 
-#: Seconds between two looks for refused requests to log.
-_REJECTION_LOG_S = 1.0
+#: Seconds between two looks for refused and failed requests to log.
+_FAILURE_LOG_S = 1.0
 
 #: Seconds that streams have to end in a drain, and that spans have to leave behind it.
 _STREAM_END_S, _SPAN_END_S = 2.0, 2.0
@@ -90,7 +89,7 @@ class EndpointPickerProcess:
             settle=self.counters.settle,
             on_change=self._recorder.set_recordings,
         )
-        self._rejection_log = RejectionLog(lambda: self.counters.open_pools)
+        self._failure_log = RequestFailureLog(lambda: self.counters.open_pools)
         self.reloads = reload.ReloadHistory(settings, clock, self.counters)
         self.history = TrafficHistory()
         self.budget = BufferBudget(settings.limits.max_assembly_bytes, free=free_in_turns)
@@ -307,7 +306,7 @@ class EndpointPickerProcess:
             "pools": self.pool_registry.run,
             "autoscaling": self.autoscaler.run,
             "uploads": self.servicer.follow_uploads,
-            "log": self._log_rejections,
+            "log": self._log_failures,
             "history": self._sample_traffic,
         }
         if self._settings.decisions.record is not None:
@@ -322,10 +321,10 @@ class EndpointPickerProcess:
             loops["peer_sync"] = self._peer_channel.run
         return loops
 
-    async def _log_rejections(self) -> None:
+    async def _log_failures(self) -> None:
         while True:
-            await sleep_to_tick(_REJECTION_LOG_S)
-            self._rejection_log.step(self._clock())
+            await sleep_to_tick(_FAILURE_LOG_S)
+            self._failure_log.step(self._clock())
 
     async def _sample_traffic(self) -> None:
         while True:
@@ -406,7 +405,7 @@ class EndpointPickerProcess:
         if self._traces.tracer is not None:
             await attempt("drain", asyncio.to_thread(self._traces.tracer.close, _SPAN_END_S))
         self.counters.settle()
-        self._rejection_log.step(math.inf)  # all that was refused, however recent the last line is
+        self._failure_log.step(self._clock(), is_last=True)
         await attempt("drain", self.admin_server.close())
         self._http.close()
         await attempt("drain", self._large_bodies.close())

@@ -6,11 +6,14 @@ are bounded by design: endpoints, statuses, reasons; never client text.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from extproc.decision import MODEL_NOT_FOUND, Decision, Disaggregation, Rejection
+from extproc.pool.endpoint_health import RequestOutcome, classify_status
 from extproc.request import RequestLabels
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
@@ -47,6 +50,29 @@ _MAX_ATTEMPTS: Final = 2000
 
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
+
+
+class EndpointResponses(msgspec.Struct):
+    """Responses of one endpoint (count).
+
+    Attributes:
+        total: All of them.
+        served: Those below 400.
+        failed: Those that count as failures of the endpoint, by HTTP status.
+    """
+
+    total: int = 0
+    served: int = 0
+    failed: Counter[str] = msgspec.field(default_factory=Counter)
+
+    def add(self, status: str, count: int) -> None:
+        """Add so many responses of a status."""
+        self.total += count
+        outcome = classify_status(status)
+        if outcome is RequestOutcome.SERVED:
+            self.served += count
+        elif outcome is RequestOutcome.FAILED:
+            self.failed[status] += count
 
 
 class PoolCounters:
@@ -181,6 +207,13 @@ class PoolCounters:
                 self.answered_total += count
             else:
                 self.without_response[address] += count
+
+    def sum_responses(self) -> Mapping[str, EndpointResponses]:
+        """Responses by the address of their endpoint, `REMOVED_ENDPOINT` for those that left."""
+        sums: defaultdict[str, EndpointResponses] = defaultdict(EndpointResponses)
+        for (address, status), count in self.responses.items():
+            sums[address].add(status, count)
+        return sums
 
     def record_queued(self, wait_s: float, *, priority: int) -> None:
         """Counts the time in the queue of an admitted request."""

@@ -6,7 +6,7 @@ import logging
 import math
 import operator
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import ClassVar, Final, Literal
@@ -18,7 +18,7 @@ from extproc.endpoint import Endpoint
 from extproc.parsing import surfaces
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.request import RequestLabels, shorten_id
-from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.counters import REMOVED_ENDPOINT, EndpointResponses, PoolCounters
 from extproc.telemetry.log_format import REQUESTS, FieldValue, log_event
 from extproc.telemetry.request_recorder import RequestRecorder, model_of
 
@@ -59,6 +59,34 @@ class _Burst(msgspec.Struct):
     count: int = 0
 
 
+class _EndpointLines:
+    """Lines about single endpoints of one pool, of which a few of an event follow in a short time."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._bursts: defaultdict[str, _Burst] = defaultdict(_Burst)
+
+    def log(self, level: int, event: str, now: float, **fields: FieldValue) -> None:
+        """Log an event of an endpoint, unless as many endpoints had one in a short time."""
+        burst = self._bursts[event]
+        unlogged = None
+        if now - burst.at >= _BURST_S:
+            unlogged = max(0, burst.count - _MAX_BURST) or None
+            burst.at, burst.count = now, 0
+        burst.count += 1
+        if burst.count <= _MAX_BURST:
+            silent_s = burst.at + _BURST_S - now if burst.count == _MAX_BURST else None
+            log_event(
+                _log,
+                level,
+                event,
+                pool=self._pool,
+                **fields,
+                unlogged=unlogged,
+                silent_s=silent_s,
+            )
+
+
 class PoolLog:
     """Log of one pool."""
 
@@ -67,7 +95,7 @@ class PoolLog:
         self._clock = clock
         self._ejections: dict[str, _Ejection] = {}
         self._scrapes: dict[tuple[str, bool], _FailedScrapes] = {}
-        self._bursts: defaultdict[str, _Burst] = defaultdict(_Burst)
+        self._lines = _EndpointLines(pool)
         self._empty_since: float | None = None
         self._failing_since: float | None = None
 
@@ -106,35 +134,17 @@ class PoolLog:
         self, level: int, event: str, key: tuple[str, bool], failed: _FailedScrapes
     ) -> None:
         address, is_model_list = key
-        self._log_endpoint(
+        now = self._clock()
+        self._lines.log(
             level,
             event,
+            now,
             endpoint=address,
             page="models" if is_model_list else "metrics",
             outcome=failed.outcome,
             failures=failed.count,
-            for_s=self._clock() - failed.at,
+            for_s=now - failed.at,
         )
-
-    def _log_endpoint(self, level: int, event: str, **fields: FieldValue) -> None:
-        """Log an event of an endpoint, unless as many endpoints had one in a short time."""
-        burst, now = self._bursts[event], self._clock()
-        unlogged = None
-        if now - burst.at >= _BURST_S:
-            unlogged = max(0, burst.count - _MAX_BURST) or None
-            burst.at, burst.count = now, 0
-        burst.count += 1
-        if burst.count <= _MAX_BURST:
-            silent_s = burst.at + _BURST_S - now if burst.count == _MAX_BURST else None
-            log_event(
-                _log,
-                level,
-                event,
-                pool=self._pool,
-                **fields,
-                unlogged=unlogged,
-                silent_s=silent_s,
-            )
 
     def _log_members(self, before: Pool, after: Pool) -> None:
         """Log endpoints that came and went, by incarnation, and whether any is left."""
@@ -212,9 +222,10 @@ class PoolLog:
         self, level: int, event: str, member: EndpointSnapshot, ejection: _Ejection, now: float
     ) -> None:
         until, is_out = member.condition.until, member.is_ejected
-        self._log_endpoint(
+        self._lines.log(
             level,
             event,
+            now,
             endpoint=member.endpoint.address,
             pod=_pod_name(member.endpoint) or None,
             cause=ejection.cause,
@@ -234,8 +245,12 @@ class RejectionLog:
         self._logged: dict[tuple[str, int, str], int] = {}
         self._logged_at: dict[tuple[str, int, str], float] = {}
 
-    def step(self, now: float) -> None:
-        """Log what was refused since the last line, where one is due."""
+    def step(self, now: float, *, is_last: bool = False) -> None:
+        """Log what was refused since the last line, where one is due.
+
+        Args:
+            is_last: Whether all lines are due, however recent the one before is.
+        """
         pools = self._pools()
         for key in [key for key in self._logged if key[0] not in pools]:
             del self._logged[key], self._logged_at[key]
@@ -244,7 +259,8 @@ class RejectionLog:
                 key = pool, status, cause
                 logged = self._logged.get(key, 0)
                 new = count - logged if count >= logged else count
-                if not new or now - self._logged_at.get(key, -math.inf) < REPEAT_S:
+                age_s = now - self._logged_at.get(key, -math.inf)
+                if not new or (age_s < REPEAT_S and not is_last):
                     continue
                 self._logged[key], self._logged_at[key] = count, now
                 level = logging.INFO if status < 429 else logging.WARNING
@@ -258,6 +274,111 @@ class RejectionLog:
                     count=new,
                     total=count,
                 )
+
+
+class _FailedResponses(msgspec.Struct):
+    """Failed responses of an endpoint.
+
+    Attributes:
+        count: All so far.
+        before: Those before the first of the failures that go on.
+        since: Monotonic seconds of that one; None while none go on.
+        failed_at: Monotonic seconds of the last one.
+        served: Responses below 400 then (count).
+        logged: All as of the last line, by status.
+        logged_at: Monotonic seconds of that line.
+    """
+
+    count: int = 0
+    before: int = 0
+    since: float | None = None
+    failed_at: float = -math.inf
+    served: int = 0
+    logged: Counter[str] = msgspec.field(default_factory=Counter)
+    logged_at: float = -math.inf
+
+
+class ResponseFailureLog:
+    """Log of failed responses, by endpoint: the first, then a count each minute, and their end.
+
+    An endpoint that fails some of its requests may never be ejected. It reads counters, so that a
+    response costs no more than counting it.
+    """
+
+    def __init__(self, pools: Callable[[], Mapping[str, PoolCounters]]) -> None:
+        self._pools = pools
+        self._failures: dict[tuple[str, str], _FailedResponses] = {}
+        self._lines: dict[str, _EndpointLines] = {}
+
+    def step(self, now: float, *, is_last: bool = False) -> None:
+        """Log what failed since the last line of an endpoint, where one is due; see `RejectionLog`."""
+        pools = self._pools()
+        failing = {
+            (pool, address): responses
+            for pool, counters in pools.items()
+            for address, responses in counters.sum_responses().items()
+            if responses.failed and address != REMOVED_ENDPOINT
+        }
+        for key in self._failures.keys() - failing.keys():
+            del self._failures[key]
+        for pool in self._lines.keys() - pools.keys():
+            del self._lines[pool]
+        for key, responses in failing.items():
+            self._follow(key, responses, now, is_last=is_last)
+
+    def _follow(
+        self, key: tuple[str, str], responses: EndpointResponses, now: float, *, is_last: bool
+    ) -> None:
+        """Log failures of an endpoint, or their end: a minute without any, in which it served."""
+        pool, address = key
+        total, state = responses.failed.total(), self._failures.get(key)
+        if state is None or total < state.count:
+            state = self._failures[key] = _FailedResponses()
+        if total > state.count:
+            if state.since is None:
+                state.since, state.before = now, state.count
+            state.count, state.failed_at, state.served = total, now, responses.served
+        lines = self._lines.setdefault(pool, _EndpointLines(pool))
+        new = responses.failed - state.logged
+        if new and (is_last or now - state.logged_at >= REPEAT_S):
+            state.logged, state.logged_at = responses.failed, now
+            ((status, _),) = new.most_common(1)
+            lines.log(
+                logging.WARNING,
+                "requests fail",
+                now,
+                endpoint=address,
+                status=status,
+                count=new.total(),
+                total=total,
+            )
+        elif (
+            state.since is not None
+            and now - state.failed_at >= REPEAT_S
+            and responses.served > state.served
+        ):
+            lines.log(
+                logging.INFO,
+                "requests work again",
+                now,
+                endpoint=address,
+                failures=state.count - state.before,
+                for_s=state.failed_at - state.since,
+            )
+            state.since = None
+
+
+class RequestFailureLog:
+    """Log of refused requests and of failed responses."""
+
+    def __init__(self, pools: Callable[[], Mapping[str, PoolCounters]]) -> None:
+        self._rejections = RejectionLog(pools)
+        self._responses = ResponseFailureLog(pools)
+
+    def step(self, now: float, *, is_last: bool = False) -> None:
+        """Log what was refused and what failed since the last lines, where one is due."""
+        self._rejections.step(now, is_last=is_last)
+        self._responses.step(now, is_last=is_last)
 
 
 def _by_incarnation(pool: Pool) -> dict[int, Endpoint]:

@@ -30,6 +30,11 @@ _MAX_ALIKE: Final = 5
 _SLOW_RATIO: Final = 3.0
 _COLD_RATIO: Final = 0.5
 
+#: Share of the responses of an endpoint that fail above which it is a problem, as in the alert, and
+#: failures below which a share says nothing (count): so many in a row eject an endpoint.
+_FAILED_RATIO: Final = 0.05
+_MIN_FAILED: Final = 3
+
 #: Share of a queue at which it is nearly full.
 _NEARLY_FULL: Final = 0.8
 
@@ -193,6 +198,22 @@ def _find_ejected(endpoint: _ObservedEndpoint) -> Problem | None:
     )
 
 
+def _find_failing(endpoint: _ObservedEndpoint) -> Problem | None:
+    """Of an endpoint that fails some of its requests, too few to be ejected."""
+    trend, address = endpoint.trend, endpoint.member.endpoint.address
+    is_failing = trend.failed >= _MIN_FAILED and trend.failed > _FAILED_RATIO * trend.answered
+    if endpoint.member.is_ejected or not is_failing:
+        return None
+    return Problem(
+        kind="endpoint-errors",
+        severity="critical",
+        title=f"{address} fails {trend.failed} of {trend.answered} requests in the last minute",
+        advice="It still gets requests. Lines `requests fail` of the log have the status; "
+        "look at the log of the engine.",
+        endpoint=address,
+    )
+
+
 def _find_unread(endpoint: _ObservedEndpoint) -> Problem | None:
     member = endpoint.member
     address, distrust = member.endpoint.address, plausibility.distrust_reason(member.flaws)
@@ -241,6 +262,7 @@ def _find_cold(endpoint: _ObservedEndpoint) -> Problem | None:
 #: Finders of a problem of one endpoint.
 _ENDPOINT_FINDERS: Final[Sequence[Callable[[_ObservedEndpoint], Problem | None]]] = (
     _find_ejected,
+    _find_failing,
     _find_unread,
     _find_slow,
     _find_cold,

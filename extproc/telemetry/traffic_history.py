@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from extproc.pool.snapshot import EndpointSnapshot
-from extproc.telemetry.counters import PoolCounters, ProcessCounters
+from extproc.telemetry.counters import EndpointResponses, PoolCounters, ProcessCounters
 from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
     NO_STATUS,
@@ -76,6 +76,8 @@ class EndpointTrend(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         requests_per_s: Requests that were routed to it, per second.
+        answered: Responses that it gave (count).
+        failed: Those of them that count as failures of the endpoint (count).
         response_headers_s: Mean seconds from the choice of the endpoint to response headers.
         slowness_ratio: The same over that of the quicker quarter of its pool.
         observed_ratio: Tokens found in its cache by its own counters, over those that were predicted.
@@ -83,6 +85,8 @@ class EndpointTrend(msgspec.Struct, frozen=True, gc=False):
     """
 
     requests_per_s: float | None = None
+    answered: int = 0
+    failed: int = 0
     response_headers_s: float | None = None
     slowness_ratio: float | None = None
     observed_ratio: float | None = None
@@ -97,6 +101,8 @@ class _EndpointMark(msgspec.Struct, frozen=True, gc=False):
     """Counters of an endpoint at a sample; None is what its page did not carry."""
 
     routed: float
+    answered: int
+    failed: int
     responses: float
     response_headers_s: float
     predicted_tokens: float
@@ -113,6 +119,7 @@ class _PoolMark(msgspec.Struct, frozen=True):
 
 
 _NO_MARK: Final = _PoolMark()
+_NO_RESPONSES: Final = EndpointResponses()
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -228,6 +235,8 @@ class TrafficHistory:
         return {
             address: EndpointTrend(
                 requests_per_s=max(0.0, new.routed - old.routed) / window_s,
+                answered=max(0, new.answered - old.answered),
+                failed=max(0, new.failed - old.failed),
                 response_headers_s=times_s.get(address),
                 slowness_ratio=times_s[address] / quick_s
                 if address in times_s and quick_s
@@ -316,9 +325,12 @@ def _count_failed(series: RequestSeries) -> int:
 def _mark(view: PoolView, counters: PoolCounters | None) -> _PoolMark:
     if counters is None:
         return _NO_MARK
+    responses = counters.sum_responses()
     return _PoolMark(
         {
-            member.endpoint.address: _endpoint_mark(member, view, counters)
+            member.endpoint.address: _endpoint_mark(
+                member, view, counters, responses.get(member.endpoint.address, _NO_RESPONSES)
+            )
             for member in view.pool.members
         },
         dict(counters.rejection_causes),
@@ -326,12 +338,17 @@ def _mark(view: PoolView, counters: PoolCounters | None) -> _PoolMark:
 
 
 def _endpoint_mark(
-    member: EndpointSnapshot, view: PoolView, counters: PoolCounters
+    member: EndpointSnapshot,
+    view: PoolView,
+    counters: PoolCounters,
+    responses: EndpointResponses,
 ) -> _EndpointMark:
     address = member.endpoint.address
     headers, cache = counters.endpoint_headers_s.get(address), view.cache(member.endpoint)
     return _EndpointMark(
         counters.requests_routed[address],
+        responses.total,
+        responses.failed.total(),
         0 if headers is None else headers.count,
         0.0 if headers is None else headers.total,
         cache.predicted_tokens,

@@ -91,6 +91,13 @@ async def test_an_engine_that_hangs(fleet, overview, victim):
             process.send_signal(signal.SIGCONT)
 
 
+async def test_an_engine_that_fails_some_requests(fleet, overview, victim):
+    """Too few to be ejected for long."""
+    async with fleet.filled():
+        await fleet.arm(victim, "status=500,rate=0.3")
+        await is_named(overview, f"{victim} fails", "requests in the last minute")
+
+
 async def test_a_cold_cache(fleet, overview, victim):
     """The engine reports fewer cached tokens than predicted."""
     url = f"http://{victim}/reset_prefix_cache"

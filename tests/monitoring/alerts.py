@@ -112,6 +112,13 @@ def _new_or_more(metric: str, window: str) -> str:
     return f"increase({metric}[{window}]) > 0\n  or {now} > 0 unless {now} == {before}"
 
 
+#: Responses per second that count as failures of their endpoint, which is still in its pool.
+_FAILED_RESPONSES = (
+    "sum by (namespace, pool, endpoint) (rate(extproc_responses_total"
+    '{endpoint!="left",status=~"5..",status!~"501|505"}[5m]))'
+)
+
+
 def _gauge(metric: str) -> str:
     """An expression for a gauge, which has its last value for a while where a scrape fails.
 
@@ -191,6 +198,20 @@ ALERTS: Sequence[Alert] = (
         meaning="Clients get 5xx of engines, or extproc rejects their requests with 429 or 503: for more than 5 % of the requests and more than one a minute.",
         look="Board [Overview](dashboards.md#overview), panels Requests by status, Rejections by cause and Server errors; `extproc explain --failed`; [troubleshooting](troubleshooting.md#by-status-code).",
         action="By cause: `busy` and `queue-full` need engines, `no-endpoints` a look at discovery, errors of one endpoint its log.",
+    ),
+    Alert(
+        name="ExtprocEndpointErrors",
+        severity="warning",
+        for_="5m",
+        expr=(
+            f"{_FAILED_RESPONSES}\n"
+            "  / sum by (namespace, pool, endpoint) (rate(extproc_responses_total[5m])) > 0.05\n"
+            f"  and {_FAILED_RESPONSES} > 1 / 60"
+        ),
+        summary="{{ $labels.endpoint }} of pool {{ $labels.pool }} fails {{ $value | humanizePercentage }} of its requests",
+        meaning="An engine answers some of its requests with 5xx, or resets them: more than 5 % and more than one a minute. If they are too few to [eject it](../concepts/failing-endpoints.md), it goes on getting requests. In a pool of many engines, [ExtprocRequestsFail](#extprocrequestsfail) does not fire for one.",
+        look="Board [One pool](dashboards.md#one-pool), panel Server errors by endpoint; lines `requests fail` of the log, which have the status; `extproc explain --failed`.",
+        action="The log of the engine says why. Restart or replace it; to send it nothing until then, take its pod out of the pool by deleting it or the label that the pool selects. Where clients provoke the errors with their requests, all engines have them.",
     ),
     Alert(
         name="ExtprocEndpointEjected",

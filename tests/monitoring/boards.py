@@ -1091,6 +1091,9 @@ SLOW_ENGINE = BoardFinding(
 )
 HUNG_ENGINE = BoardFinding("An engine hangs", ONE_POOL, "Ejected", "ExtprocEndpointEjected")
 DEAD_ENGINE = BoardFinding("An engine dies", ONE_POOL, "Reachable", "ExtprocEndpointEjected")
+FAILING_ENGINE = BoardFinding(
+    "An engine fails some requests", ONE_POOL, "Server errors by endpoint", "ExtprocEndpointErrors"
+)
 COLD_CACHE = BoardFinding(
     "A cache is cold", SLOW, "Observed over predicted", "ExtprocCachePredictionsWrong"
 )
@@ -1112,6 +1115,7 @@ FINDINGS: Sequence[BoardFinding] = (
     SLOW_ENGINE,
     HUNG_ENGINE,
     DEAD_ENGINE,
+    FAILING_ENGINE,
     COLD_CACHE,
     FULL_QUEUE,
     NO_ENDPOINT,

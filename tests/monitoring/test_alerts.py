@@ -152,6 +152,10 @@ FAULTS = {
     "ExtprocRequestsFail": {
         f'extproc_requests_total{{{_POOL},model="m",status="503"}}': counter(8, 200)
     },
+    "ExtprocEndpointErrors": {
+        **endpoint_series("extproc_responses_total", counter(598, 450), counter(598), status="200"),
+        **endpoint_series("extproc_responses_total", counter(2, 150), counter(2), status="503"),
+    },
     "ExtprocEndpointEjected": endpoint_series("extproc_endpoint_ejected", gauge(0, 1), gauge(0)),
     "ExtprocEndpointScrapesFail": {
         **endpoint_series("extproc_scrapes_total", counter(300, 0), counter(300), result="ok"),
@@ -367,6 +371,7 @@ LATE = {
     "extproc_flow_control_request_queue_duration_seconds_bucket": "a quantile of many requests",
     "extproc_request_ttft_seconds_bucket": "a quantile of many requests",
     "extproc_requests_total": "a share of many requests",
+    "extproc_responses_total": "a share of many requests",
     "extproc_routed_requests_total": "a share of many requests",
     "extproc_scaling_failures_total": "at zero with the loop that scales a pool",
     "extproc_scrapes_total": "a share of five minutes of scrapes",

@@ -455,6 +455,16 @@ async def test_an_engine_that_answers_errors(fleet, victim):
         await fleet.returns("engine errors")
 
 
+async def test_an_engine_that_fails_some_requests(fleet, victim):
+    """Too few to be ejected for long; the others serve all of theirs, and one line names it."""
+    async with fleet.filled():
+        await fleet.arm(victim, "status=500,rate=0.3")
+        await fleet.panel_shows(boards.FAILING_ENGINE, lambda share: share > 0.05, endpoint=victim)
+        await fleet.fires(boards.FAILING_ENGINE.alert, victim)
+    lines = [line for line in fleet.place.lines if " requests fail " in line]
+    assert any(f" endpoint={victim} status=500 " in line for line in lines), lines
+
+
 async def test_a_cold_cache(fleet, victim):
     """The engine reports fewer cached tokens than predicted."""
     url = f"http://{victim}/reset_prefix_cache"

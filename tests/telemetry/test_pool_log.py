@@ -267,3 +267,85 @@ def test_rejection_log_follows_pools_that_come_again(caplog):
         counters.for_pool("demo").record_rejection(NO_ENDPOINTS)
         log.step(at)
     assert [record.fields["count"] for record in caplog.records] == [1, 1, 1]
+
+
+class ResponseLogFixture:
+    """The log of failed responses of a pool, at one moment."""
+
+    def __init__(self, caplog):
+        caplog.set_level(logging.INFO, "extproc.pool")
+        self._caplog = caplog
+        self.counters = ProcessCounters()
+        self.pool = self.counters.for_pool("demo")
+        self.log = pool_log.ResponseFailureLog(lambda: self.counters.pools)
+
+    def answer(self, *statuses, address=FIRST):
+        self.pool.record_finished([(address, status) for status in statuses])
+
+    def step(self, now, **last):
+        """Levels, messages and fields of the lines at a moment."""
+        self._caplog.clear()
+        self.log.step(now, **last)
+        return [(line.levelname, line.message, line.fields) for line in self._caplog.records]
+
+
+@pytest.fixture
+def answers(caplog):
+    return ResponseLogFixture(caplog)
+
+
+def failing(count, total, *, status="500", endpoint=FIRST):
+    fields = {"endpoint": endpoint, "status": status, "count": count, "total": total}
+    return ("WARNING", "requests fail", {"pool": "demo", **fields})
+
+
+def test_log_counts_failed_responses_of_an_endpoint(answers):
+    """A line at the first, one each minute while it goes on, and what is left at the end."""
+    answers.answer("200", "404", "429", "501", "")
+    assert not answers.step(0.0)
+    answers.answer("200", "500")
+    assert answers.step(1.0) == [failing(1, 1)]
+    answers.answer("503", "503", "500", "200")
+    assert not answers.step(2.0)
+    assert not answers.step(60.0)
+    assert answers.step(61.0) == [failing(3, 4, status="503")]
+    answers.answer("504")
+    assert not answers.step(62.0)
+    assert answers.step(63.0, is_last=True) == [failing(1, 5, status="504")]
+
+
+def test_log_says_when_requests_work_again(answers):
+    """After a minute in which the endpoint served and failed none."""
+    answers.answer("500")
+    answers.step(0.0)
+    answers.answer("500", "200")
+    answers.step(30.0)
+    assert answers.step(61.0) == [failing(1, 2)]
+    assert not answers.step(95.0)  # nothing was served since
+    answers.answer("200")
+    fields = {"pool": "demo", "endpoint": FIRST, "failures": 2, "for_s": 30.0}
+    assert answers.step(96.0) == [("INFO", "requests work again", fields)]
+    assert not answers.step(200.0)
+    answers.answer("500")
+    assert answers.step(201.0) == [failing(1, 3)]
+
+
+def test_log_follows_failing_endpoints_that_leave(answers):
+    """One that comes again begins anew, and the end of a removed one has no line."""
+    answers.answer("500", "500")
+    answers.answer("500", address="left")
+    assert answers.step(0.0) == [failing(2, 2)]
+    answers.pool.forget(FIRST)
+    answers.answer("500")
+    assert answers.step(1.0) == [failing(1, 1)]
+    answers.pool.forget(FIRST)
+    assert not answers.step(2.0)
+    answers.answer("500")
+    assert answers.step(3.0) == [failing(1, 1)]
+
+
+def test_log_of_failures_has_twenty_lines_in_ten_seconds(answers):
+    """In a large pool, all engines may fail at once."""
+    for number in range(30):
+        answers.answer("500", address=f"10.0.0.{number}:8000")
+    assert len(answers.step(0.0)) == 20

@@ -56,6 +56,39 @@ def test_an_ejected_endpoint_is_named_with_its_cause(scene):
     assert problem.title == f"{FIRST} is ejected: its requests fail (for 0 s)"
 
 
+def respond(scene, served, failed, *, address=FIRST):
+    """Let an endpoint answer within the last minute."""
+    scene.sample()
+    scene.pool.record_finished([(address, "200")] * served + [(address, "500")] * failed)
+    scene.sample()
+
+
+def test_an_endpoint_that_fails_some_requests_is_named(scene):
+    """Too few to be ejected."""
+    respond(scene, 7, 3)
+    (problem,) = scene.find()
+    assert (problem.kind, problem.severity, problem.endpoint) == (
+        "endpoint-errors",
+        "critical",
+        FIRST,
+    )
+    assert problem.title == f"{FIRST} fails 3 of 10 requests in the last minute"
+
+
+@pytest.mark.parametrize(("served", "failed"), [(0, 2), (95, 5)])
+def test_few_failed_requests_are_no_problem(scene, served, failed):
+    """Two may be chance, and so may be a share of 5 %."""
+    respond(scene, served, failed)
+    assert scene.find() == []
+
+
+def test_an_ejected_endpoint_is_named_once(scene):
+    """Its ejection is the problem."""
+    respond(scene, 0, 5)
+    scene.fail(FIRST)
+    assert scene.kinds() == [("endpoint-ejected", FIRST)]
+
+
 def test_a_pool_without_endpoints_is_named(scene):
     """It cannot serve at all."""
     scene.store.set_endpoints([], scene.now)
