@@ -134,7 +134,7 @@ def _build_report(args: argparse.Namespace) -> CheckReport:
             *lint.find_warnings(settings),
             *serve.find_invalid_certificates(settings.server),
         ),
-        notes=tuple(serve.find_taken_ports(settings)),
+        notes=(*serve.find_taken_ports(settings), *serve.find_unwritable_files(settings)),
     )
     try:
         report = msgspec.structs.replace(report, description=tuple(_describe_settings(resolved)))

@@ -148,6 +148,14 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
             yield f"{flag}: something on this machine listens on port {port} already"
 
 
+def find_unwritable_files(settings: Settings) -> Iterator[str]:
+    """A line for the recording of these settings, where this machine cannot write it."""
+    record = settings.decisions.record
+    obstacle = recorder.find_obstacle(record.file) if record is not None else ""
+    if obstacle:
+        yield f"decisions.record.file: {obstacle} on this machine: nothing would be recorded"
+
+
 def _listening_ports(settings: Settings) -> Mapping[str, int]:
     """Ports to listen on, by flag or field; 0 picks a free one."""
     server = settings.server

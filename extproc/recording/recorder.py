@@ -129,6 +129,13 @@ def require(path: str) -> None:
         )
 
 
+def find_obstacle(path: str) -> str:
+    """Reason for which `RotatingFile` cannot write a file on this machine now; empty without one."""
+    folder = Path(path).parent
+    is_writable = os.access(folder, os.W_OK | os.X_OK) and folder.is_dir()
+    return "" if is_writable else f"the folder {folder} is missing or not writable"
+
+
 #: Entries that may wait for their rows, and the same times the candidates of a decision (count). A
 #: second of 1,000 requests has two entries each; a candidate takes some 300 bytes.
 MAX_ENTRIES: Final = 4096

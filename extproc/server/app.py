@@ -448,6 +448,7 @@ class EndpointPickerProcess:
             decisions=self.decisions,
             reloads=self.reloads,
             readiness=self.readiness,
+            recording_error=lambda: self.decision_recorder.error,
             about=self.pool_registry.labels,
             clock=self._clock,
         )

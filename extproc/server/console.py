@@ -86,10 +86,11 @@ class ConsolePages:
     """Handlers of the console.
 
     Args:
+        recording_error: Returns why decisions are not recorded; empty while they are, or are not to be.
         about: Returns the labels of the process, such as its profile.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a source of the page
         self,
         *,
         counters: ProcessCounters,
@@ -98,6 +99,7 @@ class ConsolePages:
         decisions: DecisionLog,
         reloads: ReloadHistory,
         readiness: Readiness,
+        recording_error: Callable[[], str],
         about: Callable[[], Mapping[str, str]],
         clock: Callable[[], float],
     ) -> None:
@@ -107,6 +109,7 @@ class ConsolePages:
         self._decisions = decisions
         self._reloads = reloads
         self._readiness = readiness
+        self._recording_error = recording_error
         self._about = about
         self._clock = clock
         self._overview: dict[str, Any] = {}
@@ -181,6 +184,7 @@ class ConsolePages:
             reload_error=reloads.error,
             needs_restart=reloads.needs_restart,
             degraded=self._counters.supervisor.degraded,
+            recording_error=self._recording_error(),
         )
         pools = []
         for name, view in views.items():

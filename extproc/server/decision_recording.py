@@ -17,7 +17,7 @@ import msgspec
 from extproc import distribution
 from extproc.config.decisions import RecordSection
 from extproc.config.settings import Settings
-from extproc.recording import rows
+from extproc.recording import recorder, rows
 from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings, RotatingFile
 
 _log = logging.getLogger("extproc.server")
@@ -45,6 +45,9 @@ class DecisionRecorder:
         counts: Rows by result; updated here.
         settle: Records the ends of requests that wait to be counted.
         on_change: Called with the recordings when the first starts, and with None after the last.
+
+    Attributes:
+        error: Reason for which the file of the configuration cannot be written; empty while it can.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class DecisionRecorder:
         self._counts = counts
         self._clock = clock
         self._process = secrets.token_hex(8)
+        self.error = ""
         self._clients = 0
         self._is_closed = False
         self._unwritten = bytearray()
@@ -97,16 +101,16 @@ class DecisionRecorder:
         if section is None:
             return
         recording = self.recordings.start()
+        for result in ("recorded", "dropped", "failed"):
+            self._counts[result] += 0  # a series that begins at its first failure hides that one
         file = RotatingFile(
             section.file, max_bytes=section.max_file_bytes, max_files=section.max_files
         )
-        is_failing = False
         try:
+            self._set_error(await asyncio.to_thread(recorder.find_obstacle, section.file), section)
             while True:
                 await asyncio.sleep(_BATCH_S)
-                is_failing = await self._write_batch(
-                    recording, file, section, was_failing=is_failing
-                )
+                await self._write_batch(recording, file, section)
         finally:
             await self._end(recording, file, section)
 
@@ -152,23 +156,22 @@ class DecisionRecorder:
             self.recordings.stop(recording)
 
     async def _write_batch(
-        self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
-    ) -> bool:
-        """Write what waits; returns True if the file cannot be written."""
+        self, recording: Recording, file: RotatingFile, section: RecordSection
+    ) -> None:
+        """Write what waits."""
         self._settle()
         async for lines in _take_batch(recording):
             self._unwritten += lines
         # Cancelled, it goes on being held: `run` waits for the write.
         self._unwritten += recording.hold()
-        is_failing = await self._write(recording, file, section, was_failing=was_failing)
+        await self._write(recording, file, section)
         recording.resume()
-        return is_failing
 
     async def _write(
-        self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
-    ) -> bool:
+        self, recording: Recording, file: RotatingFile, section: RecordSection
+    ) -> None:
         if not self._unwritten:
-            return was_failing
+            return
         batch = bytes(self._unwritten)
         self._unwritten.clear()
         loop = asyncio.get_running_loop()
@@ -177,16 +180,17 @@ class DecisionRecorder:
             await self._finish_write(recording, self._writing)
         except OSError as error:
             self._counts["failed"] += batch.count(b"\n")
-            if not was_failing:
-                _log.error(
-                    "decisions are not recorded: %s cannot be written: %s",
-                    section.file,
-                    error.strerror,
-                )
-            return True
-        if was_failing:
+            self._set_error(error.strerror or str(error), section)
+        else:
+            self._set_error("", section)
+
+    def _set_error(self, error: str, section: RecordSection) -> None:
+        """Set the error, and log its beginning and end."""
+        if error and not self.error:
+            _log.error("decisions are not recorded: %s cannot be written: %s", section.file, error)
+        elif self.error and not error:
             _log.info("decisions are recorded again in %s", section.file)
-        return False
+        self.error = error
 
     async def _finish_write(self, recording: Recording, writing: asyncio.Future[bool]) -> None:
         """Wait for a write; what comes behind it begins anew where another file or a gap follows.

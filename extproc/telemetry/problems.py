@@ -113,12 +113,14 @@ def find_process_problems(
     reload_error: str,
     needs_restart: Sequence[str],
     degraded: Sequence[str],
+    recording_error: str,
 ) -> list[Problem]:
     """Find the problems of the process.
 
     Args:
         reload_error: Why the last reload was refused; empty where it was not.
         needs_restart: Fields of the configuration that only a restart changes.
+        recording_error: Why decisions are not recorded; empty while they are, or are not to be.
     """
     problems: list[Problem] = []
     if not is_ready:
@@ -155,6 +157,15 @@ def find_process_problems(
                 severity="warning",
                 title=f"Background work fails and is repeated: {', '.join(degraded)}",
                 advice="The log says where and why.",
+            )
+        )
+    if recording_error:
+        problems.append(
+            Problem(
+                kind="recording-failing",
+                severity="warning",
+                title=f"Decisions are not recorded: {recording_error}",
+                advice="Requests are served. Let extproc write `decisions.record.file`.",
             )
         )
     return problems

@@ -463,6 +463,19 @@ def test_check_reports_a_port_in_use(capsys):
     assert f"note: --metrics-port: something on this machine listens on port {port}" in out
 
 
+def test_check_reports_a_recording_that_cannot_be_written(tmp_path, capsys):
+    """Nor is this an error: the volume may be where the file is for."""
+    file = tmp_path / "gone" / "d.jsonl"
+    status, out, _ = checked(f"decisions: {{record: {{file: {file}}}}}", capsys)
+    assert status == 0
+    assert (
+        f"note: decisions.record.file: the folder {file.parent} is missing or not writable" in out
+    )
+    file.parent.mkdir()
+    _, out, _ = checked(f"decisions: {{record: {{file: {file}}}}}", capsys)
+    assert "decisions.record.file: " not in out
+
+
 def test_check_prints_json(capsys):
     """Programs read the same report."""
     status, out, _ = checked("log: {level: debug}", capsys, "--json")

@@ -432,6 +432,19 @@ ALERTS: Sequence[Alert] = (
         action="Mostly an Envoy that is too old for a field; see [choose a profile](../guides/choose-an-envoy-profile.md).",
     ),
     Alert(
+        name="ExtprocRecordingLost",
+        severity="warning",
+        for_="10m",
+        expr=(
+            "sum by (namespace, instance, result)"
+            ' (rate(extproc_recorded_rows_total{result=~"failed|dropped"}[5m])) > 0'
+        ),
+        summary="Recorded decisions of {{ $labels.instance }} are {{ $labels.result }}",
+        meaning="Rows of a [recording](../guides/replay.md) are lost: the file cannot be written (`failed`), or more come than can be written (`dropped`). Requests are not affected.",
+        look="Lines `decisions are not recorded` of the log; the problems on the [console](console.md); board [Overview](dashboards.md#overview), panel Recordings.",
+        action="Mount a volume where `decisions.record.file` is, which the user of extproc can write; free space on it.",
+    ),
+    Alert(
         name="ExtprocTracesLost",
         severity="info",
         for_="10m",

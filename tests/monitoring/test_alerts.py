@@ -216,6 +216,9 @@ FAULTS = {
     "ExtprocXdsRejected": {
         f'extproc_xds_nacks_total{{{_WHERE},instance="a",type="clusters"}}': f"_x90 1x{_END - 91}"
     },
+    "ExtprocRecordingLost": {
+        f'extproc_recorded_rows_total{{{_WHERE},instance="a",result="failed"}}': counter(0, 5)
+    },
     "ExtprocTracesLost": {
         f'extproc_trace_spans_total{{{_WHERE},instance="a",result="dropped"}}': counter(0, 5)
     },
@@ -369,6 +372,7 @@ LATE = {
     "extproc_endpoint_response_headers_seconds_count": "a mean of many requests",
     "extproc_endpoint_response_headers_seconds_sum": "a mean of many requests",
     "extproc_flow_control_request_queue_duration_seconds_bucket": "a quantile of many requests",
+    "extproc_recorded_rows_total": "at zero with the recording",
     "extproc_request_ttft_seconds_bucket": "a quantile of many requests",
     "extproc_requests_total": "a share of many requests",
     "extproc_responses_total": "a share of many requests",

@@ -146,6 +146,7 @@ def test_tabs_that_ask_at_once_share_an_overview():
                 decisions=subject.decisions,
                 reloads=subject.reloads,
                 readiness=subject.readiness,
+                recording_error=str,
                 about=dict,
                 clock=lambda: 1.0,
             )

@@ -199,6 +199,26 @@ async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
     ]
 
 
+async def test_a_file_that_cannot_be_written_is_a_problem_before_the_first_request(tmp_path):
+    """Its cause is known, and its series are there; both end once the folder is there."""
+    folder = tmp_path / "gone"
+    counts = Counter()
+    recorder = decision_recording.DecisionRecorder(
+        settings(folder / "f"),
+        counts,
+        clock=lambda: 1.0,
+        settle=lambda: None,
+        on_change=lambda _: None,
+    )
+    async with running(recorder.run):
+        await until(lambda: recorder.error)
+        assert recorder.error == f"the folder {folder} is missing or not writable"
+        assert dict(counts) == {"recorded": 0, "dropped": 0, "failed": 0}
+        folder.mkdir()
+        recorder.recordings.add_ends([rows.EndRow(1)])
+        await until(lambda: not recorder.error)
+
+
 async def test_a_client_records_what_comes(tmp_path):
     """`extproc record` writes a file that can be replayed, and the picker forgets it."""
     chosen = settings()

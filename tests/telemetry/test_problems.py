@@ -182,11 +182,16 @@ def test_problems_of_the_process_are_sorted():
         reload_error="f.yaml: expected a number",
         needs_restart=("server.host",),
         degraded=("scrape",),
+        recording_error="the folder /d is missing or not writable",
     )
     ordered = problems.sort_problems(reversed(listed))
     assert {problem.kind for problem in ordered[:2]} == {"not-ready", "configuration-refused"}
-    assert [problem.kind for problem in ordered[2:]] == ["loop-failing", "restart-needed"]
+    assert [problem.kind for problem in ordered[2:]] == [
+        "recording-failing",
+        "loop-failing",
+        "restart-needed",
+    ]
     nothing = problems.find_process_problems(
-        is_ready=True, reload_error="", needs_restart=(), degraded=()
+        is_ready=True, reload_error="", needs_restart=(), degraded=(), recording_error=""
     )
     assert nothing == []
