@@ -81,12 +81,12 @@ async def test_a_slow_engine(fleet, overview, victim):
 
 
 async def test_an_engine_that_hangs(fleet, overview, victim):
-    """Stopped in the middle of its requests, it is ejected, and the cause is there."""
+    """Stopped in the middle of its requests, it is out of reach: it answers no scrape either."""
     process = fleet.engines[victim].process
     async with fleet.filled():
         process.send_signal(signal.SIGSTOP)
         try:
-            await is_named(overview, victim, "for ")
+            await is_named(overview, f"{victim} is out of reach (for ")
         finally:
             process.send_signal(signal.SIGCONT)
 
