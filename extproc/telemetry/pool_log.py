@@ -118,6 +118,7 @@ class PoolLog:
         if outcome == "ok":
             if failed is not None:
                 del self._scrapes[key]
+                failed.outcome = outcome
                 self._log_scrape(logging.INFO, "scrape works again", key, failed)
             return
         now = self._clock()

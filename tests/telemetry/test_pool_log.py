@@ -200,7 +200,7 @@ def test_log_counts_failed_scrapes_after_the_first(scene):
         ("scrape failed", {**named, "outcome": "refused", "failures": 1, "for_s": 0}),
         ("scrape failed", {**named, "outcome": "refused", "failures": 7, "for_s": 60}),
         ("scrape failed", {**named, "outcome": "timeout", "failures": 13, "for_s": 120}),
-        ("scrape works again", {**named, "outcome": "timeout", "failures": 13, "for_s": 130.0}),
+        ("scrape works again", {**named, "outcome": "ok", "failures": 13, "for_s": 130.0}),
     ]
 
 
