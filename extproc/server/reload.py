@@ -22,6 +22,7 @@ from extproc.discovery.static_discovery import FileStamp, file_stamp
 from extproc.errors import ConfigError
 from extproc.supervision import place_of, seconds_to_tick
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.log_format import log_event
 
 _log = logging.getLogger("extproc.server")
 
@@ -120,14 +121,15 @@ class ReloadHistory:
             self._settings = result.settings
         self._counters.record_reload(ok=not result.error, restart=bool(result.restart))
         if result.error:
-            _log.error("the configuration stays as it was: %s", result.error)
+            log_event(_log, logging.ERROR, "the configuration stays as it was", error=result.error)
             return
-        changed = ", ".join(result.changed) or "nothing"
-        _log.info("the configuration was read again; in force from now on: %s", changed)
+        changed = ",".join(result.changed)
+        log_event(_log, logging.INFO, "the configuration was read again", changed=changed)
         if result.restart:
-            _log.warning("only a restart changes %s", ", ".join(result.restart))
+            restart = ",".join(result.restart)
+            log_event(_log, logging.WARNING, "the configuration needs a restart", fields=restart)
         for warning in result.warnings:
-            _log.warning("%s", warning)
+            log_event(_log, logging.WARNING, "the configuration may be wrong", warning=warning)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Settings that differ from their defaults, and reloads, newest first; without secrets."""
