@@ -11,10 +11,14 @@ import pytest
 from extproc.config import envoy_lint
 from extproc.config.settings import Settings
 from tests.e2e import backend, http1, installation
+from tests.e2e.installation import UNSCRAPED
 from tests.manifests import tools
 
 GENERATED = Path(__file__).parents[1] / "data/gateways/envoy-gateway-1.9.yaml"
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
+
+#: Unscraped, and with request ids on responses as in the manifests.
+CONFIG = UNSCRAPED.removesuffix("}") + ", responses: {request_id: true}}"
 
 #: Longer than the 32 KiB that a connection of Envoy Gateway buffers.
 LONG = 200_000
@@ -39,7 +43,9 @@ def generate(config):
 
 @pytest.fixture(scope="module")
 def place(live, served):
-    fixture = installation.installed(served.address, plaintext=False, change=generate)
+    fixture = installation.installed(
+        served.address, plaintext=False, change=generate, arguments=["--config-text", CONFIG]
+    )
     with live.holding(fixture) as item:
         yield item
 
@@ -53,6 +59,16 @@ async def test_requests_are_routed_and_refused(place, served, pool):
     answer = await http1.ask(place.port, "/v1/chat/completions", CHAT[:-1], headers=[pool])
     assert answer.status == 400
     assert answer.json()["error"]["message"].startswith("inference error: BadRequest - ")
+
+
+@pytest.mark.parametrize("body", [CHAT, CHAT[:-1]])
+async def test_responses_and_refusals_have_the_request_id(place, body):
+    """It comes from extproc: nothing in the generated listener adds it."""
+    answer = await http1.ask(place.port, "/v1/chat/completions", body, headers=[DUPLEX])
+    request_id = answer.head.get("x-request-id")
+    assert request_id
+    decision = await http1.ask(place.pages, f"/debug/decisions/{request_id}")
+    assert decision.json()["id"] == request_id
 
 
 @pytest.mark.parametrize("pool", [DUPLEX, BUFFERED])

@@ -20,6 +20,8 @@ GENERATED = Path(__file__).parent / "istio.yaml"
 FILTER = tools.MANIFESTS / "overlays/istio/envoyfilter.yaml"
 PICKER = "outbound|9002||extproc.models.svc.cluster.local"
 PATH = "/v1/chat/completions"
+#: With request ids on responses from extproc, as in the manifests, and from Envoy.
+CONFIG = ROUND_ROBIN.removesuffix("}") + ", responses: {request_id: true}}"
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
@@ -69,7 +71,7 @@ def installed(folder, *endpoints, change=lambda config: None):
         template=str(path),
         plaintext=False,
         change=restore,
-        arguments=["--config-text", ROUND_ROBIN, "--fallback-endpoints", "2"],
+        arguments=["--config-text", CONFIG, "--fallback-endpoints", "2"],
     )
 
 
@@ -131,6 +133,13 @@ async def test_a_body_above_the_buffer_of_envoy_is_not_sent_again(place, served)
     # Either the connection failed with the body in the buffer, or the body outgrew it meanwhile.
     assert errors
     assert errors <= {(503, "model_server_unavailable"), (507, "request_ended_by_envoy")}
+
+
+async def test_a_response_has_the_request_id_once(place):
+    """Though Envoy and extproc both add it."""
+    answer = await http1.ask(place.port, PATH, CHAT, headers=[("x-request-id", "both")])
+    assert answer.status == 200
+    assert answer.head.all("x-request-id") == ["both"]
 
 
 async def test_a_refusal_of_extproc_is_json(place):

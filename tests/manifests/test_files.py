@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from extproc.config import loader
-from extproc.config.settings import PeerSyncSection, Settings
+from extproc.config.settings import PeerSyncSection, ResponsesSection, Settings
 from extproc.discovery.kubernetes import watch_plan
 from tests.manifests import envoy_files, rules, strict, tools
 
@@ -42,11 +42,18 @@ def test_plain_objects_are_valid(path):
 
 
 def test_the_base_configuration_is_valid():
-    """The strict reader takes it, and but for the other replicas it says what the defaults are."""
+    """It has the other replicas and request ids on responses; all else is as the defaults are."""
     text = (tools.MANIFESTS / "base/extproc.yaml").read_text()
     peers = PeerSyncSection(peers=("extproc-peers:9090",))
     settings = loader.settings(loader.parse(text, where="base/extproc.yaml"))
-    assert settings == Settings(peer_sync=peers)
+    assert settings == Settings(peer_sync=peers, responses=ResponsesSection(request_id=True))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "extproc.yaml"], ids=name)
+def test_every_configuration_returns_request_ids(path):
+    """Several gateways cannot put the id on responses themselves."""
+    settings = loader.settings(loader.parse(path.read_text(), where=name(path)))
+    assert settings.responses.request_id
 
 
 @pytest.mark.parametrize("overlay", envoy_files.FILES)
