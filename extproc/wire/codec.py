@@ -25,6 +25,7 @@ from typing import Any
 from extproc.protocol.headers import COST, DESTINATION, SCORES
 from extproc.protocol.messages import (
     NO_HEADERS,
+    BodyMode,
     BodyMutation,
     ContinueResponse,
     Headers,
@@ -227,17 +228,24 @@ def _write_continue(reply: ContinueResponse) -> bytes:
 
 @lru_cache(maxsize=256)
 def _write_response_headers(reply: ResponseHeadersMutation) -> bytes:
+    """HeadersResponse{CommonResponse{HeaderMutation}} and modes; by hand, as a request id is unique."""
+    mutation = b"".join([_set_header(name, value) for name, value in reply.set_headers])
+    for name in reply.remove_headers:
+        mutation += b"\x12" + _varint(len(name.encode())) + name.encode()
+    common = b"\x12" + _varint(len(mutation)) + mutation if mutation else b""
+    response = b"\x0a" + _varint(len(common)) + common
+    override = b"" if reply.response_body is None else _mode_override(reply.response_body)
+    return b"".join((b"\x12", _varint(len(response)), response, override))
+
+
+@lru_cache(maxsize=8)
+def _mode_override(response_body: BodyMode) -> bytes:
+    """The `mode_override` field alone; protobuf fields concatenate."""
     response = ext_proc_pb2.ProcessingResponse()
-    response.response_headers.response.SetInParent()
-    if reply.set_headers or reply.remove_headers:
-        mutation = response.response_headers.response.header_mutation
-        _add_headers(mutation, reply.set_headers)
-        mutation.remove_headers.extend(reply.remove_headers)
-    if reply.response_body is not None:
-        override = response.mode_override
-        override.response_body_mode = reply.response_body
-        override.response_header_mode = 1  # SEND
-        override.response_trailer_mode = 1  # SEND: the stream still ends when the answer does
+    override = response.mode_override
+    override.response_body_mode = response_body
+    override.response_header_mode = 1  # SEND
+    override.response_trailer_mode = 1  # SEND: the stream still ends when the answer does
     return response.SerializeToString()
 
 
