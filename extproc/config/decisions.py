@@ -38,6 +38,9 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             with many candidates fewer are remembered.
         header: Add a summary of the decision to responses as `x-extproc-decision`. False: it names
             endpoints, which clients need not know.
+        metadata: Send that summary to the data plane as dynamic metadata, key `decision` of the
+            namespace `extproc`. True: access logs of the shipped Envoy files read it, and clients do
+            not get it.
         scores: Send the scores of the endpoints to the data plane, in the dynamic metadata
             `x-gateway-destination-endpoint-scores`. False: only an access log that is configured
             for it reads them.
@@ -47,5 +50,6 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     decisions: validation.Count = 1000
     header: bool = False
+    metadata: bool = True
     scores: bool = False
     record: RecordSection | None = None

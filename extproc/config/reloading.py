@@ -85,7 +85,7 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "request_id",
         "list_models",
     ),
-    "decisions": ("decisions", "header", "scores"),
+    "decisions": ("decisions", "header", "metadata", "scores"),
     "log": ("level", "requests"),
 }
 

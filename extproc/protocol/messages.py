@@ -238,6 +238,17 @@ class WithRequestCost(msgspec.Struct, frozen=True, gc=False):
     cost: float
 
 
+class WithDecision(msgspec.Struct, frozen=True, gc=False):
+    """A reply with the decision as dynamic metadata `extproc:decision`, for access logs.
+
+    Attributes:
+        text: The decision in one line.
+    """
+
+    reply: ProcessingResponse
+    text: str
+
+
 ProcessingResponse = (
     RouteResponse
     | StreamedBodyResponse
@@ -246,6 +257,7 @@ ProcessingResponse = (
     | ResponseHeadersMutation
     | ImmediateResponse
     | WithRequestCost
+    | WithDecision
 )
 
 
@@ -278,6 +290,24 @@ def _split(
             chunk = bytes(chunk)  # it may wait to be written, and the body not with it
         yield StreamedBodyResponse(answers, chunk, end_of_stream and last, destination)
         destination = ""
+
+
+def attach_decision(
+    replies: Iterable[ProcessingResponse], text: str
+) -> Iterable[ProcessingResponse]:
+    """Attach the text of a decision to the first reply; a tuple stays one."""
+    if isinstance(replies, tuple):
+        return (WithDecision(replies[0], text), *replies[1:]) if replies else replies
+    return _attach_decision(iter(replies), text)
+
+
+def _attach_decision(
+    replies: Iterator[ProcessingResponse], text: str
+) -> Iterator[ProcessingResponse]:
+    for reply in replies:
+        yield WithDecision(reply, text)
+        break
+    yield from replies
 
 
 def run_after(

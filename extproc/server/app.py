@@ -496,4 +496,5 @@ def _stream_settings(settings: Settings) -> stream_context.StreamSettings:
         request_cost=settings.responses.request_cost,
         flow_headers=settings.flow_control.headers,
         format_decision=explanation.format_short if settings.decisions.header else None,
+        describe_decision=explanation.format_short if settings.decisions.metadata else None,
     )

@@ -177,6 +177,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
         body_idle_s: Seconds without a further message after which a request is rejected with 408.
         stream_sample_ratio: Share of streamed responses watched for usage, 0..1.
         format_decision: Text of the response header `x-extproc-decision`; None adds no header.
+        describe_decision: Text of the dynamic metadata `extproc:decision`; None sends none.
         request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
     """
 
@@ -184,6 +185,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
     body_idle_s: float = 60.0
     stream_sample_ratio: float = 0.0
     format_decision: Callable[[Decision], str] | None = None
+    describe_decision: Callable[[Decision], str] | None = None
     request_cost: Mapping[UsageKind, float] = {}
     flow_headers: FlowHeaders = FlowHeaders()
 

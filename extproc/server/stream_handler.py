@@ -12,6 +12,7 @@ import msgspec
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
 from extproc.parsing import surfaces, usage
 from extproc.pool.inflight import Reservation
+from extproc.protocol import messages
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
@@ -346,10 +347,8 @@ class StreamHandler(msgspec.Struct, eq=False):
             self._reservation = director.reserve(decision, now)
         self.address = decision.endpoints[0].address
         self._routed_s = context.clock()
-        trace_id = ""
-        if self._traceparent:
-            trace_id = self._traceparent[3:35]
-        elif TRACEPARENT in raw.headers:
+        trace_id = self._traceparent[3:35] if self._traceparent else ""
+        if not trace_id and TRACEPARENT in raw.headers:
             trace_id = sampled_trace_id(raw.headers)
         self._observer.on_routed(
             decision,
@@ -369,7 +368,10 @@ class StreamHandler(msgspec.Struct, eq=False):
         )
         if decision.model_rewrite:
             self._observer.on_model_rewritten(edited=exchange.edited)
-        return replies
+        describe = context.settings.describe_decision
+        return (
+            replies if describe is None else messages.attach_decision(replies, describe(decision))
+        )
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director, and an id of the engine's to the observer."""

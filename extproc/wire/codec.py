@@ -36,6 +36,7 @@ from extproc.protocol.messages import (
     ResponseHeadersMutation,
     RouteResponse,
     StreamedBodyResponse,
+    WithDecision,
     WithRequestCost,
 )
 from extproc.wire import protobuf_decoder
@@ -264,6 +265,32 @@ def _write_request_cost(reply: WithRequestCost) -> bytes:
     return encode(reply.reply) + response.SerializeToString()
 
 
+def _write_decision(reply: WithDecision) -> bytes:
+    """A reply whose `dynamic_metadata` is one field: not every parser merges two of them."""
+    text = reply.text.encode(errors="replace")
+    named, encoded = reply.reply, encode(reply.reply)
+    if type(named) is not RouteResponse:
+        return b"".join((encoded, _decision_head(b"", len(text)), text))
+    metadata = _scored_metadata(named) if named.scores else _metadata(named.destination)
+    return b"".join((encoded[: -len(metadata)], _decision_head(metadata, len(text)), text))
+
+
+@lru_cache(maxsize=4096)
+def _decision_head(metadata: bytes, size: int) -> bytes:
+    """All of `dynamic_metadata` but the decision at its end.
+
+    Args:
+        metadata: The field without the decision; empty without such a field.
+        size: Of the decision (bytes).
+    """
+    head = b"\x1a" + _varint(size)
+    for tag in (b"\x0a\x08decision\x12", b"\x0a", b"\x2a", b"\x0a\x07extproc\x12", b"\x0a"):
+        head = tag + _varint(len(head) + size) + head
+    others = ext_proc_pb2.ProcessingResponse.FromString(metadata).dynamic_metadata
+    head = others.SerializeToString() + head
+    return b"\x42" + _varint(len(head) + size) + head
+
+
 def _write_immediate_response(reply: ImmediateResponse) -> bytes:
     immediate = ext_proc_pb2.ImmediateResponse(body=reply.body, details="extproc")
     immediate.status.code = reply.status
@@ -282,6 +309,7 @@ _WRITERS: Mapping[type[ProcessingResponse], Callable[[Any], bytes]] = {
     ResponseHeadersMutation: _write_response_headers,
     ImmediateResponse: _write_immediate_response,
     WithRequestCost: _write_request_cost,
+    WithDecision: _write_decision,
 }
 
 

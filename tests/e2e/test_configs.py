@@ -126,7 +126,7 @@ def test_127_metadata_crosses(config):
     options = installation.processor(config)["metadata_options"]
     forwarded = set(options["forwarding_namespaces"]["untyped"])
     assert forwarded == {"envoy.lb", "envoy.lb.subset_hint"}
-    assert options["receiving_namespaces"]["untyped"] == ["envoy.lb"]
+    assert options["receiving_namespaces"]["untyped"] == ["envoy.lb", "extproc"]
 
 
 def test_128_cluster_reads_the_destination(config):

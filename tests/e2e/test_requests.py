@@ -56,13 +56,16 @@ async def test_the_id_in_the_response_finds_the_decision(place, served, own):
 async def test_the_access_log_has_id_pick_and_endpoint(place, served):
     """One line per request, which names no query: it may hold a key."""
     headers = [("x-request-id", "logged-1")]
-    await http1.ask(place.port, f"/v1/chat/completions?key={CANARY}", CHAT, headers=headers)
+    path = f"/v1/chat/completions?key={CANARY}"
+    answer = await http1.ask(place.port, path, CHAT, headers=headers)
     line = await place.access(id="logged-1")
     assert line["picked"] == line["endpoint"] == served.address
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/chat/completions", 200)
     assert (line["attempts"], line["details"]) == (1, "via_upstream")
     assert 0 <= line["first_byte_ms"] <= line["total_ms"]
     assert line["received_bytes"] == len(CHAT)
+    assert line["decision"].startswith(f"least-request; chose={served.address}; ")
+    assert not [text for _, text in answer.head.headers if "chose=" in text]
 
 
 async def test_026_bodies_arrive_byte_for_byte(place, served):

@@ -7,6 +7,7 @@ from extproc.telemetry import explanation
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture
 
+CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
 HEADERS = {**ext_proc_script.PLAIN, "x-request-id": "id-7"}
 
 
@@ -45,6 +46,30 @@ def test_the_decision_header_is_added_when_enabled():
             await stream.say(ext_proc_script.response_headers())
             (response,) = await stream.hear()
             assert response.headers["x-extproc-decision"].startswith(
+                f"balanced; chose={ext_proc_script.ADDRESS}; "
+            )
+            await stream.end()
+
+    serving.run(test())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_decision_is_metadata_of_the_pick(method):
+    """It is beside the destination, in a namespace of its own, whether a body waits or not."""
+
+    async def test() -> None:
+        pool_fixture = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
+        async with serving.serving(
+            pool_fixture, describe_decision=explanation.format_short
+        ) as server:
+            stream = server.stream()
+            headers = {**HEADERS, ":method": method, ":path": "/v1/chat/completions"}
+            await stream.say(ext_proc_script.request_headers(headers, ends=method == "GET"))
+            if method == "POST":
+                await stream.say(ext_proc_script.request_body(CHAT, ends=True))
+            (pick,) = [reply for reply in await stream.hear() if reply.metadata]
+            assert pick.metadata["envoy.lb"]
+            assert pick.metadata["extproc"]["decision"].startswith(
                 f"balanced; chose={ext_proc_script.ADDRESS}; "
             )
             await stream.end()

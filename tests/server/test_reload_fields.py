@@ -404,6 +404,11 @@ LIVE = {
         "decisions: {header: true}",
         lambda scene: scene.shared.settings.format_decision is not None,
     ),
+    "decisions.metadata": (
+        "decisions: {metadata: false}",
+        "decisions: {metadata: true}",
+        lambda scene: scene.shared.settings.describe_decision is not None,
+    ),
     "decisions.scores": (
         "decisions: {scores: false}",
         "decisions: {scores: true}",

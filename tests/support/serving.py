@@ -156,6 +156,7 @@ async def serving(
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
     format_decision: Callable[[Decision], str] | None = None,
+    describe_decision: Callable[[Decision], str] | None = None,
     request_cost: Mapping[usage.UsageKind, float] = {},
     trace_sampler: TraceSampler | None = None,
     transport: Literal["grpcio", "native"] = TRANSPORT,
@@ -176,7 +177,10 @@ async def serving(
         clock=lambda: house.now,
         rng=random.Random(1),
         settings=stream_context.StreamSettings(
-            max_streams=max_streams, format_decision=format_decision, request_cost=request_cost
+            max_streams=max_streams,
+            format_decision=format_decision,
+            describe_decision=describe_decision,
+            request_cost=request_cost,
         ),
         trace_sampler=trace_sampler,
     )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import get_args
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from extproc.protocol.messages import (
     ResponseHeadersMutation,
     RouteResponse,
     StreamedBodyResponse,
+    WithDecision,
+    attach_decision,
 )
 from extproc.wire import codec
 from tests.support import ext_proc_script, peer
@@ -114,6 +117,34 @@ def test_routes_with_a_body_and_scores_decode_equally(sets, size):
     assert parsed.replaces == body
     (balancer,) = parsed.metadata.values()
     assert balancer == {DESTINATION: "10.0.0.1:8000", SCORES: dict(scores)}
+
+
+@given(text=st.text(max_size=200), size=st.sampled_from([0, 1, 90, 110, 127, 128, 16_383, 16_384]))
+@calm
+def test_decisions_decode_beside_the_destination(text, size):
+    """Both are dynamic metadata; what UTF-8 cannot have is replaced."""
+    text = f"{text}{'x' * size}"
+    shown = {"extproc": {"decision": text.encode(errors="replace").decode()}}
+    for destination in ("10.0.0.1:8000", ",".join(["10.0.0.1:8000"] * 20)):
+        route = RouteResponse(MessageKind.REQUEST_HEADERS, destination)
+        assert decoded(WithDecision(route, text)).metadata == metadata_of(destination) | shown
+    scored = msgspec.structs.replace(route, scores=(("10.0.0.1:8000", 1.5),))
+    parsed = decoded(WithDecision(scored, text)).metadata
+    assert parsed == decoded(scored).metadata | shown
+    unnamed = ContinueResponse(MessageKind.REQUEST_TRAILERS)
+    assert decoded(WithDecision(unnamed, text)).metadata == shown
+
+
+def test_the_first_of_many_replies_has_the_decision():
+    """The others are as they were, and are made as they are consumed."""
+    replies = [
+        ContinueResponse(MessageKind.REQUEST_BODY),
+        ContinueResponse(MessageKind.REQUEST_BODY),
+    ]
+    for build in (tuple, iter):
+        first, second = attach_decision(build(replies), "why")
+        assert (first, second) == (WithDecision(replies[0], "why"), replies[1])
+        assert not list(attach_decision(build(()), "why"))
 
 
 @given(sets=headers, mode=st.sampled_from([None, BodyMode.STREAMED, BodyMode.BUFFERED]))
