@@ -79,8 +79,11 @@ def options(
             wanted="envoy.lb",
             fix="write metadata_options: {receiving_namespaces: {untyped: [envoy.lb]}}",
         )
-    if settings.responses.feedback and mode(processor, "request_body_mode") == "BUFFERED":
-        yield from _mode_override(processor, settings, place=place)
+    if settings.responses.feedback:
+        if mode(processor, "request_body_mode") == "BUFFERED":
+            yield from _mode_override(processor, settings, place=place)
+        else:
+            yield from _unseen_streams(processor, settings, place=place)
 
 
 def _mode_override(processor: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
@@ -125,6 +128,20 @@ def _mode_override(processor: YamlTree, settings: Settings, *, place: str) -> It
                 wanted=f"an entry {{{written}}}",
                 fix=f"add {{{written}}} to allowed_override_modes, or remove the list",
             )
+
+
+def _unseen_streams(processor: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+    """Check that extproc sees streams that it samples, where Envoy changes no mode."""
+    body, response = mode(processor, "request_body_mode"), mode(processor, "response_body_mode")
+    if settings.responses.stream_sample_ratio and body not in _BUFFERED and response == "NONE":
+        yield finding.warning(
+            "stream_sample_ratio",
+            place,
+            f"responses.stream_sample_ratio has no effect: with request_body_mode {body} Envoy "
+            "ignores the modes that extproc asks for, and response_body_mode is NONE",
+            wanted="request_body_mode BUFFERED",
+            fix="use `extproc envoy-config original-dst-buffered` or override-host",
+        )
 
 
 def _asked_modes(processor: YamlTree, body_mode: str) -> Mapping[str, str]:

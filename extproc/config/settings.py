@@ -328,7 +328,8 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             report, where the data plane allows it and `content-length` is at most 256 KiB, which
             Envoy can buffer. True: it costs one message per response.
         stream_sample_ratio: Share of streamed responses whose body is requested as well (0..1). 0,
-            because every chunk then passes through extproc.
+            because every chunk then passes through extproc. It has no effect where Envoy streams
+            requests (`original-dst.yaml`), since Envoy changes no mode then.
         restore_model: Restore the client's model name in responses to requests whose model was
             rewritten (by `rewrites` or the header of the gateway), and request their bodies where
             they are not shown. True, because clients compare the name with their request. It costs

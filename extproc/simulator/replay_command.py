@@ -369,7 +369,7 @@ def fidelity_line(fidelity: replay.Fidelity) -> str:
     if not measured_s > 0.0:
         return (
             "Fidelity: unknown, no time to a first token was recorded (responses.stream_sample_ratio shows "
-            "streams to extproc)"
+            "streams to extproc, behind Envoys that buffer requests: original-dst-buffered, override-host)"
         )
     estimated_s, new_s = fidelity.estimated_s, fidelity.new_s
     return (

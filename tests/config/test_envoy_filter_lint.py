@@ -24,6 +24,20 @@ def test_allowed_overrides_are_compared_as_envoy_compares_them():
     assert [result.check for result in findings(tree)] == ["allow_mode_override"]
 
 
+def test_sampled_streams_are_shown_or_a_finding():
+    """Without a buffered request Envoy shows only what its own response mode shows."""
+    sampling = settings.Settings(responses=ResponsesSection(stream_sample_ratio=0.5))
+    tree = load("original-dst.yaml")
+    assert findings(tree) == []
+    (result,) = findings(tree, sampling)
+    assert (result.severity, result.check) == ("warning", "stream_sample_ratio")
+    assert "original-dst-buffered" in result.fix
+    processor(tree)["processing_mode"]["response_body_mode"] = "STREAMED"
+    assert findings(tree, sampling) == []
+    for name in ("original-dst-buffered.yaml", "override-host.yaml", "override-host-eds.yaml"):
+        assert findings(load(name), sampling) == []
+
+
 def test_bodies_that_do_not_wait_for_headers_end_mode_overrides():
     """Envoy ignores the mode that extproc asks for then; without feedback it asks for none."""
     tree = load()

@@ -136,4 +136,6 @@ def test_a_first_token_may_come_at_once(tmp_path, capsys):
 
     path = changed_example(tmp_path, show_at_once)
     assert main.main(["replay", str(path), "--seeds", "1", "--jobs", "1"]) == 0
-    assert "Fidelity: unknown" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Fidelity: unknown" in out
+    assert "original-dst-buffered" in out
