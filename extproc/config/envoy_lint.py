@@ -115,6 +115,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         yield from _routes(manager, hold_s, place=place, where=where)
         yield from _unused_choices(manager, clusters, place=place)
         yield from _local_replies(manager, place=place)
+        yield from _request_ids(manager, settings, place=place)
     yield from envoy_cluster_lint.buffers(tree, settings, where=where)
     named = {name for manager in managers for name in route_clusters(manager)}
     called = set(picker_clusters(managers))
@@ -398,6 +399,24 @@ def _local_replies(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         )
     if not (manager.get("tracing") or {}).get("provider"):
         yield finding.fine("tracing", place, "requests have no traces")
+
+
+def _request_ids(manager: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+    """Check that a client, Envoy, extproc and the engine know a request by one id."""
+    is_kept = bool(manager.get("preserve_external_request_id"))
+    if not (manager.get("always_set_request_id_in_response") or settings.responses.request_id):
+        yield finding.note(
+            "request_ids",
+            place,
+            "responses lack x-request-id: a client"
+            f"{'' if is_kept else ', whose own id Envoy replaces,'} knows no id to ask for",
+            wanted="the id on every response",
+            fix="write always_set_request_id_in_response: true, and preserve_external_request_id: "
+            "true to keep ids of clients; or responses.request_id: true for extproc",
+        )
+    else:
+        origin = "kept" if is_kept else "made anew"
+        yield finding.fine("request_ids", place, f"x-request-id is {origin} and returned")
 
 
 def _may_be_error_object(mapper: YamlTree, usual: YamlTree) -> bool:

@@ -75,9 +75,12 @@ def findings(tree, configured=HOLDING):
     ]
 
 
+def read(tree, configured):
+    return list(envoy_lint.read(tree, configured, where="envoy.yaml"))
+
+
 def notes(tree):
-    read = envoy_lint.read(tree, HOLDING, where="envoy.yaml")
-    return {finding.check for finding in read if finding.severity == "note"}
+    return {finding.check for finding in read(tree, HOLDING) if finding.severity == "note"}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
@@ -241,6 +244,7 @@ def test_a_setting_that_cannot_work_is_an_error(name):
 NOTES = {
     "local_replies": lambda tree: without(manager(tree), "local_reply_config"),
     "access_log": lambda tree: without(manager(tree), "access_log"),
+    "request_ids": lambda tree: without(manager(tree), "always_set_request_id_in_response"),
     "allow_mode_override": lambda tree: without(processor(tree), "allow_mode_override"),
     "picker_health": lambda tree: without(cluster(tree, "extproc"), "health_checks"),
     "metadata": lambda tree: without(processor(tree), "metadata_options"),
@@ -253,6 +257,18 @@ def test_facts_to_know_are_notes(check):
     tree = load()
     NOTES[check](tree)
     assert check in notes(tree)
+
+
+def test_request_ids_that_extproc_returns_are_no_note():
+    """Either of the two returns them."""
+    tree = load()
+    without(manager(tree), "always_set_request_id_in_response")
+    without(manager(tree), "preserve_external_request_id")
+    (result,) = [item for item in read(tree, HOLDING) if item.check == "request_ids"]
+    assert (result.severity, "own id Envoy replaces" in result.text) == ("note", True)
+    returning = settings.Settings(responses=settings.ResponsesSection(request_id=True))
+    (result,) = [item for item in read(tree, returning) if item.check == "request_ids"]
+    assert result.severity == "fine"
 
 
 _ERROR = {"inline_string": '{"error": {"message": "x"}}'}
