@@ -2,7 +2,8 @@
 
 It reads admin and metrics pages only: no request is sent to a model, and nothing is changed. The
 engines are those that a running extproc lists (--server), or those of a configuration or of flags,
-which are the flags of `serve`.
+which are the flags of `serve`. Limits are those of a file, or else of the running extproc; flags
+beat both.
 
     extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090
     extproc doctor --endpoints 10.0.0.1:8000,10.0.0.2:8000
@@ -15,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 
+import msgspec
+
 from extproc.cli import flags, main
-from extproc.config import pools
+from extproc.config import loader, pools
 from extproc.errors import ConfigError
 
 #: Ports where none is written: Envoy's in the shipped files, and --metrics-port.
@@ -81,6 +85,13 @@ def run(args: argparse.Namespace) -> int:
             fix="write extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090",
         )
     token = admin_access.read_token(args.token_file or "", where="--token-file", once=True)
+    if picker and not (args.config_file or args.config_text):
+        reader = collector.Collector(settings, timeout_s=args.timeout)
+        running = asyncio.run(reader.read_configuration(picker, token))
+        document = msgspec.structs.replace(loader.EMPTY, tree={**loader.EMPTY.tree, **running})
+        # Another version may have other fields and ranges.
+        with contextlib.suppress(ConfigError):
+            settings = flags.resolve(args, document).settings
     pages = asyncio.run(
         collector.Collector(settings, timeout_s=args.timeout).collect(
             envoy=envoy, picker=picker, token=token

@@ -218,9 +218,17 @@ class Collector:
             stats=await get(stats),
         )
 
-    async def _read_picker(self, url: AdminUrl, token: str) -> PickerPages:
+    async def read_configuration(self, url: AdminUrl, token: str = "") -> Mapping[str, object]:
+        """Read the settings of a running extproc; see `picker_diagnosis.read_configuration`."""
+        page = await self._open_picker(url, token)("/debug/configuration", accept=_JSON)
+        return picker_diagnosis.read_configuration(page)
+
+    def _open_picker(self, url: AdminUrl, token: str) -> Callable[..., Awaitable[FetchedPage]]:
         more = f"authorization: Bearer {token}\r\n" if token else ""
-        get = self._open(url, cap_bytes=_PICKER_BYTES, more=more)
+        return self._open(url, cap_bytes=_PICKER_BYTES, more=more)
+
+    async def _read_picker(self, url: AdminUrl, token: str) -> PickerPages:
+        get = self._open_picker(url, token)
         pages = PickerPages(url=url.text, ready=await get("/readyz"))
         if pages.ready.failure in _GONE:
             return pages

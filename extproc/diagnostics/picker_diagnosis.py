@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -45,6 +46,29 @@ class _PoolsPage(msgspec.Struct, frozen=True):
     pools: Mapping[str, _PoolRow]
 
 
+class _SettingRow(msgspec.Struct, frozen=True):
+    path: str
+    after: str
+
+
+class _ConfigurationPage(msgspec.Struct, frozen=True):
+    settings: tuple[_SettingRow, ...]
+
+
+#: Sections and fields of a running extproc by which Envoy and engines are judged.
+_COMPARED: Final = frozenset(
+    {
+        "server.secure_serving",
+        "limits",
+        "flow_control",
+        "responses",
+        "scheduling.fallbacks",
+        "scrape.path",
+        "scrape.port",
+    }
+)
+
+_CONFIGURATION = msgspec.json.Decoder(_ConfigurationPage)
 _POOLS = msgspec.json.Decoder(_PoolsPage)
 
 
@@ -57,6 +81,27 @@ def read_pools(page: FetchedPage) -> Mapping[str, Sequence[EndpointRow]]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return {name: pool.endpoints for name, pool in pools.items()}
+
+
+def read_configuration(page: FetchedPage) -> Mapping[str, object]:
+    """Return the settings on `/debug/configuration` that Envoy and engines are compared with.
+
+    The tree is as in a file. What is as by default is missing, and so is what the page shortens.
+    """
+    if page.failure:
+        return {}
+    try:
+        rows = _CONFIGURATION.decode(page.body).settings
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    tree: dict[str, dict[str, object]] = {}
+    for row in rows:
+        section, _, name = row.path.partition(".")
+        if not name.isidentifier() or not (section in _COMPARED or row.path in _COMPARED):
+            continue
+        with contextlib.suppress(msgspec.DecodeError):
+            tree.setdefault(section, {})[name] = msgspec.json.decode(row.after)
+    return tree
 
 
 def to_endpoint(row: EndpointRow) -> Endpoint | None:

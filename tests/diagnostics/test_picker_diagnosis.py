@@ -86,3 +86,34 @@ def test_an_address_that_is_none_is_left_out(address):
 def test_any_page_of_pools_is_read(body):
     """It may be of another version, or of something else."""
     picker_diagnosis.read_pools(FetchedPage(body))
+
+
+def test_settings_of_the_page_are_a_tree_as_of_a_file():
+    """Only those that others are compared with; what is shortened, hidden or a list of pools is not."""
+    rows = [
+        ("server.secure_serving", "false"),
+        ("server.grpc_port", "9000"),
+        ("limits.max_body_bytes", "1000"),
+        ("flow_control.bands[0].priority", "1"),
+        ("responses.request_cost", '{"prompt":1...'),
+        ("scheduling.fallbacks", "2"),
+        ("scheduling.strategy", '"adaptive"'),
+        ("scrape.path", '"/m"'),
+        ("pool.endpoints", '["10.0.0.1:1"]'),
+    ]
+    page = {"settings": [{"path": path, "after": after} for path, after in rows]}
+    body = json.dumps(page).encode()
+    assert picker_diagnosis.read_configuration(FetchedPage(body=body)) == {
+        "server": {"secure_serving": False},
+        "limits": {"max_body_bytes": 1000},
+        "scheduling": {"fallbacks": 2},
+        "scrape": {"path": "/m"},
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [FetchedPage(failure="status 403"), FetchedPage(body=b"{"), FetchedPage(body=b"\xff")]
+)
+def test_a_page_of_settings_that_cannot_be_read_has_none(page):
+    """Another version, or one that wants a token."""
+    assert picker_diagnosis.read_configuration(page) == {}

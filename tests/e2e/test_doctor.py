@@ -70,6 +70,17 @@ async def test_a_shipped_file_has_no_errors(template):
             assert status == 0
 
 
+async def test_settings_of_a_running_picker_are_compared():
+    """They are those of its flags, and flags of doctor beat them."""
+    async with installation.installed("127.0.0.1:1", plaintext=True) as fixture:
+        findings, _ = await examine(fixture)
+        assert "picker_tls" not in [entry["check"] for entry in findings]
+        for arguments in (["--secure-serving", "true"], ["--config-text", installation.UNSCRAPED]):
+            findings, _ = await examine(fixture, *arguments)
+            (result,) = [entry for entry in findings if entry["check"] == "picker_tls"]
+            assert result["severity"] == "warning"
+
+
 @pytest.mark.slow
 async def test_a_picker_that_is_gone_is_an_error():
     """Envoy says that no replica is healthy, and the picker does not answer itself."""
