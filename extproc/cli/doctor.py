@@ -2,8 +2,8 @@
 
 It reads admin and metrics pages only: no request is sent to a model, and nothing is changed. The
 engines are those that a running extproc lists (--server), or those of a configuration or of flags,
-which are the flags of `serve`. Limits are those of a file, or else of the running extproc; flags
-beat both.
+which are the flags of `serve`. Without any of these, it reads an extproc at 127.0.0.1:9090. Limits
+are those of a file, or else of the running extproc; flags beat both.
 
     extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090
     extproc doctor --endpoints 10.0.0.1:8000,10.0.0.2:8000
@@ -29,6 +29,9 @@ from extproc.errors import ConfigError
 #: Ports where none is written: Envoy's in the shipped files, and --metrics-port.
 _ENVOY_PORT = 9901
 _PICKER_PORT = 9090
+
+#: Host of the extproc that is read where nothing is named.
+_LOOPBACK = "127.0.0.1"
 
 _PAGE_S = 5.0
 _MAX_PAGE_S = 30.0
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Look and report; returns the exit status, see the head of this module.
 
     Raises:
-        ConfigError: A file or flag is wrong, or nothing is named.
+        ConfigError: A file or flag is wrong.
     """
     from extproc.diagnostics import collector
     from extproc.server import admin_access
@@ -78,12 +81,7 @@ def run(args: argparse.Namespace) -> int:
     )
     plans = pools.pool_plans(settings)
     if not (envoy or picker or any(pools.has_source(plan.settings.pool) for plan in plans)):
-        raise ConfigError(
-            "--envoy, --server, --endpoints",
-            wanted="a server to look at",
-            got="none",
-            fix="write extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090",
-        )
+        picker = collector.parse_url(_LOOPBACK, where="--server", port=_PICKER_PORT)
     token = admin_access.read_token(args.token_file or "", where="--token-file", once=True)
     if picker and not (args.config_file or args.config_text):
         reader = collector.Collector(settings, timeout_s=args.timeout)

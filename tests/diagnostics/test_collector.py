@@ -188,8 +188,15 @@ def test_addresses_of_admin_ports_are_parsed():
     assert parse("https://[::1]:1", where="--envoy", port=9901).text == "https://[::1]:1"
 
 
+def test_without_flags_the_picker_of_this_machine_is_read(capsys):
+    """By the default of --metrics-port, whatever is there."""
+    assert main.main(["doctor", "--format", "json"]) in (0, 1)
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert "extproc http://127.0.0.1:9090" in {finding["place"] for finding in findings}
+
+
 def test_the_command_prints_tables_and_json(capsys):
-    """Exit status 1 with an error, 2 where nothing is named."""
+    """Exit status 1 with an error, 2 with a wrong flag."""
     words = ["doctor", "--endpoints", "127.0.0.1:1"]
     assert main.main(words) == 1
     output = capsys.readouterr().out
@@ -201,6 +208,5 @@ def test_the_command_prints_tables_and_json(capsys):
     assert result["ok"] is False
     assert result["findings"][0]["check"] == "engine_reachable"
     assert set(result["findings"][0]) >= {"severity", "place", "expected", "got", "fix"}
-    assert main.main(["doctor"]) == 2
     assert main.main([*words, "--envoy", "http://a:b@c"]) == 2
     assert main.main([*words, "--envoy", ""]) == 2  # as of a variable that is not set
