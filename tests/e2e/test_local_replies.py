@@ -42,8 +42,13 @@ async def test_errors_of_envoy_are_json_with_a_hint(template):
     async with installation.installed(dead, template=template) as fixture:
         status, error = await refused(fixture)
         assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
-        assert "extproc explain --last" in error["message"]
-        assert (await fixture.access(status=503))["picked"] == dead
+        assert error["message"] == (
+            "the model server does not answer; the access log of the gateway says which one and why, "
+            "by the request id"
+        )
+        line = await fixture.access(status=503)
+        assert line["picked"] == dead
+        assert "connection" in line["details"]
         status, error = await refused(fixture, b"{")
         assert status == 400
         assert error["message"].startswith("inference error: BadRequest")
@@ -84,7 +89,7 @@ async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
         assert set(line) >= {"id", "flags", "details", "total_ms"}
         for status, error in answers:
             assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
-            assert "/debug/pool" in error["message"]
+            assert "access log" in error["message"]
         await fixture.start_extproc()
 
 
