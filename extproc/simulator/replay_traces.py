@@ -1,4 +1,4 @@
-"""Published traces and datasets as traffic: Mooncake, Azure, ShareGPT, `vllm bench`.
+"""Published traces and datasets as traffic: Mooncake, Azure, BurstGPT, ShareGPT, `vllm bench`.
 
 They have no fleet and some have no times, so flags of `extproc replay` name both.
 """
@@ -24,11 +24,14 @@ from extproc.simulator.fleet import traces
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
 from extproc.simulator.replay_traffic import Traffic, TrafficRequest, require_short_gaps
 
-Format = Literal["recording", "mooncake", "azure", "sharegpt", "vllm-bench"]
+Format = Literal["recording", "sharegpt", "vllm-bench"] | traces.Format
 
 #: Characters of ShareGPT that are read at a time, and longest conversation (characters).
 _PIECE: Final = 1 << 20
 _MAX_OBJECT: Final = 1 << 24
+
+#: Names that an error lists at most (count), and characters of each.
+_SHOWN: Final = 20
 
 #: What may stand between the objects of a list.
 _GAP: Final = re.compile(r"[\s,\[\]]*")
@@ -42,26 +45,60 @@ _DEFAULT_OUTPUT: Final = 256
 _KEY_BYTES: Final = KEY_TOKENS * BYTES_PER_TOKEN
 
 
+#: Character of the token 0 and largest token: each is a character of as many bytes as a token counts.
+_FIRST_CHARACTER: Final = 0x10000
+_MAX_TOKEN: Final = 0x10FFFF - _FIRST_CHARACTER
+
+#: Names by which published datasets call who asks, who answers, and who does neither.
+_ASKERS: Final = frozenset({"human", "user", "prompter"})
+_ANSWERERS: Final = frozenset(
+    {"gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"}
+)
+_OTHERS: Final = frozenset({"system", "developer", "tool", "function"})
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A part of a message; images have no text."""
+
+    text: str = ""
+
+
 class _Message(msgspec.Struct, frozen=True):
     """A message of ShareGPT, or of its likes that name its fields as OpenAI does."""
 
-    value: str = ""
+    value: str | None = None
     speaker: str = msgspec.field(name="from", default="")
-    content: str = ""
+    content: str | Sequence[_Part] | None = None
     role: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the speaker, in lower case; empty for none."""
+        return (self.speaker or self.role).lower()
+
+    @property
+    def text(self) -> str:
+        """All text of the message."""
+        content = self.value or self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+_OutputTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Conversation(msgspec.Struct, frozen=True):
-    """A conversation of ShareGPT."""
+    """A conversation of ShareGPT, or one with the messages of a request to OpenAI's API."""
 
     conversations: Sequence[_Message] = ()
+    messages: Sequence[_Message] = ()
+    output_tokens: _OutputTokens | None = None
 
 
 class _Prompt(msgspec.Struct, frozen=True):
-    """A line of a custom dataset of `vllm bench`."""
+    """A line of a custom dataset of `vllm bench`; a list has tokens, texts or messages."""
 
-    prompt: str
-    output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prompt: str | list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)] | str | _Message]
+    output_tokens: _OutputTokens | None = None
 
 
 def find_format(path: Path) -> Format:
@@ -75,6 +112,8 @@ def find_format(path: Path) -> Format:
         return "recording"
     if head.startswith(b"TIMESTAMP,"):
         return "azure"
+    if head.startswith(b"Timestamp,"):
+        return "burstgpt"
     if head.startswith(b"["):
         return "sharegpt"
     bare = head.replace(b" ", b"")
@@ -83,8 +122,9 @@ def find_format(path: Path) -> Format:
             return name
     raise ConfigError(
         f"{path}: line 1",
-        wanted="a recording, or a trace of Mooncake (JSON lines with hash_ids), of Azure (CSV), a "
-        "ShareGPT file (JSON with conversations) or a dataset of vllm bench (JSON lines with prompt)",
+        wanted="a recording, a trace of Mooncake (JSON lines with hash_ids), Azure or BurstGPT (CSV "
+        "with its first line), a ShareGPT file (JSON with conversations or messages) or a custom "
+        "dataset of vllm bench (JSON lines with prompt)",
         got=repr(head[:60].decode(errors="replace")) if head else "nothing",
         fix="name a file in one of these formats",
     )
@@ -95,6 +135,7 @@ _MARKS: Final[Sequence[tuple[bytes, Format]]] = (
     (b'"kind":"recording"', "recording"),
     (b'"hash_ids"', "mooncake"),
     (b'"conversations"', "sharegpt"),
+    (b'"messages"', "sharegpt"),
     (b'"prompt"', "vllm-bench"),
 )
 
@@ -126,7 +167,7 @@ def read(path: Path, format_: Format, *, rate_per_s: float | None, max_requests:
     Raises:
         ConfigError: A line is not what its format says, or the rate is missing.
     """
-    if format_ in ("mooncake", "azure"):
+    if format_ == "mooncake" or format_ == "azure" or format_ == "burstgpt":  # noqa: PLR1714
         if rate_per_s is not None:
             raise ConfigError(
                 "--rate",
@@ -135,9 +176,7 @@ def read(path: Path, format_: Format, *, rate_per_s: float | None, max_requests:
                 fix="remove it",
             )
         lines = (line.decode("utf-8", "replace") for line in read_lines(path))
-        timed = traces.read(
-            "mooncake" if format_ == "mooncake" else "azure", lines, where=str(path)
-        )
+        timed = traces.read(format_, lines, where=str(path))
         return _from_timed(itertools.islice(timed, max_requests), where=str(path))
     if rate_per_s is None:
         raise ConfigError(
@@ -229,26 +268,96 @@ def _prompts(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
                 fix="check the line; it is the custom dataset of vllm bench serve",
             ) from None
         output_tokens = _DEFAULT_OUTPUT if row.output_tokens is None else row.output_tokens
-        yield [(row.prompt, output_tokens)]
+        for text in [row.prompt] if isinstance(row.prompt, str) else _texts(row.prompt):
+            yield [(text, output_tokens)]
+
+
+def _texts(prompt: Iterable[int | str | _Message]) -> Iterator[str]:
+    """Prompts of a list: each text is one, and all tokens or all messages together are one."""
+    joined = ""
+    for item in prompt:
+        if isinstance(item, str):
+            yield item
+        else:
+            joined += chr(_FIRST_CHARACTER + item) if isinstance(item, int) else item.text
+    if joined:
+        yield joined
 
 
 def _sharegpt(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
-    """Turns of every conversation: the text until the question, and the length of the answer."""
+    """Turns of every conversation."""
+    names: dict[str, None] = {}
+    fields: dict[str, None] = {}
+    is_empty = True
     for number, value in enumerate(_objects(path), 1):
         try:
             row = msgspec.convert(value, _Conversation)
         except msgspec.ValidationError as error:
             raise _bad_sharegpt(path, number, str(error)) from None
-        turns: list[tuple[str, int]] = []
-        text = ""
-        for message in row.conversations:
-            words = message.value or message.content
-            if (message.speaker or message.role) in ("gpt", "assistant") and text:
-                answer = len(words.encode("utf-8", "surrogatepass"))
-                turns.append((text, answer // BYTES_PER_TOKEN))
-            text += words
-        if turns:
+        messages = row.conversations or row.messages
+        # A request may end with its question, of which the answer is not known.
+        output_tokens = _DEFAULT_OUTPUT if row.output_tokens is None else row.output_tokens
+        missing = None if row.conversations else output_tokens
+        if turns := _turns(messages, missing_output_tokens=missing):
+            is_empty = False
             yield turns
+        elif is_empty:
+            fields.update(dict.fromkeys(value if isinstance(value, dict) else ()))
+            names.update(dict.fromkeys(message.name or "without a name" for message in messages))
+    if is_empty:
+        raise ConfigError(
+            path,
+            wanted="conversations or messages in which one of "
+            f"{', '.join(sorted(_ANSWERERS))} answers a question, or two speakers take turns",
+            got=f"only speakers {_first(names)}"
+            if names
+            else f"no message, but fields {_first(fields)}"
+            if fields
+            else "nothing",
+            fix="rename the speakers or fields, or name another file",
+        )
+
+
+def _first(words: Iterable[str]) -> str:
+    """The first of some words, as short text."""
+    return ", ".join(word[:_SHOWN] for word in itertools.islice(words, _SHOWN))
+
+
+def _turns(
+    messages: Sequence[_Message], *, missing_output_tokens: int | None
+) -> list[tuple[str, int]]:
+    """Turns of a conversation: the text until the question, and the tokens of the answer.
+
+    Args:
+        missing_output_tokens: Of an answer that is missing at the end; None leaves the question out.
+    """
+    turns: list[tuple[str, int]] = []
+    text = ""
+    is_answer = False
+    for message, is_answer in zip(messages, _find_answers(messages), strict=True):
+        words = message.text
+        if is_answer and text:
+            answer = len(words.encode("utf-8", "surrogatepass"))
+            turns.append((text, answer // BYTES_PER_TOKEN))
+        text += words
+    if text and not is_answer and missing_output_tokens is not None:
+        turns.append((text, missing_output_tokens))
+    return turns
+
+
+def _find_answers(messages: Sequence[_Message]) -> Sequence[bool]:
+    """True for each message that is an answer: by the name of its speaker, or else by turn."""
+    names = [message.name for message in messages]
+    if not _ANSWERERS.isdisjoint(names):
+        return [name in _ANSWERERS for name in names]
+    speakers = [name for name in dict.fromkeys(names) if name not in _OTHERS]
+    if speakers == [""]:
+        return [place % 2 == 1 for place in range(len(names))]
+    if len(speakers) != 2:
+        return [False] * len(names)
+    first, second = speakers
+    answerer = first if second in _ASKERS else second
+    return [name == answerer for name in names]
 
 
 def _objects(path: Path) -> Iterator[object]:
@@ -280,7 +389,8 @@ def _objects(path: Path) -> Iterator[object]:
 def _bad_sharegpt(path: Path, number: int, got: str) -> ConfigError:
     return ConfigError(
         f"{path}: conversation {number}",
-        wanted='a list of objects with conversations: [{"from": "human", "value": "..."}, ...]',
+        wanted='objects with conversations: [{"from": "human", "value": "..."}, ...], or with '
+        'messages: [{"role": "user", "content": "..."}, ...]',
         got=got,
-        fix="check the file; it has the format of ShareGPT_V3",
+        fix="check the file; ShareGPT_V3 has this format",
     )

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -30,9 +31,17 @@ SHAREGPT = [
 VLLM = '{"prompt": "' + "x" * 200 + '", "output_tokens": 7}\n{"prompt": "hello"}\n'
 VLLM += '{"prompt": "nothing", "output_tokens": 0}\n'
 
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n"
+    "45,ChatGPT,1087,0,1087,Conversation log\n"
+    "118,GPT-4,417,276,693,API log\n"
+)
+
 FILES = {
     "mooncake": MOONCAKE,
     "azure": AZURE,
+    "burstgpt": BURSTGPT,
     "sharegpt": json.dumps(SHAREGPT),
     "vllm-bench": VLLM,
 }
@@ -56,6 +65,7 @@ def test_formats_are_known_by_their_beginning(tmp_path, name):
     [
         ("mooncake", None, [(1100, 5), (700, 5)]),
         ("azure", None, [(374, 44), (200, 4)]),
+        ("burstgpt", None, [(472, 18), (417, 276)]),
         ("sharegpt", 2.0, [(100, 20), (130, 2)]),
         ("vllm-bench", 2.0, [(50, 7), (1, 256), (1, 1)]),
     ],
@@ -78,6 +88,86 @@ LIKE_SHAREGPT = [
         ]
     }
 ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths"),
+    [
+        ([{"role": "system", "content": "x" * 40}, {"role": "user", "content": "y" * 8}], [12]),
+        (["x" * 40, "y" * 8], [10, 2]),
+        ([0, 151_000, 262_143] * 16, [48]),
+    ],
+)
+def test_a_prompt_may_be_a_list(tmp_path, prompt, lengths):
+    """Of messages, of prompts, or of tokens, each of which counts as one."""
+    path = write(tmp_path, json.dumps({"prompt": prompt, "output_tokens": 3}))
+    name = replay_traces.find_format(path)
+    traffic = replay_traces.read(path, name, rate_per_s=2.0, max_requests=9)
+    specs = [request.spec for request in traffic.requests]
+    assert [(spec.prompt_tokens, spec.output_tokens) for spec in specs] == [
+        (length, 3) for length in lengths
+    ]
+    assert [len(spec.keys) for spec in specs] == [length // 16 for length in lengths]
+
+
+QUESTION, ANSWER, LAST = "x" * 40, "y" * 8, "z" * 20
+
+
+def row_of(field, names, *, name="from", text="value", **more):
+    """A row with a message of each speaker."""
+    words = itertools.cycle([QUESTION, ANSWER])
+    messages = [
+        {name: speaker, text: word} if speaker else {text: word}
+        for speaker, word in zip(names, words, strict=False)
+    ]
+    return {field: messages, **more}
+
+
+OPENAI = {"name": "role", "text": "content"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": LAST}, {"type": "image_url"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "lengths"),
+    [
+        (row_of("conversations", ["user", "chatgpt"]), [(10, 2)]),
+        (row_of("conversations", ["Human", "Bing", "human"]), [(10, 2)]),
+        (row_of("conversations", ["alice", "bob", "alice", "bob"]), [(10, 2), (22, 2)]),
+        (row_of("conversations", ["tutor", "user"]), []),
+        (row_of("conversations", ["", "", ""]), [(10, 2)]),
+        (row_of("messages", ["user", "assistant"], **OPENAI), [(10, 2)]),
+        (row_of("messages", ["user", "assistant", "user"], **OPENAI), [(10, 2), (22, 256)]),
+        (row_of("messages", ["user"], **OPENAI, output_tokens=7), [(10, 7)]),
+        ({"messages": [PARTS, {"role": "assistant", "content": None}]}, [(5, 1)]),
+    ],
+)
+@pytest.mark.parametrize("is_list", [False, True])
+def test_answers_are_found_by_speaker_or_by_turn(tmp_path, row, lengths, is_list):
+    """Whatever a dataset calls its speakers; a request may end with a question."""
+    rows = [row, row_of("conversations", ["human", "gpt"])]
+    path = write(tmp_path, json.dumps(rows) if is_list else "\n".join(map(json.dumps, rows)))
+    name = replay_traces.find_format(path)
+    traffic = replay_traces.read(path, name, rate_per_s=2.0, max_requests=9)
+    assert [
+        (request.spec.prompt_tokens, request.spec.output_tokens) for request in traffic.requests
+    ] == [*lengths, (10, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row_of("conversations", ["a", "b", "c"])], "got only speakers a, b, c;"),
+        ([row_of("conversations", ["human", "human"])], "got only speakers human;"),
+        ([{"id": 1, "items": []}], "got no message, but fields id, items;"),
+        ([], "got nothing;"),
+    ],
+)
+def test_files_without_answers_are_explained(tmp_path, rows, words):
+    """With the names that were found, and those that are known."""
+    path = write(tmp_path, json.dumps(rows))
+    with pytest.raises(ConfigError, match=words) as caught:
+        replay_traces.read(path, "sharegpt", rate_per_s=2.0, max_requests=9)
+    assert "one of ai, assistant, bard" in str(caught.value)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])

@@ -1,9 +1,10 @@
-"""Recorded requests: the two formats the field publishes."""
+"""Recorded requests with times: the formats the field publishes."""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, Streams
 
-Format = Literal["mooncake", "azure"]
+Format = Literal["mooncake", "azure", "burstgpt"]
 
 #: Tokens of a Mooncake block.
 _MOONCAKE_TOKENS = 512
@@ -21,6 +22,9 @@ _PER_BLOCK = _MOONCAKE_TOKENS // KEY_TOKENS
 _MAX_ID: Final = 2**63 // _PER_BLOCK - 2
 
 _AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+#: Columns that are read, in this order; the files have more, not all of them the same.
+_BURSTGPT_COLUMNS: Final = ("Timestamp", "Request tokens", "Response tokens")
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -41,7 +45,7 @@ def read(
     Raises:
         ConfigError: A line is not what the format says.
     """
-    requests = _mooncake(rows, where) if format_ == "mooncake" else _azure(rows, where)
+    requests = _READERS[format_](rows, where)
     return _spread(requests, spread_s) if spread_s else requests
 
 
@@ -105,6 +109,43 @@ def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec
         begin = at if begin is None else begin
         work = RequestSpec(tokens, answer, streams.keys(number, tokens), opening=f"row {number}")
         yield (at - begin).total_seconds(), work
+
+
+def _burstgpt(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec]]:
+    streams = Streams()
+    places: list[int] = []
+    for number, line in enumerate(rows, 1):
+        cells = line.strip().split(",")
+        if cells == [""]:
+            continue
+        try:
+            if not places:
+                places = [cells.index(name) for name in _BURSTGPT_COLUMNS]
+                continue
+            stamp, prompt, output = (cells[place] for place in places)
+            at, tokens, answer = _seconds(stamp), max(1, _length(prompt)), _length(output)
+        except (ValueError, IndexError) as error:
+            raise _unreadable(where, number, ", ".join(_BURSTGPT_COLUMNS), str(error)) from None
+        if answer:  # 0: the request failed
+            keys = streams.keys(number, tokens)
+            yield at, RequestSpec(tokens, answer, keys, opening=f"row {number}")
+
+
+_READERS: Final[
+    Mapping[Format, Callable[[Iterable[str], str], Iterator[tuple[float, RequestSpec]]]]
+] = {
+    "mooncake": _mooncake,
+    "azure": _azure,
+    "burstgpt": _burstgpt,
+}
+
+
+def _seconds(text: str) -> float:
+    """A time; raises `ValueError` for text that is none."""
+    seconds = float(text)
+    if not math.isfinite(seconds):
+        raise ValueError(f"time {text}")
+    return seconds
 
 
 def _length(text: str) -> int:

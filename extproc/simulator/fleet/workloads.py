@@ -231,7 +231,9 @@ class TraceWorkload(_Kind, frozen=True, kw_only=True, tag="trace"):
 
     Attributes:
         format: `mooncake` (JSON lines: timestamp in ms, input_length, output_length, hash_ids of
-            512-token blocks) or `azure` (CSV: TIMESTAMP, ContextTokens, GeneratedTokens).
+            512-token blocks), `azure` (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) or
+            `burstgpt` (CSV: Timestamp in seconds, Request tokens, Response tokens; rows without an
+            answer failed, and are left out).
         file: The trace. `$NAME` in it is the environment's.
         rate_scale: How much faster than recorded; the same requests in less time.
         first: How many rows are skipped.

@@ -17,6 +17,12 @@ AZURE = [
     "2023-11-16 18:15:46.6805900,374,44",
     "2023-11-16 18:15:50.9951690,396,109",
 ]
+BURSTGPT = [
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+    "5,ChatGPT,472,18,490,Conversation log",
+    "45,ChatGPT,1087,0,1087,Conversation log",
+    "118.5,GPT-4,417,276,693,API log",
+]
 
 
 def a_row(hash_id):
@@ -58,6 +64,18 @@ def test_azure_rows_share_nothing():
     assert not set(first.keys) & set(second.keys)
 
 
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_burstgpt_rows_have_seconds_and_lengths(is_newer):
+    """A request without an answer failed; newer files have a session and a duration besides."""
+    rows = [row.replace(",", ",s,1,", 1) for row in BURSTGPT[1:]]
+    header = BURSTGPT[0].replace(",", ",Session ID,Elapsed time,", 1)
+    read_rows = read("burstgpt", [header, *rows] if is_newer else BURSTGPT)
+    assert [(at, work.prompt_tokens, work.output_tokens) for at, work in read_rows] == [
+        (5.0, 472, 18),
+        (118.5, 417, 276),
+    ]
+
+
 def test_rows_of_one_moment_can_be_spread():
     """Equal time stamps come apart evenly, in their order."""
     assert [at for at, _ in read("mooncake", MOONCAKE, spread_s=3.0)] == [0.0, 3.0, 4.5]
@@ -74,11 +92,15 @@ def test_rows_of_one_moment_can_be_spread():
         ("azure", "2023-11-16 18:15:46.68,374"),
         ("azure", "yesterday,374,44"),
         ("azure", "2023-11-16 18:15:46.6805900,many,44"),
+        ("burstgpt", "7,ChatGPT,472"),
+        ("burstgpt", "inf,ChatGPT,472,18"),
+        ("burstgpt", "7,ChatGPT,472,-18"),
     ],
 )
 def test_a_bad_line_is_named(kind, row):
     """A line that is not what the format says ends the reading with its number."""
-    rows = [MOONCAKE[0] if kind == "mooncake" else AZURE[1], row]
+    first = {"mooncake": MOONCAKE[0], "azure": AZURE[1], "burstgpt": BURSTGPT[0]}
+    rows = [first[kind], row]
     with pytest.raises(ConfigError, match="trace: line 2: expected"):
         read(kind, rows)
 
