@@ -24,7 +24,6 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.simulator import fleet_plan, replay, replay_command
 from extproc.simulator.fleet_plan import FleetPlanner, FleetSize, Objective
-from extproc.simulator.replay_command import count_of
 from extproc.simulator.simulate_command import (
     count,
     require_outputs,
@@ -32,6 +31,7 @@ from extproc.simulator.simulate_command import (
     write,
     write_json,
 )
+from extproc.simulator.ttft_comparison import count_of
 
 #: Simulated time over that of the recording, and seconds besides, in which all answers have to end.
 _UNTIL_RATIO, _UNTIL_S = 1.5, 600.0

@@ -25,8 +25,9 @@ from extproc.simulator.fleet import report, run_metrics, scenario, simulation, w
 from extproc.simulator.fleet.client import Client
 from extproc.simulator.fleet.sim_request import SimSession
 from extproc.simulator.replay_agreement import AgreementMeter, AgreementSummary, merge_summaries
-from extproc.simulator.replay_traffic import Traffic, TrafficPart
 from extproc.simulator.simulation_runs import SimulationColumn
+from extproc.simulator.traffic import MAX_REQUESTS, Traffic, TrafficPart
+from extproc.simulator.ttft_comparison import TtftComparison
 
 #: What the strategy of the recording is called.
 RECORDED: Final = "recorded"
@@ -82,39 +83,6 @@ class ReplayRun(msgspec.Struct, frozen=True):
     unanswered: float = 0.0
 
 
-class TtftComparison(msgspec.Struct, frozen=True):
-    """Difference of two strategies in mean time to first token, over the same requests.
-
-    Attributes:
-        baseline: Strategy that it is compared with.
-        ratio: Mean of the strategy over that of the baseline.
-        low: Lower end of the 95 % interval of the ratio.
-        high: Upper end.
-        num_compared: Requests that both answered with every seed (count).
-        unanswered: Share of all requests without an answer, mean over seeds, 0..1.
-        baseline_unanswered: `unanswered` of the baseline.
-    """
-
-    strategy: str
-    baseline: str
-    ratio: float
-    low: float
-    high: float
-    num_compared: int
-    unanswered: float
-    baseline_unanswered: float
-
-    @property
-    def is_noise(self) -> bool:
-        """True if the interval has 1 in it."""
-        return not (self.high < 1.0 or self.low > 1.0)
-
-    @property
-    def is_better(self) -> bool:
-        """True if it is faster beyond noise, and answers as many requests."""
-        return self.high < 1.0 and self.unanswered <= self.baseline_unanswered
-
-
 class Fidelity(msgspec.Struct, frozen=True):
     """Mean time to first token of the requests for which one was recorded; NaN without any.
 
@@ -135,7 +103,7 @@ def load(
     strategies: Sequence[str],
     configs: Sequence[Path],
     pool: str | None = None,
-    max_requests: int = replay_traffic.MAX_REQUESTS,
+    max_requests: int = MAX_REQUESTS,
     limits: Mapping[str, float] | None = None,
 ) -> Replay:
     """Read a recording, and make its decisions again.
@@ -196,7 +164,7 @@ def load_trace(
     configs: Sequence[Path],
     fleet: scenario.EngineGroup,
     rate_per_s: float | None = None,
-    max_requests: int = replay_traffic.MAX_REQUESTS,
+    max_requests: int = MAX_REQUESTS,
 ) -> Replay:
     """Read a published trace or a dataset, which knows neither a picker nor engines.
 

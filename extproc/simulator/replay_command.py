@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.simulator import replay, replay_traces, replay_traffic
+from extproc.simulator import replay, replay_traces
 from extproc.simulator.fleet import report, scenario, tables
 from extproc.simulator.replay_agreement import AgreementSummary
 from extproc.simulator.simulate_command import (
@@ -32,6 +32,8 @@ from extproc.simulator.simulate_command import (
     write,
     write_json,
 )
+from extproc.simulator.traffic import MAX_REQUESTS
+from extproc.simulator.ttft_comparison import TtftComparison, count_of, verdict_line
 
 #: Largest fleet that is simulated (count).
 MAX_ENGINES = 10_000
@@ -49,7 +51,7 @@ class ReplayReport(report.Report, frozen=True, kw_only=True):
 
     agreements: Sequence[AgreementSummary]
     fidelity: replay.Fidelity | None
-    comparisons: Sequence[replay.TtftComparison]
+    comparisons: Sequence[TtftComparison]
     verdicts: Sequence[str]
 
 
@@ -95,7 +97,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add(
         "--requests",
         type=count,
-        default=replay_traffic.MAX_REQUESTS,
+        default=MAX_REQUESTS,
         metavar="N",
         help="only the first N requests (%(default)s)",
     )
@@ -258,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(
     loaded: replay.Replay,
     result: report.Report,
-    comparisons: Sequence[replay.TtftComparison],
+    comparisons: Sequence[TtftComparison],
     fidelity: replay.Fidelity | None,
 ) -> Iterator[str]:
     """Lines of the result, for a terminal.
@@ -377,32 +379,6 @@ def fidelity_line(fidelity: replay.Fidelity) -> str:
         f"with the recorded decisions ({estimated_s / measured_s:.3f}), {1e3 * new_s:.1f} ms with new "
         f"ones ({new_s / measured_s:.3f})"
     )
-
-
-def verdict_line(comparison: replay.TtftComparison) -> str:
-    """Result of the comparison of a strategy with another one."""
-    name, percent = comparison.strategy, 100.0 * (comparison.ratio - 1.0)
-    if math.isnan(percent):
-        return f"Verdict: {name} answered nothing that can be compared"
-    interval = (
-        f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %, "
-        f"of the {count_of(comparison.num_compared, 'request')} that both answered"
-    )
-    if comparison.unanswered > comparison.baseline_unanswered:
-        return (
-            f"Verdict: {name} would leave {comparison.unanswered:.1%} of the requests unanswered, "
-            f"{comparison.baseline} {comparison.baseline_unanswered:.1%}: it is no better whatever its "
-            f"times; mean TTFT {percent:+.1f} %, {interval}"
-        )
-    if comparison.is_noise:
-        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, which is noise: {interval}"
-    word = "better" if percent < 0 else "worse"
-    return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
-
-
-def count_of(number: int, noun: str) -> str:
-    """A number of things, such as `2 engines`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _rate(text: str) -> float:

@@ -22,7 +22,7 @@ from extproc.recording.reader import read_lines
 from extproc.request import BYTES_PER_TOKEN
 from extproc.simulator.fleet import traces
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
-from extproc.simulator.replay_traffic import Traffic, TrafficRequest, require_short_gaps
+from extproc.simulator.traffic import Traffic, TrafficRequest, require_short_gaps
 
 Format = Literal["recording", "sharegpt", "vllm-bench"] | traces.Format
 

@@ -18,9 +18,9 @@ from extproc.scheduling.framework import Plugin
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.simulator import replay, simulation_runs
 from extproc.simulator.fleet import scenario
-from extproc.simulator.replay import TtftComparison
-from extproc.simulator.replay_traffic import TrafficPart
 from extproc.simulator.simulation_runs import SimulationColumn
+from extproc.simulator.traffic import TrafficPart
+from extproc.simulator.ttft_comparison import TtftComparison
 
 #: What the result of the search is called.
 TUNED: Final = "tuned"

@@ -21,6 +21,7 @@ from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_command
 from extproc.simulator.replay_tuning import Tuner, TuningResult
 from extproc.simulator.simulate_command import Progress, count
+from extproc.simulator.ttft_comparison import verdict_line
 
 #: Requests below which a part says nothing (count).
 _MIN_REQUESTS = 50
@@ -89,7 +90,7 @@ def describe(result: TuningResult, name: str) -> Iterator[str]:
     for number, before, after in result.changed:
         yield f"  {number}: {before:g} -> {after:g}"
     yield f"mean TTFT where it was searched: {100 * result.training_ratio - 100:+.1f} %"
-    yield f"{replay_command.verdict_line(comparison)} (requests that the search did not use)"
+    yield f"{verdict_line(comparison)} (requests that the search did not use)"
     if not comparison.is_better:
         yield "Keep the strategy as it is."
         return

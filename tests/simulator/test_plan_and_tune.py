@@ -10,12 +10,12 @@ from extproc.simulator import (
     fleet_plan,
     plan_command,
     replay,
-    replay_traffic,
     replay_tuning,
     simulation_runs,
     tune_command,
 )
 from extproc.simulator.fleet import client, scenario, sim_request
+from extproc.simulator.traffic import Traffic, TrafficRequest
 from tests.simulator.fleet import builders
 from tests.simulator.test_replay import talks, write
 
@@ -227,13 +227,11 @@ def a_burst(num_first, *, until_s, **limits):
     """Plan for a burst while caches warm up, and 80 requests after it: the plan and its sizes."""
     arrivals = [0.0] * num_first + [20.0 + n for n in range(80)]
     requests = [
-        replay_traffic.TrafficRequest(
-            at, sim_request.RequestSpec(500, 5 if at else 200, [], opening=f"r{n}")
-        )
+        TrafficRequest(at, sim_request.RequestSpec(500, 5 if at else 200, [], opening=f"r{n}"))
         for n, at in enumerate(arrivals)
     ]
     sessions = [sim_request.SimSession([r.spec], at=r.at) for r in requests]
-    traffic = replay_traffic.Traffic(requests, sessions, range(len(requests)))
+    traffic = Traffic(requests, sessions, range(len(requests)))
     fleet = scenario.EngineGroup(
         count=1, profile="h100-8b-bf16", set={"max_num_seqs": 64, **limits}
     )

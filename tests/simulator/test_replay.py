@@ -7,8 +7,9 @@ import pytest
 from extproc.cli import main
 from extproc.endpoint import Load, StepTimeModel
 from extproc.errors import ConfigError
-from extproc.simulator import profiles, replay, replay_command, replay_traffic
+from extproc.simulator import profiles, replay, replay_command, ttft_comparison
 from extproc.simulator.fleet import client, run_metrics, scenario, sim_request, workloads
+from extproc.simulator.traffic import SessionBuilder, TrafficRequest
 from tests.recording.test_recorder import a_candidate, a_decision, add
 from tests.simulator.fleet import builders
 from tests.support import recordings
@@ -221,10 +222,10 @@ def test_a_turn_repeats_the_answer_before_it(tmp_path):
 @pytest.mark.parametrize(("ended_s", "sessions"), [(0.9, 1), (1.05, 1), (1.5, 2)])
 def test_a_turn_may_come_before_the_picker_sees_the_end(ended_s, sessions):
     """A client goes on with the last byte; what comes earlier is asked beside the first."""
-    builder = replay_traffic.SessionBuilder()
+    builder = SessionBuilder()
     for at in (0.0, 1.0):
         spec = sim_request.RequestSpec(prompt_tokens=16, output_tokens=1, keys=[1])
-        request = replay_traffic.TrafficRequest(at, spec, answer_ended_s=at + ended_s)
+        request = TrafficRequest(at, spec, answer_ended_s=at + ended_s)
         builder.add(request, conversation=7, chain=[1])
     built = builder.sessions()
     assert len(built) == sessions
@@ -285,11 +286,11 @@ def test_a_strategy_that_answers_fewer_requests_is_not_better():
     comparison = replay.compare(results, "half", "all")
     assert comparison.ratio == pytest.approx(0.9)
     assert not comparison.is_better
-    line = replay_command.verdict_line(comparison)
+    line = ttft_comparison.verdict_line(comparison)
     assert "would leave 50.0% of the requests unanswered, all 0.0%" in line
     assert "of the 100 requests that both answered" in line
     assert "better:" not in line
-    assert "would be worse" in replay_command.verdict_line(replay.compare(results, "all", "half"))
+    assert "would be worse" in ttft_comparison.verdict_line(replay.compare(results, "all", "half"))
 
 
 def test_numbers_of_the_engines_can_be_set(tmp_path):

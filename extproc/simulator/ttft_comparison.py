@@ -1,0 +1,66 @@
+"""Comparison of two strategies by their time to the first token, and its result in words."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class TtftComparison(msgspec.Struct, frozen=True):
+    """Difference of two strategies in mean time to first token, over the same requests.
+
+    Attributes:
+        baseline: Strategy that it is compared with.
+        ratio: Mean of the strategy over that of the baseline.
+        low: Lower end of the 95 % interval of the ratio.
+        high: Upper end.
+        num_compared: Requests that both answered with every seed (count).
+        unanswered: Share of all requests without an answer, mean over seeds, 0..1.
+        baseline_unanswered: `unanswered` of the baseline.
+    """
+
+    strategy: str
+    baseline: str
+    ratio: float
+    low: float
+    high: float
+    num_compared: int
+    unanswered: float
+    baseline_unanswered: float
+
+    @property
+    def is_noise(self) -> bool:
+        """True if the interval has 1 in it."""
+        return not (self.high < 1.0 or self.low > 1.0)
+
+    @property
+    def is_better(self) -> bool:
+        """True if it is faster beyond noise, and answers as many requests."""
+        return self.high < 1.0 and self.unanswered <= self.baseline_unanswered
+
+
+def verdict_line(comparison: TtftComparison) -> str:
+    """Result of the comparison of a strategy with another one."""
+    name, percent = comparison.strategy, 100.0 * (comparison.ratio - 1.0)
+    if math.isnan(percent):
+        return f"Verdict: {name} answered nothing that can be compared"
+    interval = (
+        f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %, "
+        f"of the {count_of(comparison.num_compared, 'request')} that both answered"
+    )
+    if comparison.unanswered > comparison.baseline_unanswered:
+        return (
+            f"Verdict: {name} would leave {comparison.unanswered:.1%} of the requests unanswered, "
+            f"{comparison.baseline} {comparison.baseline_unanswered:.1%}: it is no better whatever its "
+            f"times; mean TTFT {percent:+.1f} %, {interval}"
+        )
+    if comparison.is_noise:
+        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, which is noise: {interval}"
+    word = "better" if percent < 0 else "worse"
+    return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number of things, such as `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
