@@ -26,7 +26,7 @@ from extproc.simulator.fleet.client import Client
 from extproc.simulator.fleet.sim_request import SimSession
 from extproc.simulator.replay_agreement import AgreementMeter, AgreementSummary, merge_summaries
 from extproc.simulator.simulation_runs import SimulationColumn
-from extproc.simulator.traffic import MAX_REQUESTS, Traffic, TrafficPart
+from extproc.simulator.traffic import MAX_REQUESTS, Traffic, TrafficPart, require_short_gaps
 from extproc.simulator.ttft_comparison import TtftComparison
 
 #: What the strategy of the recording is called.
@@ -55,6 +55,7 @@ class Replay(msgspec.Struct, frozen=True):
         since_s: Seconds from the first request; earlier ones warm up.
         is_reconfigured: Whether the configuration changed while it was recorded; `settings` and
             `columns` are of the last one.
+        rate_scale: Rate of the requests over that of the recording.
     """
 
     where: str
@@ -66,6 +67,30 @@ class Replay(msgspec.Struct, frozen=True):
     lost: int = 0
     since_s: float = 0.0
     is_reconfigured: bool = False
+    rate_scale: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """The file and the rate."""
+        if self.rate_scale == 1.0:
+            return self.where
+        return f"{self.where} at {self.rate_scale:g} times its rate"
+
+    def scaled(self, rate_scale: float) -> Replay:
+        """The same requests in less time, see `Traffic.scaled`.
+
+        Raises:
+            ConfigError: They are too far apart then.
+        """
+        traffic = self.traffic.scaled(rate_scale)
+        scaled = msgspec.structs.replace(
+            self,
+            traffic=traffic,
+            since_s=self.since_s / rate_scale,
+            rate_scale=self.rate_scale * rate_scale,
+        )
+        require_short_gaps([request.at for request in traffic.requests], scaled.title)
+        return scaled
 
 
 class ReplayRun(msgspec.Struct, frozen=True):
@@ -263,7 +288,7 @@ def scenario_of(replay: Replay, seeds: Sequence[int]) -> scenario.Scenario:
     for engines in replay.fleet:
         engines.resolved()
     return scenario.Scenario(
-        title=f"{replay.where}, estimates",
+        title=f"{replay.title}, estimates",
         fleet=replay.fleet,
         # Not one of scenario files, whose schema this field has.
         workload=cast("workloads.Workload", workload),

@@ -44,7 +44,7 @@ class ReplayReport(report.Report, frozen=True, kw_only=True):
 
     Attributes:
         agreements: As in `replay.Replay`.
-        fidelity: None for a trace.
+        fidelity: None for a trace, and at another rate than the recorded one.
         comparisons: Comparison of each strategy with the baseline.
         verdicts: The comparisons in words.
     """
@@ -102,6 +102,14 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         help="only the first N requests (%(default)s)",
     )
     add(
+        "--rate-scale",
+        type=_rate,
+        default=1.0,
+        metavar="X",
+        help="rate of the requests over the recorded one, where the file has times (%(default)s); 2 is "
+        "twice the load",
+    )
+    add(
         "--engine",
         action="append",
         default=[],
@@ -156,6 +164,26 @@ def load(
         ConfigError: The file, a flag, a strategy or a configuration is wrong.
     """
     format_ = replay_traces.find_format(args.file)
+    if args.rate_scale == 1.0:
+        return _load(args, format_, strategies, configs, num_engines)
+    if not replay_traces.has_times(format_):
+        raise ConfigError(
+            "--rate-scale",
+            wanted=f"no factor, as {args.file} has no times",
+            got=f"{args.rate_scale:g}",
+            fix="remove it; --rate R is the rate",
+        )
+    return _load(args, format_, strategies, configs, num_engines).scaled(args.rate_scale)
+
+
+def _load(
+    args: argparse.Namespace,
+    format_: replay_traces.Format,
+    strategies: Sequence[str],
+    configs: Sequence[Path],
+    num_engines: int | None,
+) -> replay.Replay:
+    """Read a file of a format, see `load`."""
     limits = dict(args.engine)
     if format_ == "recording":
         _refuse(
@@ -233,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
         progress.close()
     baseline = loaded.columns[0].name
     fidelity = None
-    if loaded.agreements:
+    if loaded.agreements and loaded.rate_scale == 1.0:  # nothing was measured at another rate
         as_recorded = replay.simulate_as_recorded(loaded, definition)
         fidelity = replay.measure_fidelity(loaded, as_recorded, results[baseline].values())
     result = replay.to_report(definition, results, baseline)
@@ -266,7 +294,7 @@ def describe(
     """Lines of the result, for a terminal.
 
     Args:
-        fidelity: None for a trace.
+        fidelity: None for a trace, and at another rate than the recorded one.
     """
     yield source_line(loaded)
     yield from _notes(loaded)
@@ -294,7 +322,7 @@ def source_line(loaded: replay.Replay, *, has_fleet: bool = True) -> str:
         has_fleet: False where the size of the fleet means nothing.
     """
     traffic = loaded.traffic
-    line = f"{loaded.where}: {len(traffic.requests)} requests in {traffic.duration_s:.0f} s"
+    line = f"{loaded.title}: {len(traffic.requests)} requests in {traffic.duration_s:.0f} s"
     engines = sum(group.count for group in loaded.fleet)
     return f"{line}, {count_of(engines, 'endpoint')}" if has_fleet else line
 

@@ -130,6 +130,11 @@ def find_format(path: Path) -> Format:
     )
 
 
+def has_times(format_: Format) -> bool:
+    """True for formats whose requests have times."""
+    return format_ not in ("sharegpt", "vllm-bench")
+
+
 #: What the first line of JSON lines has, by format.
 _MARKS: Final[Sequence[tuple[bytes, Format]]] = (
     (b'"kind":"recording"', "recording"),
@@ -173,7 +178,7 @@ def read(path: Path, format_: Format, *, rate_per_s: float | None, max_requests:
                 "--rate",
                 wanted=f"no rate: requests of {path} have their times",
                 got=f"{rate_per_s:g}",
-                fix="remove it",
+                fix="remove it; --rate-scale 2 is twice their rate",
             )
         lines = (line.decode("utf-8", "replace") for line in read_lines(path))
         timed = traces.read(format_, lines, where=str(path))

@@ -67,6 +67,27 @@ class Traffic(msgspec.Struct, frozen=True):
         """Seconds from the first arrival to the last."""
         return self.requests[-1].at if self.requests else 0.0
 
+    def scaled(self, rate_scale: float) -> Traffic:
+        """The same requests at a rate so many times as high, without what was measured of them.
+
+        Pauses of users are divided as arrivals are, so that long conversations are no exception.
+        """
+        requests = [
+            msgspec.structs.replace(
+                request, at=request.at / rate_scale, answer_ended_s=None, ttft_s=None
+            )
+            for request in self.requests
+        ]
+        sessions = [
+            msgspec.structs.replace(
+                session,
+                at=(session.at or 0.0) / rate_scale,
+                think_s=[seconds / rate_scale for seconds in session.think_s],
+            )
+            for session in self.sessions
+        ]
+        return msgspec.structs.replace(self, requests=requests, sessions=sessions)
+
     def sessions_as_recorded(self) -> list[SimSession]:
         """Each request as a session that begins when it came, and goes to the engine it went to.
 

@@ -219,6 +219,24 @@ def test_a_turn_repeats_the_answer_before_it(tmp_path):
             assert len(after.keys) > held
 
 
+def test_a_scaled_recording_has_shorter_pauses_and_no_fidelity(tmp_path, capsys):
+    """Users of twice the load arrive, and go on, twice as fast; nothing was measured of that."""
+    path, _ = write(tmp_path, "round-robin", talks(), client=client.Client(users=12))
+    loaded = replay.load(path, strategies=(), configs=())
+    scaled = loaded.scaled(2.0)
+    for before, after in zip(loaded.traffic.sessions, scaled.traffic.sessions, strict=True):
+        assert after.at == before.at / 2.0
+        assert after.think_s == [seconds / 2.0 for seconds in before.think_s]
+    assert scaled.traffic.duration_s == loaded.traffic.duration_s / 2.0
+    assert scaled.since_s == loaded.since_s / 2.0
+    flags = ["--rate-scale", "2", "--jobs", "1", "--seeds", "1"]
+    assert main.main(["replay", str(path), *flags]) == 0
+    out = capsys.readouterr().out
+    assert f"{path} at 2 times its rate" in out
+    assert "Agreement" in out
+    assert "Fidelity" not in out
+
+
 @pytest.mark.parametrize(("ended_s", "sessions"), [(0.9, 1), (1.05, 1), (1.5, 2)])
 def test_a_turn_may_come_before_the_picker_sees_the_end(ended_s, sessions):
     """A client goes on with the last byte; what comes earlier is asked beside the first."""

@@ -276,6 +276,9 @@ def test_broken_lines_are_named(tmp_path, name, text, where):
         ("azure", ["--profile", "demo"], "no --engines"),
         ("azure", ["--engines", "1", "--profile", "demo", "--rate", "1"], "--rate"),
         ("sharegpt", ["--engines", "1", "--profile", "demo"], "--rate"),
+        ("sharegpt", ["--rate-scale", "2"], "--rate R is the rate"),
+        ("azure", ["--engines", "1", "--profile", "demo", "--rate-scale", "1e-6"], "24 hours"),
+        ("azure", ["--rate-scale", "0"], "above 0"),
         ("azure", ["--engines", "1", "--profile", "demo", "--pool", "a"], "a trace has no pools"),
     ],
 )
@@ -284,6 +287,21 @@ def test_fleet_and_times_are_asked_for(tmp_path, capsys, name, words, error):
     path = write(tmp_path, FILES[name])
     assert main.main(["replay", str(path), *words]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_plan_may_be_for_more_load_than_the_trace(tmp_path, capsys):
+    """A rate that is a hundred times as high takes more engines, of the same requests."""
+    rows = [f"2023-11-16 18:{n // 60:02}:{n % 60:02}.0000000,2000,50" for n in range(200)]
+    path = write(tmp_path, "\n".join([AZURE.splitlines()[0], *rows]))
+    argv = ["plan", str(path), "--slo", "ttft_p95=1s", "--profile", "l4-8b-fp8"]
+    sizes = {}
+    for scale in ("1", "100"):
+        flags = ["--rate-scale", scale, "--json", "-", "--seeds", "1", "--jobs", "1"]
+        assert main.main([*argv, *flags]) == 0
+        output = capsys.readouterr()
+        sizes[scale] = min(s["engines"] for s in json.loads(output.out) if s["is_enough"])
+    assert sizes["100"] > sizes["1"]
+    assert "trace at 100 times its rate: 200 requests in 2 s" in output.err
 
 
 def test_a_plan_of_a_trace_looks_for_the_number_of_engines(tmp_path, capsys):
