@@ -18,6 +18,7 @@ from typing import Final, TextIO
 from extproc.errors import file_error
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import report, scenario, tables
+from extproc.simulator.ttft_comparison import verdict_lines
 
 #: Simulations of each strategy at most (count).
 MAX_SEEDS: Final = 10_000
@@ -73,6 +74,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="write everything as JSON; - is standard output, with the table on standard error",
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the result and its plots"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress and no table")
 
 
@@ -82,37 +86,55 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The scenario, a configuration or a strategy is wrong.
     """
-    require_outputs(args.json, folder=args.plots)
+    require_outputs(args.json, args.html, folder=args.plots)
     todo = simulation_runs.plan(
         args.scenario, strategies=args.strategy, configs=args.config, seeds=args.seeds
     )
     if args.baseline:
         # Before the work, not after it.
         report.report(todo.scenario, (), baseline=args.baseline)
-    if args.plots:
+    if args.plots or args.html:
         from extproc.simulator import report_plots
 
-        report_plots.require()
+        report_plots.require("--plots" if args.plots else "--html")
     for column in todo.columns:
         for warning in column.warnings:
             _say(f"warning: {column.name}: {warning}", quiet=args.quiet)
     progress = Progress(len(todo.tasks), None if args.quiet else sys.stderr)
-    runs = []
-    try:
-        for run in simulation_runs.runs(todo, jobs=args.jobs):
-            runs.append(run)
-            progress.step(f"{run.strategy}, seed {run.seed}")
-    finally:
-        progress.close()
+    runs = _simulate(todo, jobs=args.jobs, progress=progress)
     result = report.report(todo.scenario, runs, baseline=args.baseline)
+    text = _describe(result)
     if not args.quiet:
-        print(tables.text(result), file=text_output(args.json))
+        print(text, file=text_output(args.json))
     if args.plots:  # first, as it makes the folder, where the JSON file may be
         for path in report_plots.draw(result, args.plots):
             _say(f"wrote {path}", quiet=args.quiet)
     if args.json:
         write_json(args.json, report.encoded(result))
+    if args.html:
+        write(args.html, report_plots.page(result, text).encode())
     return 0
+
+
+def _simulate(
+    todo: simulation_runs.SimulationPlan, *, jobs: int, progress: Progress
+) -> list[report.Run]:
+    runs = []
+    try:
+        for run in simulation_runs.runs(todo, jobs=jobs):
+            runs.append(run)
+            progress.step(f"{run.strategy}, seed {run.seed}")
+    finally:
+        progress.close()
+    return runs
+
+
+def _describe(result: report.Report) -> str:
+    """The tables, and the verdicts where there is a baseline."""
+    lines = [tables.text(result)]
+    if result.baseline:
+        lines += ["", *verdict_lines(result)]
+    return "\n".join(lines)
 
 
 class Progress:

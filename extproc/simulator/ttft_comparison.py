@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import msgspec
+
+from extproc.simulator.fleet.report import Column, Report
 
 
 class TtftComparison(msgspec.Struct, frozen=True):
@@ -40,14 +43,48 @@ class TtftComparison(msgspec.Struct, frozen=True):
         return self.high < 1.0 and self.unanswered <= self.baseline_unanswered
 
 
-def verdict_line(comparison: TtftComparison) -> str:
-    """Result of the comparison of a strategy with another one."""
+def verdict_lines(result: Report) -> Iterator[str]:
+    """Results of the comparisons of all strategies of a report with its baseline, by their seeds."""
+    baseline = next((c for c in result.columns if c.strategy == result.baseline), None)
+    if baseline is None:
+        return
+    num_seeds = len(result.scenario.seeds)
+    if num_seeds < 2:
+        yield "Verdict: none, as one seed does not show what is noise; write --seeds 5"
+        return
+    for column in result.columns:
+        if column is not baseline:
+            ratio = column.ratios["ttft_mean_s"]
+            comparison = TtftComparison(
+                column.strategy,
+                baseline.strategy,
+                ratio.mean,
+                ratio.mean - ratio.half,
+                ratio.mean + ratio.half,
+                0,
+                _unanswered(column),
+                _unanswered(baseline),
+            )
+            yield verdict_line(comparison, basis=f"over {num_seeds} seeds")
+
+
+def _unanswered(column: Column) -> float:
+    failed = column.figures["failed"].mean
+    return failed / max(1.0, failed + column.figures["requests"].mean)
+
+
+def verdict_line(comparison: TtftComparison, *, basis: str = "") -> str:
+    """Result of the comparison of a strategy with another one.
+
+    Args:
+        basis: Origin of the interval; empty for the requests that are compared.
+    """
     name, percent = comparison.strategy, 100.0 * (comparison.ratio - 1.0)
     if math.isnan(percent):
         return f"Verdict: {name} answered nothing that can be compared"
     interval = (
         f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %, "
-        f"of the {count_of(comparison.num_compared, 'request')} that both answered"
+        + (basis or f"of the {count_of(comparison.num_compared, 'request')} that both answered")
     )
     if comparison.unanswered > comparison.baseline_unanswered:
         return (

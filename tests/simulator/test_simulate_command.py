@@ -78,7 +78,40 @@ def test_a_scenario_becomes_a_table(small, capsys):
     assert lines[2].split() == ["round-robin", "mine", "fast", "clairvoyant"]
     assert any(line.startswith("Successful requests") for line in lines)
     assert "Ratio to round-robin" in out
+    assert "by reason" not in out
+    verdicts = [line for line in lines if line.startswith("Verdict: ")]
+    assert [verdict.split()[1] for verdict in verdicts] == ["mine", "fast", "clairvoyant"]
+    assert all(verdict.endswith("over 2 seeds") for verdict in verdicts)
     assert err.startswith("8 runs in ")
+
+
+def test_one_seed_has_no_verdict(small, capsys):
+    """Nothing shows what is noise."""
+    argv = ["simulate", str(small), "--jobs", "1", "--seeds", "1", "--baseline", "round-robin"]
+    assert main.main(argv) == 0
+    assert "Verdict: none, as one seed" in capsys.readouterr().out
+
+
+def test_failures_have_reasons(small, capsys):
+    """A count for each reason, and a strategy that fails more is no better."""
+    small.write_text(SMALL.replace("client: {users: 4}", "client: {users: 4, timeout_s: 0.05}"))
+    argv = ["simulate", str(small), "--jobs", "1", "--strategy", "random"]
+    assert main.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = next(n for n, line in enumerate(lines) if line.startswith("Failed requests by reason"))
+    assert lines[place + 1].split()[0] == "timeout"
+
+
+def test_a_page_has_the_text_and_the_plots(small, tmp_path):
+    """It needs no other file."""
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    argv = ["simulate", str(small), "--jobs", "1", "--baseline", "round-robin", "--quiet"]
+    assert main.main([*argv, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "Verdict: " in text
+    assert text.count("<svg") >= 4
+    assert "src=" not in text
 
 
 def test_processes_give_the_numbers_one_process_gives(small, tmp_path):
@@ -429,6 +462,7 @@ def test_json_on_standard_output_is_alone_there(small, tmp_path, monkeypatch, ca
         (["simulate", "{none}", "--plots", "{file}/plots"], "file/plots"),
         (["simulate", "{none}", "--plots", "{none}", "--json", "{none}/b/a.json"], "none/b/a.json"),
         (["replay", "{none}", "--html", "{folder}"], "folder"),
+        (["simulate", "{none}", "--html", "{folder}"], "folder"),
         (["replay", "{none}", "--json", "{file}/a"], "file/a"),
         (["plan", "{none}", "--slo", "ttft_p95=1s", "--plot", "{none}/a.svg"], "none/a.svg"),
     ],

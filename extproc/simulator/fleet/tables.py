@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from extproc.simulator.fleet.report import Column, Interval, Report
+from extproc.simulator.fleet.report import Column, Interval, Report, interval
 from extproc.simulator.fleet.run_metrics import PerEndpoint
 
 _MS = 1e3
@@ -82,6 +82,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"{title + ': ' if title else ''}{over}"
     yield ""
     yield from _figures(report.columns)
+    yield from _failures(report)
     if report.baseline:
         yield ""
         yield from _ratios(report)
@@ -103,6 +104,24 @@ def _figures(columns: Sequence[Column]) -> Iterator[str]:
             continue
         table.append([label, *(shown(column.figures[figure], factor) for column in columns)])
     yield from _aligned(table)
+
+
+def _failures(report: Report) -> Iterator[str]:
+    """Failed requests by reason, if there are any."""
+    reasons = sorted({reason for run in report.runs for reason in run.summary.failed})
+    table: list[str | list[str]] = [
+        ["Failed requests by reason", *(column.strategy for column in report.columns)]
+    ]
+    for reason in reasons:
+        cells = []
+        for column in report.columns:
+            runs = (run for run in report.runs if run.strategy == column.strategy)
+            counts = interval(float(run.summary.failed.get(reason, 0)) for run in runs)
+            cells.append(shown(counts, 1))
+        table.append([reason, *cells])
+    if reasons:
+        yield ""
+        yield from _aligned(table)
 
 
 def _ratios(report: Report) -> Iterator[str]:
