@@ -28,7 +28,6 @@ from extproc.simulator.simulate_command import (
     count,
     require_outputs,
     text_output,
-    write,
     write_json,
 )
 from extproc.simulator.ttft_comparison import count_of
@@ -62,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write every fleet as JSON; - is standard output, with the text on standard error",
     )
-    add("--plot", type=Path, metavar="FILE", help="draw every fleet; ends in .svg or .png")
+    add("--plots", type=Path, metavar="FOLDER", help="write a plot of every fleet as PNG and SVG")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
             got=str(args.engines),
             fix="remove it; --max-engines N is the largest fleet",
         )
-    require_outputs(args.json, args.plot)
-    if args.plot:
+    require_outputs(args.json, folder=args.plots)
+    if args.plots:
         from extproc.simulator import report_plots
 
-        report_plots.require("--plot", args.plot)
+        report_plots.require()
     strategies = [args.strategy] if args.strategy else []
     # The fleets are of any size: one engine says what each of them is like.
     loaded = replay_command.load(args, strategies=strategies, configs=(), num_engines=1)
@@ -110,10 +109,11 @@ def run(args: argparse.Namespace) -> int:
     estimates = f"Estimates: {column.name}, mean of {count_of(args.seeds, 'simulation')}\n"
     lines = [source, estimates, *describe(objectives, planner.sizes, best)]
     print("\n".join(lines), file=text_output(args.json))
+    if args.plots:  # first, as it makes the folder, where the JSON file may be
+        for path in report_plots.draw_sizes(args.plots, objectives, planner.sizes):
+            print(f"wrote {path}", file=sys.stderr)
     if args.json:
         write_json(args.json, msgspec.json.encode(planner.sizes) + b"\n")
-    if args.plot:
-        write(args.plot, report_plots.draw_sizes(args.plot, objectives, planner.sizes))
     return 0 if best else 1
 
 

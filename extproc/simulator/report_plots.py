@@ -41,18 +41,15 @@ _UNITS = {
 _TITLE_WIDTH = 90
 
 
-def require(flag: str = "--plots", path: Path | None = None) -> None:
+def require(flag: str = "--plots") -> None:
     """Say at once when there is nothing to draw with.
 
     Args:
         flag: The flag that asks for it.
-        path: The one file that is drawn, see `draw_sizes`; None where no name says the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the name has no suffix of a format.
+        ConfigError: matplotlib is not installed.
     """
-    if path is not None:
-        require_format(flag, path)
     if not plot_style.is_available():
         raise ConfigError(
             flag,
@@ -68,7 +65,7 @@ def require_format(flag: str, path: Path) -> None:
     Raises:
         ConfigError: It names none.
     """
-    if _suffix(path) not in _FORMATS:
+    if path.suffix.lower().removeprefix(".") not in _FORMATS:
         raise ConfigError(
             flag,
             wanted="a name that ends in .svg or .png",
@@ -86,12 +83,7 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
     Raises:
         ConfigError: The folder or a file in it cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            "--plots", wanted="a folder that can be written", got=str(error), fix="check the path"
-        ) from None
+    _make_folder(folder)
     plots = _plots(report)
     for name in plots:
         for form, content in _draw_plot(report, plots[name], _FORMATS).items():
@@ -101,6 +93,15 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
     index = folder / "index.html"
     write(index, _page(report.scenario.title, list(plots)).encode())
     yield index
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "--plots", wanted="a folder that can be written", got=str(error), fix="check the path"
+        ) from None
 
 
 def page(report: Report, text: str) -> str:
@@ -123,18 +124,20 @@ _PAGE_STYLE = (
 )
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower().removeprefix(".")
-
-
-def draw_sizes(path: Path, objectives: Sequence[Objective], sizes: Sequence[FleetSize]) -> bytes:
-    """Figures of fleets by their number of engines, as the name of the file says.
+def draw_sizes(
+    folder: Path, objectives: Sequence[Objective], sizes: Sequence[FleetSize]
+) -> Iterator[Path]:
+    """Draw figures of fleets by their number of engines; yields every file that was written.
 
     Args:
-        path: File to draw for, whose suffix is the format; see `require`.
+        folder: Where to; made when it is not there.
         objectives: Limits, each with a panel.
         sizes: The fleets, the smallest first.
+
+    Raises:
+        ConfigError: The folder or a file in it cannot be written.
     """
+    _make_folder(folder)
     engines = [size.engines for size in sizes]
     with plot_style.new_figure(5.5, 2.4 * len(objectives)) as figure:
         for place, objective in enumerate(objectives):
@@ -146,7 +149,10 @@ def draw_sizes(path: Path, objectives: Sequence[Objective], sizes: Sequence[Flee
             axes.set_xlabel("engines")
             axes.set_ylim(bottom=0)
             axes.grid(visible=True)
-        return plot_style.encode(figure, _suffix(path), is_tight=True)
+        for form in _FORMATS:
+            path = folder / f"fleet_sizes.{form}"
+            write(path, plot_style.encode(figure, form, is_tight=True))
+            yield path
 
 
 def _draw_plot(report: Report, plot: _Plot, forms: Sequence[str]) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import yaml
@@ -20,7 +21,13 @@ import yaml
 from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_command
 from extproc.simulator.replay_tuning import Tuner, TuningResult
-from extproc.simulator.simulate_command import Progress, count
+from extproc.simulator.simulate_command import (
+    Progress,
+    count,
+    require_outputs,
+    text_output,
+    write_json,
+)
 from extproc.simulator.ttft_comparison import verdict_line
 
 #: Requests below which a part says nothing (count).
@@ -39,6 +46,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="values that are simulated (%(default)s)",
     )
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the result as JSON; - is standard output, with the text on standard error",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The file or a flag is wrong.
     """
+    require_outputs(args.json)
     strategies = [args.strategy] if args.strategy else []
     loaded = replay_command.load(args, strategies=strategies, configs=())
     definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
@@ -74,9 +88,10 @@ def run(args: argparse.Namespace) -> int:
         result = tuner.tune(args.trials)
     finally:
         progress.close()
-    print(replay_command.source_line(loaded))
-    for line in describe(result, loaded.columns[-1].name):
-        print(line)
+    lines = [replay_command.source_line(loaded), *describe(result, loaded.columns[-1].name)]
+    print("\n".join(lines), file=text_output(args.json))
+    if args.json:
+        write_json(args.json, msgspec.json.encode(result) + b"\n")
     return 0
 
 

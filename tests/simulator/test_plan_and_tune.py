@@ -172,6 +172,18 @@ def test_tune_says_when_a_gain_is_noise(recording, capsys):
     assert "Verdict:" in capsys.readouterr().out
 
 
+def test_a_result_of_tune_is_json(recording, capsys):
+    """Alone on standard output, with the profile that can be configured."""
+    argv = ["tune", str(recording), "--strategy", "adaptive", "--trials", "1"]
+    assert main.main([*argv, "--seeds", "1", "--jobs", "1", "--json", "-"]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert result["trials"] == 1
+    assert result["entry"]["name"] == "tuned"
+    assert (result["comparison"] is None) == (result["changed"] == [])
+    assert "Verdict:" in output.err
+
+
 def test_short_recordings_are_not_tuned(tmp_path, capsys):
     """A few requests say nothing."""
     path, _ = write(tmp_path, "adaptive", talks(4), client=client.Client(users=4))
@@ -189,16 +201,16 @@ def test_strategies_without_numbers_are_not_tuned(recording, capsys):
 def test_plots_and_pages_are_drawn(recording, tmp_path):
     """A page has everything in itself."""
     pytest.importorskip("matplotlib")
-    page, plot = tmp_path / "page.html", tmp_path / "plan.svg"
+    page, folder = tmp_path / "page.html", tmp_path / "plots"
     words = ["--seeds", "1", "--jobs", "1"]
     assert main.main(["replay", str(recording), *words, "--html", str(page)]) == 0
     assert page.read_text().count("<svg") >= 4
     assert "src=" not in page.read_text()
-    argv = ["plan", str(recording), "--slo", "ttft_p95=400ms", *words, "--plot", str(plot)]
-    assert main.main(argv) == 0
-    assert plot.read_text().lstrip().startswith("<?xml")
-    assert main.main([*argv[:-1], str(tmp_path / "PLAN.PNG")]) == 0
-    assert (tmp_path / "PLAN.PNG").read_bytes().startswith(b"\x89PNG")
+    argv = ["plan", str(recording), "--slo", "ttft_p95=400ms", *words, "--plots", str(folder)]
+    assert main.main([*argv, "--json", str(folder / "plan.json")]) == 0
+    assert (folder / "fleet_sizes.svg").read_text().lstrip().startswith("<?xml")
+    assert (folder / "fleet_sizes.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "plan.json").read_text())
     assert scenario.CLAIRVOYANT not in page.read_text()
 
 

@@ -80,14 +80,6 @@ def test_answers_of_one_token_have_no_time_between_tokens(tmp_path, capsys, obje
     assert words in refusal(capsys, *argv, "--slo", objective, "--slo", "ttft_p95=9s")
 
 
-@pytest.mark.parametrize("name", ["plan.pdf", "plan"])
-def test_plots_have_a_known_format(tmp_path, capsys, name):
-    """A PDF with the bytes of an SVG can be opened by no viewer."""
-    argv = ["plan", EXAMPLE, "--slo", "ttft_p95=1s", "--plot", str(tmp_path / name)]
-    assert "--plot: expected a name that ends in .svg or .png" in refusal(capsys, *argv)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_seeds_have_a_most(capsys, command):
     """A list of them has room in the memory."""

@@ -464,7 +464,8 @@ def test_json_on_standard_output_is_alone_there(small, tmp_path, monkeypatch, ca
         (["replay", "{none}", "--html", "{folder}"], "folder"),
         (["simulate", "{none}", "--html", "{folder}"], "folder"),
         (["replay", "{none}", "--json", "{file}/a"], "file/a"),
-        (["plan", "{none}", "--slo", "ttft_p95=1s", "--plot", "{none}/a.svg"], "none/a.svg"),
+        (["plan", "{none}", "--slo", "ttft_p95=1s", "--plots", "{file}/a"], "file/a"),
+        (["tune", "{none}", "--json", "{none}/a.json"], "none/a.json"),
     ],
 )
 def test_results_that_cannot_be_written_are_refused_before_the_work(words, path, tmp_path, capsys):
