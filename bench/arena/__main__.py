@@ -4,13 +4,15 @@
     python -m bench.arena --config FILE [--set training|validation] [--count N] [--repeats N] [--jobs N]
     python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
     python -m bench.arena --knowledge [--set training|validation] [--count N] [--jobs N] [--write]
+    python -m bench.arena --peers [--set training|validation] [--count N] [--repeats N] [--jobs N] [--write]
     python -m bench.arena --exchange [--set training|validation] [--count N] [--jobs N]
     python -m bench.arena --test [--repeats N] [--jobs N]
 
 Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
 `--config` the strategy of a configuration file is played and scored as well; that is not written. With
 `--ablate` the default is played beside itself without each constant of its cost, with `--knowledge`
-beside itself with inputs of its cost exact. With `--exchange` the scenarios with several pickers are
+beside itself with inputs of its cost exact, with `--peers` beside rules of other systems and papers.
+With `--exchange` the scenarios with several pickers are
 played, all of which exchange their requests; that is not written. Without arguments the first forty scenarios of the
 training set are played. The test set is for releases: it is played as a whole, from a committed tree,
 and always written.
@@ -28,7 +30,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import rig
-from bench.arena import ablation, knowledge, report, saturation, scenarios, score, tournament
+from bench.arena import (
+    ablation,
+    knowledge,
+    peers,
+    report,
+    saturation,
+    scenarios,
+    score,
+    tournament,
+)
 from extproc.errors import ExtprocError
 from extproc.simulator.fleet import scenario
 
@@ -37,6 +48,12 @@ NAME = "arena"
 #: Scenarios of the quick run, and of the test set: several runs of each take as long as more scenarios,
 #: and say more of which strategy is the best in it.
 COUNT = 40
+
+#: Parts of the record by the flag that makes them.
+_PARTS = {"ablate": "ablations", "knowledge": "knowledge", "peers": "peers"}
+
+#: Of a record that is printed and not written.
+_UNKNOWN = {"command": "", "date": "", "commit": ""}
 
 
 def main() -> None:
@@ -54,7 +71,9 @@ def main() -> None:
     def progress(line: str) -> None:
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
-    part = "ablations" if args.ablate else "knowledge" if args.knowledge else "sets"
+    part = "sets"
+    for flag, name_of_part in _PARTS.items():
+        part = name_of_part if getattr(args, flag) else part
     if args.knowledge:
         rows = knowledge.rows(seeds, jobs=args.jobs, progress=progress)
         entry = knowledge.record(rows)
@@ -65,16 +84,18 @@ def main() -> None:
             "repeats": args.repeats,
             "progress": progress,
         }
-        variants = ablation.variants() if args.ablate else [*tournament.default_variants(), *own]
+        extra = peers.variants() if args.peers else own
+        variants = ablation.variants() if args.ablate else [*tournament.default_variants(), *extra]
         rows = tournament.tournament(seeds, variants, exchanges=args.exchange, **common)
-        if not args.ablate:
+        if part == "sets":
             rows = tournament.add_exchanging(rows, **common)
-        entry = (ablation if args.ablate else report).record(rows, repeats=args.repeats)
+        recorder = {"ablations": ablation, "peers": peers, "sets": report}[part]
+        entry = recorder.record(rows, repeats=args.repeats)
     if args.ablate:
         entry["elsewhere"] = ablation.elsewhere(jobs=args.jobs, progress=progress)
     print(f"\r\x1b[K{len(seeds)} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    if args.knowledge:
-        print(knowledge.block({"command": "", "date": "", "commit": "", **entry}))
+    if args.knowledge or args.peers:
+        print({"knowledge": knowledge, "peers": peers}[part].block({**_UNKNOWN, **entry}))
     elif args.ablate:
         for constant, values in [*entry["constants"].items(), *entry["elsewhere"].items()]:
             print(constant, values)
@@ -87,7 +108,7 @@ def main() -> None:
             print(row)
         print_scores(rows, own)
     if writes:
-        flags = {"ablations": "--ablate ", "knowledge": "--knowledge ", "sets": ""}[part]
+        flags = "".join(f"--{flag} " for flag in _PARTS if getattr(args, flag))
         about = "--test" if args.test else f"{flags}--set {name} --count {count} --write"
         again = "" if args.repeats == 1 else f" --repeats {args.repeats}"
         command = f"python -m bench.arena {about}{again}"
@@ -105,14 +126,16 @@ def parse() -> tuple[argparse.Namespace, list[scenario.Variant]]:
     parser.add_argument("--test", action="store_true", help="the test set, once for a release")
     parser.add_argument("--ablate", action="store_true", help="the default without each constant")
     parser.add_argument("--knowledge", action="store_true", help="the default with inputs exact")
+    parser.add_argument("--peers", action="store_true", help="rules of other systems and papers")
     parser.add_argument("--exchange", action="store_true", help="several pickers that exchange")
     parser.add_argument(
         "--config", type=Path, action="append", default=[], help="a strategy of yours; repeatable"
     )
     args = parser.parse_args()
-    if args.test + args.ablate + args.knowledge + args.exchange > 1:
-        parser.error("--test, --ablate, --knowledge and --exchange exclude each other")
-    if args.config and (args.write or args.test or args.ablate or args.knowledge or args.exchange):
+    modes = args.test + args.ablate + args.knowledge + args.peers + args.exchange
+    if modes > 1:
+        parser.error("--test, --ablate, --knowledge, --peers and --exchange exclude each other")
+    if args.config and (args.write or modes):
         parser.error("--config goes with --set, --count, --repeats and --jobs only")
     try:
         own = tournament.configured_variants(args.config, warn=warn)
@@ -147,7 +170,7 @@ def print_scores(rows: Sequence[score.ScenarioRow], variants: Sequence[scenario.
 def _write(part: str, name: str, command: str, entry: dict, rows: list[score.ScenarioRow]) -> None:
     """Put the entry of a set into its part of the record, and keep the rates of its scenarios."""
     path = rig.RESULTS / f"{NAME}.json"
-    parts: dict[str, dict] = {"sets": {}, "ablations": {}, "knowledge": {}}
+    parts: dict[str, dict] = {"sets": {}, **{key: {} for key in _PARTS.values()}}
     if path.exists():
         before = json.loads(path.read_text())
         parts = {key: before.get(key, {}) for key in parts}

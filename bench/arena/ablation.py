@@ -100,7 +100,7 @@ def elsewhere(
     return {
         constant: {"on": place, "seeds": len(those)}
         | {
-            figure: _interval([ratio(place, constant, seed, figure) for seed in those])
+            figure: interval([ratio(place, constant, seed, figure) for seed in those])
             for figure in ("ttft_mean_s", "ttft_p99_s")
         }
         for constant, (place, those, _) in without.items()
@@ -182,10 +182,10 @@ def _variant(name: str, changed: Mapping[str, float]) -> scenario.Variant:
 
 def ratios(rows: Sequence[score.ScenarioRow], figure: str, name: str) -> dict[str, float]:
     """Geometric mean and 95 % interval of a variant over the default."""
-    return _interval([score.ratio(row, figure, name, [score.ADAPTIVE]) for row in rows])
+    return interval([score.ratio(row, figure, name, [score.ADAPTIVE]) for row in rows])
 
 
-def _interval(ratios: Sequence[float]) -> dict[str, float]:
+def interval(ratios: Sequence[float]) -> dict[str, float]:
     """Geometric mean of ratios and its 95 % interval, without those that are not there."""
     logs = [math.log(value) for value in ratios if not math.isnan(value)]
     if not logs:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.arena import ablation, knowledge, score, traffic
+from bench.arena import ablation, knowledge, peers, score, traffic
 
 #: What people read, by figure.
 NAMES = {
@@ -134,6 +134,8 @@ def block(result: Mapping[str, Any]) -> str:
             ),
             "",
         ]
+    for name, entry in result.get("peers", {}).items():
+        parts += [f"### Rules of other systems on the {name} set", "", peers.block(entry), ""]
     for name, entry in result["ablations"].items():
         parts += [f"### Ablation on the {name} set", "", ablation.block(entry), ""]
     for name, entry in result.get("knowledge", {}).items():

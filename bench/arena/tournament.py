@@ -250,12 +250,14 @@ def _slug(variant: scenario.Variant) -> str:
     if not variant.settings and not variant.config:
         return variant.name
     total = hashlib.sha256(json.dumps(variant.settings, sort_keys=True, default=str).encode())
+    folder = rig.ROOT
     if variant.config:
         path = rig.ROOT / variant.config
-        settings = simulation_runs.column(variant, folder=rig.ROOT, where="arena").settings
-        plugins = settings.scheduling.plugin_files if settings else ()
-        for file in (path, *(path.parent / name for name in plugins)):
-            total.update(file.read_bytes())
+        folder = path.parent
+        total.update(path.read_bytes())
+    settings = simulation_runs.column(variant, folder=rig.ROOT, where="arena").settings
+    for name in settings.scheduling.plugin_files if settings else ():
+        total.update((folder / name).read_bytes())
     return f"{variant.name}-{total.hexdigest()[:8]}"
 
 

@@ -14,6 +14,8 @@ from bench.arena import (
     __main__,
     ablation,
     knowledge,
+    peer_rules,
+    peers,
     plots,
     report,
     saturation,
@@ -25,6 +27,7 @@ from bench.arena import (
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import scenario
+from extproc.testing import contract
 
 
 def row(seed=1, load=0.5, **columns):
@@ -404,6 +407,51 @@ def test_ablations_are_profiles_that_can_be_run():
         column = simulation_runs.column(variant, folder=rig.ROOT, where="here")
         assert column.settings is not None
         assert hasattr(EstimatedTime(), constant)
+
+
+def rules_of(method):
+    """Classes of rules of other systems that have a method."""
+    classes = [value for value in vars(peer_rules).values() if hasattr(value, "kind")]
+    return [pytest.param(rule, id=rule.kind) for rule in classes if hasattr(rule, method)]
+
+
+@pytest.mark.parametrize("rule", rules_of("cost"))
+def test_costs_of_other_systems_keep_the_contract(rule):
+    contract.check_cost(rule)
+
+
+@pytest.mark.parametrize("rule", rules_of("pick"))
+def test_pickers_of_other_systems_keep_the_contract(rule):
+    contract.check_picker(rule)
+
+
+def test_rules_of_other_systems_can_be_run():
+    """Each is a profile, and each class of the file has a rule."""
+    columns = [
+        simulation_runs.column(variant, folder=rig.ROOT, where="here")
+        for variant in peers.variants()
+    ]
+    profiles = [column.settings.scheduling.profile for column in columns]
+    kinds = {profile.cost.kind for profile in profiles if profile.cost}
+    kinds |= {profile.picker.kind for profile in profiles if profile.picker}
+    assert kinds >= {rule.values[0].kind for rule in rules_of("cost") + rules_of("pick")}
+
+
+def test_rules_of_other_systems_are_compared_with_the_default():
+    """A rule with half of the time to the first token has a ratio of a half, and comes first."""
+    names = [*score.PUBLISHED, *peers.RULES]
+    columns = dict.fromkeys(names, 2.0) | {"adaptive": 1.0, "mooncake": 0.5}
+    figures = {name: row(1, x=value).columns["x"] for name, value in columns.items()}
+    entry = dataclasses.replace(row(1), columns=figures)
+    about = {"command": "c", "commit": "abc", "date": "2026-01-01"}
+    text = peers.block(about | peers.record([entry]))
+    half, same = "0.500 (0.500 to 0.500)", "1.000 (1.000 to 1.000)"
+    source = peers.RULES["mooncake"][0]
+    assert (
+        text.splitlines()[2] == f"| `mooncake` | {source} | {half} | {half} | {half} | {same} | 1 |"
+    )
+    assert f"`adaptive` over the best of all {len(names)} in each scenario" in text
+    assert "2.00, 2.00, 2.00, 1.00" in text
 
 
 def test_every_constant_of_the_default_cost_has_a_row():
