@@ -15,6 +15,7 @@ from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import flags
+from extproc.config.decisions import DecisionsSection
 from extproc.config.settings import LimitsSection, ServerSection, Settings
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -284,7 +285,10 @@ def test_014_the_receive_limit_ends_one_stream_only():
 
     async def test() -> None:
         limits = LimitsSection(max_message_bytes=6 << 20)
-        async with serving.running(serving.settings(FIRST), limits=limits) as picker:
+        plain = DecisionsSection(metadata=False)
+        async with serving.running(
+            serving.settings(FIRST), limits=limits, decisions=plain
+        ) as picker:
             await picker.sync()
             async with picker.channel() as channel:
                 fits = Stream(channel)

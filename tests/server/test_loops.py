@@ -335,9 +335,9 @@ async def test_refusals_of_the_last_minute_are_logged_at_the_end(caplog):
     async with serving.running(serving.settings("127.0.0.11:9")) as running:
         await running.sync()
         pool = running.picker.counters.for_pool("")
-        running.picker._rejection_log.step(running.picker._clock())
+        running.picker._failure_log.step(running.picker._clock())
         pool.record_rejection(NO_ENDPOINTS)
-        running.picker._rejection_log.step(running.picker._clock())
+        running.picker._failure_log.step(running.picker._clock())
         for _ in range(2):
             pool.record_rejection(NO_ENDPOINTS)
     lines = [record for record in caplog.records if record.getMessage() == "requests refused"]

@@ -214,7 +214,7 @@ def ttft_s(limit) -> dict[str, float]:
 def test_a_usage_limit_keeps_capacity_for_a_priority():
     """Its first tokens come sooner, as fewer sequences run beside them, which all are served later."""
     plain, limited = ttft_s(None), ttft_s(UsageLimit(min_ceiling=0.25))
-    assert limited["small"] < 0.8 * plain["small"]
+    assert limited["small"] < 0.9 * plain["small"]
     assert limited["big"] > plain["big"]
 
 
