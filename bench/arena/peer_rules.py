@@ -102,21 +102,21 @@ class MooncakeCost(PluginParameters, frozen=True, kw_only=True):
         return CostResult(self.kind, "s", costs)
 
 
-class _Window:
+class _WorkWindow:
     """Seconds of work that endpoints were given, by address, over a window of time."""
 
     def __init__(self) -> None:
-        self.given: defaultdict[str, deque[tuple[float, float]]] = defaultdict(deque)
+        self.entries: defaultdict[str, deque[tuple[float, float]]] = defaultdict(deque)
 
     def total(self, address: str, since: float) -> float:
-        given = self.given[address]
-        while given and given[0][0] < since:
-            given.popleft()
-        return sum(seconds for _, seconds in given)
+        entries = self.entries[address]
+        while entries and entries[0][0] < since:
+            entries.popleft()
+        return sum(seconds for _, seconds in entries)
 
 
 class PrebleCost(PluginParameters, frozen=True, dict=True, kw_only=True):
-    """Where most of the prompt is cached, the least loaded holder; else the least load and prefill.
+    """The least loaded holder of most of the prompt; without one, the least load and prefill.
 
     E2 of Preble (arxiv.org/abs/2407.00023), without its term for evictions: a cached part that is longer
     than the rest keeps the request, unless the holder has more than `imbalance` times the least load.
@@ -130,8 +130,8 @@ class PrebleCost(PluginParameters, frozen=True, dict=True, kw_only=True):
     imbalance: float = 2.0
 
     @cached_property
-    def _window(self) -> _Window:
-        return _Window()
+    def _window(self) -> _WorkWindow:
+        return _WorkWindow()
 
     def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """Seconds."""
@@ -158,7 +158,7 @@ class PrebleCost(PluginParameters, frozen=True, dict=True, kw_only=True):
             if c.endpoint.address == address:
                 uncached = max(0, decision.request.prompt_tokens - c.matched_tokens)
                 seconds = uncached * c.rates.prefill_s + c.rates.output_tokens * c.rates.decode_s
-                self._window.given[address].append((now, seconds))
+                self._window.entries[address].append((now, seconds))
 
 
 class CacheAwareCost(PluginParameters, frozen=True, kw_only=True):
