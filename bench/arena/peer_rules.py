@@ -283,13 +283,14 @@ class ExpectedDelayCost(PluginParameters, frozen=True, kw_only=True):
         return CostResult(self.kind, "s", costs)
 
 
-class SMetricCost(PluginParameters, frozen=True, kw_only=True):
-    """A further turn stays with its prefix unless its first token would be late; else LMetric's product.
+class SessionGateCost(PluginParameters, frozen=True, kw_only=True):
+    """LMetric's product, but a further turn stays with its prefix unless its first token would be late.
 
-    SMetric: late is later than `slack` times 1 s and 62.5 ms for each 1,000 tokens of the prompt.
+    LMetric (arxiv.org/abs/2603.15202); late is later than `slack` times 1 s and 62.5 ms for each 1,000
+    tokens of the prompt.
     """
 
-    kind: ClassVar[str] = "smetric"
+    kind: ClassVar[str] = "session-gate"
     needs: ClassVar[frozenset[Signal]] = _NEEDS | {Signal.CONVERSATIONS}
 
     slack: float = 1.0

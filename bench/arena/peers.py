@@ -1,4 +1,4 @@
-"""The default strategy against rules of other systems and papers, those of `peer_rules` besides."""
+"""Compares the default strategy with routing rules of other systems and of papers (`peer_rules`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ RULES: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "AIBrix, `prefix-cache`",
         {"cost": {"kind": peer_rules.AibrixPrefixCost.kind}},
     ),
-    "smetric": ("SMetric", {"cost": {"kind": peer_rules.SMetricCost.kind}}),
+    "session-gate": (
+        "LMetric for first turns, further ones stay",
+        {"cost": {"kind": peer_rules.SessionGateCost.kind}},
+    ),
     "preble": (
         "E2 of [Preble](https://arxiv.org/abs/2407.00023), without evictions",
         {"cost": {"kind": peer_rules.PrebleCost.kind}},
@@ -53,7 +56,10 @@ RULES: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "join-idle-queue, the longest match of idle ones",
         {"cost": {"kind": peer_rules.IdleQueueCost.kind}},
     ),
-    "dual-map": ("DualMap", {"cost": {"kind": peer_rules.DualMapCost.kind}}),
+    "dual-map": (
+        "[DualMap](https://arxiv.org/abs/2602.06502)",
+        {"cost": {"kind": peer_rules.DualMapCost.kind}},
+    ),
     "power-of-k": (
         "two random choices and the longest match",
         {"picker": {"kind": peer_rules.PowerOfKPicker.kind}},
@@ -64,6 +70,9 @@ RULES: Mapping[str, tuple[str, Mapping[str, object]]] = {
 _BETTER = 0.95
 
 _FIRST = "ttft_mean_s"
+
+#: Source of a rule that the scheduler has as a strategy.
+_STRATEGY = "[strategies](../reference/strategies.md)"
 
 
 def variants() -> list[scenario.Variant]:
@@ -116,7 +125,7 @@ def block(entry: Mapping[str, Any]) -> str:
             "| rule | of | " + " | ".join(figures.values()) + " | TTFT better by 5 % |",
             "|---" * (3 + len(figures)) + "|",
             *(
-                f"| `{name}` | {RULES[name][0] if name in RULES else 'strategies'} | "
+                f"| `{name}` | {RULES[name][0] if name in RULES else _STRATEGY} | "
                 + " | ".join(ablation.cell(values[figure]) for figure in figures)
                 + f" | {values['better']} |"
                 for name, values in rows
