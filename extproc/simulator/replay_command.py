@@ -106,8 +106,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         type=_rate,
         default=1.0,
         metavar="X",
-        help="rate of the requests over the recorded one, where the file has times (%(default)s); 2 is "
-        "twice the load",
+        help="divide times of arrival, and pauses of users, by this, where the file has times (%(default)s)",
     )
     add(
         "--engine",
