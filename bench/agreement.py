@@ -437,7 +437,8 @@ def _new_decisions(result: Mapping[str, Any]) -> str:
     runs = result["runs"]
     ratios = [row["ratio_of_new_decisions"] for row in runs]
     outside = [f"{ratio:.3f}" for ratio in ratios if abs(ratio - 1.0) > REPLAY_BOUND]
-    text = f"with new decisions, {len(outside)} of {len(runs)} outside of {100 * REPLAY_BOUND:g} %"
+    count = len(outside) or "none"
+    text = f"with new decisions, {count} of {len(runs)} outside of {100 * REPLAY_BOUND:g} %"
     return f"{text} ({', '.join(outside)})" if outside else text
 
 
