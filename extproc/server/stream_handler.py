@@ -16,7 +16,7 @@ from extproc.protocol import messages
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
-from extproc.protocol.trace_context import TRACEPARENT, sampled_trace_id
+from extproc.protocol.trace_context import sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import MAX_ID_BYTES, UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
@@ -347,9 +347,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             self._reservation = director.reserve(decision, now)
         self.address = decision.endpoints[0].address
         self._routed_s = context.clock()
-        trace_id = self._traceparent[3:35] if self._traceparent else ""
-        if not trace_id and TRACEPARENT in raw.headers:
-            trace_id = sampled_trace_id(raw.headers)
+        trace_id = self._traceparent[3:35] if self._traceparent else sampled_trace_id(raw.headers)
         self._observer.on_routed(
             decision,
             request_id=request_id or new_id,
@@ -369,9 +367,9 @@ class StreamHandler(msgspec.Struct, eq=False):
         if decision.model_rewrite:
             self._observer.on_model_rewritten(edited=exchange.edited)
         describe = context.settings.describe_decision
-        return (
-            replies if describe is None else messages.attach_decision(replies, describe(decision))
-        )
+        if describe is None:
+            return replies
+        return messages.attach_decision(replies, describe(decision))
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director, and an id of the engine's to the observer."""
