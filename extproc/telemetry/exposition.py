@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -20,9 +21,12 @@ from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
     OTHER,
     TOKEN_KINDS,
+    CountsReader,
     RequestSeries,
+    SeriesCounts,
     Timing,
     merge_histogram,
+    name_statuses,
 )
 
 #: Gauges of the process whose values other packages read: name to help text.
@@ -85,7 +89,8 @@ class Exposition:
             [(tuple(about.values()), 1)],
         )
         yield from self._streams()
-        yield from request_families(self._counters.pools)
+        read_counts = functools.cache(RequestSeries.read_counts)
+        yield from request_families(self._counters.pools, read_counts)
         yield from pool_metrics.request_families(self._counters.pools)
         yield from control_plane_metrics.xds_families(self._counters.xds)
         yield from control_plane_metrics.scaling_families(self._scaling())
@@ -102,6 +107,7 @@ class Exposition:
             yield from llmd_metrics.llmd_families(
                 self._counters.pools,
                 views,
+                read_counts=read_counts,
                 now=self._clock(),
                 routing_s=self._counters.routing_duration_s,
                 profile=about.get("profile", ""),
@@ -337,7 +343,9 @@ _LABELED_HISTOGRAMS: tuple[tuple[str, str, str, Mapping[str, str] | None], ...] 
 )
 
 
-def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
+def request_families(
+    pools: Mapping[str, PoolCounters], read_counts: CountsReader
+) -> Iterator[MetricFamily]:
     """Yield the families of requests by model, tenant and status, by name of the pool."""
     by_model: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
     by_tenant: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
@@ -346,7 +354,7 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
             labels = series.labels
             by_model[pool, labels.target_model].append(series)
             by_tenant[pool, labels.tenant, labels.target_model].append(series)
-    yield from _count_families(by_model)
+    yield from _count_families(by_model, read_counts)
     by_model = _merge_later_models(by_model)
     for name, text, histogram_name in _HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model"))
@@ -356,11 +364,11 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
     for name, text, label, names in _LABELED_HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model", label))
         for values, members in by_model.items():
-            statuses = dict.fromkeys(status for series in members for status in series.statuses)
+            statuses = name_statuses(map(read_counts, members))
             for value, named in (names or {status: status for status in statuses}).items():
                 family.add_histogram((*values, value), merge_histogram(members, named))
         yield family
-    yield from _tenant_families(by_tenant)
+    yield from _tenant_families(by_tenant, read_counts)
 
 
 def _merge_later_models(
@@ -376,7 +384,7 @@ def _merge_later_models(
     return merged
 
 
-def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:
+def _count_families(by_model: GroupedSeries, read_counts: CountsReader) -> Iterator[MetricFamily]:
     """The families of requests and tokens by model."""
     yield MetricFamily(
         "counter",
@@ -386,7 +394,7 @@ def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:
         (
             ((*values, status), count)
             for values, members in by_model.items()
-            for status, count in _sum_counts(series.requests for series in members).items()
+            for status, count in _sum_statuses(map(read_counts, members)).items()
         ),
     )
     yield MetricFamily(
@@ -395,7 +403,7 @@ def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:
         "Routed requests whose stream is open.",
         ("pool", "model"),
         (
-            (values, sum(series.running for series in members))
+            (values, sum(counts.running for counts in map(read_counts, members)))
             for values, members in by_model.items()
         ),
     )
@@ -404,11 +412,11 @@ def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:
         "extproc_usage_tokens",
         "Tokens that responses reported, by kind.",
         ("pool", "model", "kind"),
-        _usage_samples(by_model),
+        _usage_samples(by_model, read_counts),
     )
 
 
-def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
+def _tenant_families(by_tenant: GroupedSeries, read_counts: CountsReader) -> Iterator[MetricFamily]:
     """The families of usage by tenant and model."""
     yield MetricFamily(
         "counter",
@@ -416,7 +424,7 @@ def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
         "Requests that ended, by tenant.",
         ("pool", "tenant", "model"),
         (
-            (values, sum(series.count for series in members))
+            (values, sum(counts.total for counts in map(read_counts, members)))
             for values, members in by_tenant.items()
         ),
     )
@@ -425,20 +433,23 @@ def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
         "extproc_tenant_tokens",
         "Tokens that responses reported, by tenant and kind.",
         ("pool", "tenant", "model", "kind"),
-        _usage_samples(by_tenant),
+        _usage_samples(by_tenant, read_counts),
     )
 
 
-def _usage_samples(grouped: GroupedSeries) -> Iterator[tuple[Sequence[str], float]]:
+def _usage_samples(
+    grouped: GroupedSeries, read_counts: CountsReader
+) -> Iterator[tuple[Sequence[str], float]]:
     for values, members in grouped.items():
-        for kind in TOKEN_KINDS:
-            tokens = sum(series.total(kind) for series in members)
+        by_kind = zip(*[read_counts(series).tokens for series in members], strict=True)
+        for kind, tokens in zip(TOKEN_KINDS, map(sum, by_kind), strict=True):
             if tokens:
                 yield (*values, kind), tokens
 
 
-def _sum_counts(counters: Iterable[Mapping[str, int]]) -> Counter[str]:
+def _sum_statuses(members: Iterable[SeriesCounts]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for counter in counters:
-        total.update(counter)
+    for counts in members:
+        for status, count in counts.by_status.items():
+            total[status] += count
     return total

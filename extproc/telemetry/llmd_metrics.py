@@ -26,10 +26,13 @@ from extproc.telemetry.queue_counters import QueueCounters
 from extproc.telemetry.request_series import (
     OTHER,
     TOKEN_BOUNDS,
+    CountsReader,
     MetricHistogram,
     RequestSeries,
+    SeriesCounts,
     merge,
     merge_histogram,
+    name_statuses,
     rebucket,
 )
 
@@ -69,56 +72,52 @@ _ALL_OTHER: Final = (OTHER, OTHER, OTHER, "0")
 #: Series by the values of `_REQUEST_LABELS`.
 _SeriesByLabels = Mapping[tuple[str, ...], Sequence[RequestSeries]]
 
-#: Histograms of requests: name, help text, and the histogram of some series.
-_REQUEST_HISTOGRAMS: Final[
-    tuple[tuple[str, str, Callable[[Sequence[RequestSeries]], MetricHistogram | None]], ...]
-] = (
+#: Histograms of requests: name, help text, and name of the histogram of a series; None are durations.
+_REQUEST_HISTOGRAMS: Final[tuple[tuple[str, str, str | None], ...]] = (
     (
         "request_duration_seconds",
         "Seconds from the start of a request to the end of its response.",
-        lambda members: merge_histogram(
-            members, *dict.fromkeys(status for series in members for status in series.statuses)
-        ),
+        None,
     ),
     (
         "request_size_bytes",
         "Bytes of the body of a routed request, where it is shown whole.",
-        lambda members: merge_histogram(members, "request_bytes"),
+        "request_bytes",
     ),
     (
         "response_size_bytes",
         "Bytes of the body of a response, where it is shown.",
-        lambda members: merge_histogram(members, "response_bytes"),
+        "response_bytes",
     ),
     (
         "request_ntpot_seconds",
         "Seconds from the start of a request to the end of its response, per output token.",
-        lambda members: merge_histogram(members, "ntpot"),
+        "ntpot",
     ),
     (
         "request_streaming_tpot_seconds",
         "Seconds per output token after the first, of streams whose chunks are shown.",
-        lambda members: merge_histogram(members, "tpot"),
+        "tpot",
     ),
     (
         "request_streaming_itl_seconds",
         "Seconds between two chunks of a stream, where they are shown.",
-        lambda members: merge_histogram(members, "itl"),
+        "itl",
     ),
     (
         "request_input_tokens",
         "Prompt tokens of a request, as its response reported them.",
-        lambda members: merge_histogram(members, "prompt"),
+        "prompt",
     ),
     (
         "request_output_tokens",
         "Output tokens of a request, as its response reported them.",
-        lambda members: rebucket(merge_histogram(members, "completion"), _OUTPUT_BOUNDS),
+        "completion",
     ),
     (
         "request_cached_tokens",
         "Prompt tokens of a request that the engine found in its cache, as its response reported them.",
-        lambda members: merge_histogram(members, "cached"),
+        "cached",
     ),
 )
 
@@ -134,6 +133,7 @@ def llmd_families(
     pools: Mapping[str, PoolCounters],
     views: Mapping[str, PoolView],
     *,
+    read_counts: CountsReader,
     now: float,
     routing_s: MetricHistogram,
     profile: str,
@@ -144,7 +144,7 @@ def llmd_families(
     Args:
         profile: Name of the scheduling profile, which stands for all plugins.
     """
-    yield from _request_families(pools, profile)
+    yield from _request_families(pools, profile, read_counts)
     yield from _pool_families(views)
     yield from _queue_families(pools, views)
     saturation = {pool: _saturation(view, now) for pool, view in views.items()}
@@ -166,19 +166,28 @@ def llmd_families(
     yield from build_values("gauge", "info", "Version of extproc.", labels, samples)
 
 
-def _request_families(pools: Mapping[str, PoolCounters], profile: str) -> Iterator[MetricFamily]:
+def _request_families(
+    pools: Mapping[str, PoolCounters], profile: str, read_counts: CountsReader
+) -> Iterator[MetricFamily]:
     by_labels: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
     for counters in pools.values():
         for series in counters.series:
             by_labels[_request_values(series.labels)].append(series)
-    yield from _count_families(by_labels)
+    yield from _count_families(by_labels, read_counts)
     by_labels = _merge_later_labels(by_labels)
-    for name, text, read in _REQUEST_HISTOGRAMS:
+
+    def read(members: Sequence[RequestSeries], histogram: str | None) -> MetricHistogram | None:
+        if histogram is None:
+            return merge_histogram(members, *name_statuses(map(read_counts, members)))
+        merged = merge_histogram(members, histogram)
+        return rebucket(merged, _OUTPUT_BOUNDS) if histogram == "completion" else merged
+
+    for name, text, histogram in _REQUEST_HISTOGRAMS:
         yield from build_histograms(
             name,
             text,
             _REQUEST_LABELS,
-            ((values, read(members)) for values, members in by_labels.items()),
+            ((values, read(members, histogram)) for values, members in by_labels.items()),
         )
     yield from build_histograms(
         "request_ttft_seconds",
@@ -214,18 +223,23 @@ def _merge_later_labels(
     return merged
 
 
-def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
+def _count_families(
+    by_labels: _SeriesByLabels, read_counts: CountsReader
+) -> Iterator[MetricFamily]:
     yield from build_values(
         "counter",
         "request",
         "Requests that were routed or refused.",
         _REQUEST_LABELS,
-        ((values, sum(map(_count_routed, members))) for values, members in by_labels.items()),
+        (
+            (values, sum(_count_routed(series, read_counts(series)) for series in members))
+            for values, members in by_labels.items()
+        ),
     )
     errors: Counter[tuple[str, ...]] = Counter()
     for values, members in by_labels.items():
         for series in members:
-            for status, count in series.requests.items():
+            for status, count in read_counts(series).by_status.items():
                 if status[:1] in {"4", "5"}:
                     code, _ = CANONICAL_CODES.get(int(status), UNKNOWN_CODE)
                     errors[*values, code] += count
@@ -242,17 +256,17 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
         "Requests that are running.",
         _REQUEST_LABELS,
         (
-            (values, sum(series.running for series in members))
+            (values, sum(counts.running for counts in map(read_counts, members)))
             for values, members in by_labels.items()
         ),
     )
 
 
-def _count_routed(series: RequestSeries) -> int:
+def _count_routed(series: RequestSeries, counts: SeriesCounts) -> int:
     """Requests that ended, and those that run: the EPP counts them when they are routed."""
     # Those of `other` may move to a series of their own while they run: the count would fall.
     is_other = OTHER in (series.labels.target_model, series.labels.tenant)
-    return series.count + (0 if is_other else series.running)
+    return counts.total + (0 if is_other else counts.running)
 
 
 def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 import sys
 from bisect import bisect_left, bisect_right
@@ -196,6 +197,28 @@ UNPARSED: Final = RequestLabels(UNNAMED, UNNAMED, UNNAMED, 0)
 _ALL_OTHER: Final = RequestLabels(OTHER, OTHER, OTHER, 0)
 
 
+class SeriesCounts(msgspec.Struct, frozen=True):
+    """Counts of requests with the same labels, as they were at a time.
+
+    Attributes:
+        by_status: Requests that ended, by status (count).
+        statuses: Statuses of the routed ones.
+        total: Requests that ended (count).
+        running: Requests that were routed and whose stream is open (count).
+        tokens: Tokens that responses reported (count), in the order of `TOKEN_KINDS`.
+    """
+
+    by_status: Mapping[str, int]
+    statuses: Sequence[str]
+    total: int
+    running: int
+    tokens: Sequence[float]
+
+
+#: Reads the counts of series: on one page, each series is read once.
+CountsReader = Callable[["RequestSeries"], SeriesCounts]
+
+
 class RequestSeries(msgspec.Struct, eq=False, gc=False):
     """Counts of the requests with the same labels, in little memory: a client can fill the table.
 
@@ -262,27 +285,34 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
     @property
     def requests(self) -> Mapping[str, int]:
         """Requests that ended, by status (count)."""
-        counts = dict(self.refused or {})
-        for name, (_, *counted) in self._values.items():
-            if name not in _BOUNDS:
-                counts[name] = counts.get(name, 0) + int(sum(counted))
-        return counts
-
-    @property
-    def count(self) -> int:
-        """Requests that ended (count)."""
-        return sum(self.requests.values())
+        return self.read_counts().by_status
 
     @property
     def statuses(self) -> Sequence[str]:
         """Statuses of the routed requests that ended."""
         return [name for name in self._values if name not in _BOUNDS]
 
+    def read_counts(self) -> SeriesCounts:
+        """The counts as they are now."""
+        values, statuses = self._values, self.statuses
+        by_status = dict(self.refused or {})
+        for status in statuses:
+            by_status[status] = by_status.get(status, 0) + int(sum(values[status][1:]))
+        tokens = [values[kind][0] if kind in values else 0.0 for kind in TOKEN_KINDS]
+        total = sum(by_status.values())
+        return SeriesCounts(by_status, statuses, total, self.running, tokens)
+
     def add_to(self, counts: list[float], name: str) -> Exemplars | None:
         """Add the sum and the counts of a histogram to others, and return its exemplars."""
-        for at, count in enumerate(self._values.get(name, ())):
-            counts[at] += count
+        values = self._values.get(name)
+        if values is not None:
+            counts[: len(values)] = map(operator.add, counts, values)
         return None if self._exemplars is None else self._exemplars.get(name)
+
+
+def name_statuses(members: Iterable[SeriesCounts]) -> Collection[str]:
+    """Statuses of routed requests that ended: names of the histograms of their durations."""
+    return dict.fromkeys(itertools.chain.from_iterable(counts.statuses for counts in members))
 
 
 def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHistogram | None:
@@ -294,7 +324,9 @@ def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHisto
     exemplars: Exemplars = {}
     for member in series:
         for name in names:
-            exemplars.update(member.add_to(merged, name) or {})
+            traced = member.add_to(merged, name)
+            if traced is not None:
+                exemplars.update(traced)
     total, *counts = merged
     if not any(counts):
         return None

@@ -499,3 +499,32 @@ def test_a_pool_without_endpoints_is_saturated():
         line for line in exposition.render().decode().splitlines() if line.startswith(f"{name}{{")
     ]
     assert lines == [f'{name}{{inference_pool="pool",stage="effective"}} 1.0']
+
+
+def test_a_request_that_ends_while_the_page_is_rendered_is_counted():
+    """The event loop serves others between two pieces; a count that falls looks like a restart."""
+    counters = ProcessCounters(has_llmd_names=True)
+    recorder = StreamRecorder(counters, DecisionLog(10), lambda: 0.0)
+    request = recorder.observe_request("pool")
+    request.on_routed(
+        Decision(InferenceRequest("chat", "llama"), [Endpoint(FIRST)]),
+        request_id="",
+        labels=RequestLabels("chat", "llama", "ann", 2),
+        trace_id="",
+        now=0.0,
+        duration_s=0.015,
+        body_bytes=700,
+    )
+    counters.settle()
+    exposition = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
+    pieces = exposition.pieces(is_openmetrics=False)
+    text = ""
+    for piece in pieces:
+        text += piece
+        if "# TYPE extproc_requests_total " in piece:
+            break
+    request.on_finished(endpoint=FIRST, status="200", duration_s=1.0)
+    counters.settle()
+    text += "".join(pieces)
+    (line,) = [line for line in text.splitlines() if line.startswith("llm_d_epp_request_total{")]
+    assert line.endswith(" 1.0")
