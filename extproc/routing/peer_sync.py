@@ -36,11 +36,12 @@ MAX_PICKERS = 256
 #: Facts in a message (count), some 100 KB with long prompts.
 MAX_FACTS: Final = 500
 
-#: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
+#: Longest message that is decoded (bytes), also of versions whose messages have up to 5.4 MB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 
-#: Blocks in a message (count), 9 bytes each; with more it is cut, to stay below `MAX_MESSAGE_BYTES`.
-_MAX_BLOCKS: Final = 600_000
+#: Blocks in a message (count), 9 bytes each; with more it is cut. Two messages wait for a reader that
+#: keeps up: a channel must not take it for a slow one.
+_MAX_BLOCKS: Final = 50_000
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
