@@ -324,7 +324,7 @@ def check_compatible(settings: Settings, place: Place) -> None:
     Raises:
         ConfigError: Several sources in one pool, a name twice, a pool besides pools, an extra
             metric without a selector, KV events of several pools on one port, an object scaled for
-            two pools, or two ways of peer synchronization.
+            two pools, two ways of peer synchronization, or peers that count as gone between lists.
     """
     sections = [(place / "pool", settings.pool)]
     sections += [(place / "pools" / at, pool) for at, pool in enumerate(settings.pools)]
@@ -377,6 +377,14 @@ def _check_peer_sync(settings: Settings, place: Place) -> None:
             wanted="peers or url",
             got="both",
             fix="remove url where replicas reach each other, or else peers",
+        )
+    least_s = 2 * settings.peer_sync.beat_s
+    if settings.peer_sync.silent_s < least_s:
+        raise ConfigError(
+            place / "peer_sync" / "silent_s",
+            wanted=f"at least twice beat_s ({least_s:g})",
+            got=f"{settings.peer_sync.silent_s:g}",
+            fix="raise it or lower beat_s, or a replica without traffic counts as gone between two lists",
         )
 
 

@@ -394,7 +394,8 @@ class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         flush_s: Shortest time between two messages (seconds). After a pause an event is sent at once;
             under load, events are collected for this time. 0.002 are at most 500 messages per second.
         beat_s: Seconds between two complete lists of open requests, which repair lost events.
-        silent_s: Seconds without a message after which a replica counts as gone. 5 are five lists.
+        silent_s: Seconds without a message after which a replica counts as gone, at least twice
+            `beat_s`. 5 are five lists.
         max_entries: Entries that the stream retains, approximately (count). 10000 are some seconds.
             A reader that is further behind misses entries; open requests among them are written again.
     """

@@ -110,6 +110,7 @@ def test_all_pools_may_come_from_kubernetes():
             "that of pool a",
         ),
         ("peer_sync: {peers: ['p:1'], url: 'redis://r'}", "peer_sync", "peers or url", "both"),
+        ("peer_sync: {beat_s: 3}", "peer_sync.silent_s", "at least twice beat_s (6)", "got 5"),
         ("pools: [{name: a}]", "pools[0]", "endpoints, endpoints_file", "none of them"),
         ("pools: [{endpoints: ['10.0.0.2:80']}]", "pools[0]", "the key name", "1 keys"),
         (
