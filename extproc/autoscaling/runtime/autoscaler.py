@@ -90,6 +90,7 @@ class Autoscaler:
             addresses,
             timeout_s=shared.peer_timeout_s,
             own_counters=self._own_counters,
+            clock=clock,
             on_waiting=self._wake,
         )
         self._scaled: dict[str, ScaledPool] = {}

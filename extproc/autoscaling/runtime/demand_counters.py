@@ -128,6 +128,10 @@ PATH = "/internal/load"
 #: Longest page (bytes): a thousand pools.
 _MAX_BYTES = 1 << 20
 
+#: Seconds for which the answers of all peers serve further pools. Each answer has all pools, so
+#: exchanges for each pool alone would cost the square of their number.
+_SHARED_S = 1.0
+
 #: What decoding raises on bytes that are no such page: no JSON or numbers out of range, text that
 #: is no UTF-8, and nesting without end.
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -182,15 +186,21 @@ class PeerCounterClient:
         *,
         timeout_s: float,
         own_counters: Callable[[], Mapping[str, PickerCounters]],
+        clock: Callable[[], float],
         on_waiting: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
         self.identity = identity
         self._on_waiting = on_waiting
         self._addresses = addresses
         self._own_counters = own_counters
+        self._clock = clock
         self._client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
         self._peers: dict[str, _PolledPeer] = {}
         self._unresolved: frozenset[str] = frozenset()
+        self._polling = asyncio.Lock()
+        #: Time of the last answers of all peers, and pools that had them.
+        self._polled_at = -math.inf
+        self._served: set[str] = set()
 
     def last(self, pool: str) -> dict[str, PickerCounters | None]:
         """Last counters of all peers for a pool, without a request; None where a read failed."""
@@ -200,13 +210,24 @@ class PeerCounterClient:
         return counters
 
     async def read(self, pool: str) -> dict[str, PickerCounters | None]:
-        """Read the counters of all peers at once; None for a peer that cannot be read."""
+        """Read the counters of all peers at once; None for a peer that cannot be read.
+
+        Answers to a read for another pool are used, once and while they are new.
+        """
         if self._addresses:
-            await self.resolve()
-            await asyncio.gather(*map(self._poll, list(self._peers)))
+            async with self._polling:
+                if pool in self._served or self._clock() - self._polled_at >= _SHARED_S:
+                    await self._poll_all()
+                self._served.add(pool)
             for peer in self._peers.values():
                 _log_missing_pool(peer, pool)
         return self.last(pool)
+
+    async def _poll_all(self) -> None:
+        await self.resolve()
+        await asyncio.gather(*map(self._poll, list(self._peers)))
+        self._polled_at = self._clock()
+        self._served.clear()
 
     async def push(self) -> None:
         """Send our counters to all peers, so that the leader can act at once."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import aiohttp
@@ -25,18 +26,28 @@ def peers_at(*written, resolver=None):
     return PeerAddresses(written, where="autoscaling.peers", resolver=resolver)
 
 
+def client_of(*written, name="a", resolver=None, own_counters=dict, **more):
+    """A client whose clock stands still."""
+    return PeerCounterClient(
+        name,
+        peers_at(*written, resolver=resolver),
+        timeout_s=300.0,
+        own_counters=own_counters,
+        **{"clock": lambda: 0.0, **more},
+    )
+
+
 @contextlib.asynccontextmanager
-async def picker(name, *written, held=0, port=0):
+async def picker(name, *written, held=0, port=0, on_answer=lambda: None):
     """The part of a picker that talks to others, behind a port."""
     counters = {"p": PickerCounters(held=held, arrived=float(held))}
     received = []
-    peers = PeerCounterClient(
-        name,
-        peers_at(*written),
-        timeout_s=300.0,
-        own_counters=lambda: counters,
-        on_waiting=received.extend,
-    )
+
+    def own_counters():
+        on_answer()
+        return counters
+
+    peers = client_of(*written, name=name, own_counters=own_counters, on_waiting=received.extend)
     peers.heard, peers.counters = received, counters
     application = web.Application()
     application.add_routes(peers.routes())
@@ -66,12 +77,40 @@ async def test_peers_exchange_their_counters():
         assert subject.last("other pool") == {"b": None}
 
 
+async def test_pools_share_the_answers_of_peers():
+    """A peer answers once for all that read within a second; no pool gets an answer twice."""
+    now, answers = 0.0, []
+    async with picker("b", on_answer=lambda: answers.append(now)) as other:
+        subject = client_of(f"127.0.0.1:{other.port}", clock=lambda: now)
+        await asyncio.gather(*[subject.read(f"pool {number}") for number in range(20)])
+        now = 0.75
+        assert await subject.read("p") == {"b": PickerCounters()}
+        assert answers == [0.0]
+        other.counters["p"] = PickerCounters(held=1)
+        assert await subject.read("p") == {"b": PickerCounters(held=1)}
+        now = 1.75
+        await subject.read("q")
+        assert answers == [0.0, 0.75, 1.75]
+        subject.close()
+
+
+async def test_a_pool_that_is_removed_as_it_reads_leaves_others_their_answers():
+    """The next one reads for itself."""
+    async with picker("b") as other:
+        subject = client_of(f"127.0.0.1:{other.port}")
+        removed = asyncio.ensure_future(subject.read("q"))
+        read = asyncio.ensure_future(subject.read("p"))
+        await asyncio.sleep(0)
+        removed.cancel()
+        assert await read == {"b": PickerCounters()}
+        assert removed.cancelled()
+        subject.close()
+
+
 async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as an unknown picker."""
     async with picker("b", held=1) as other:
-        subject = PeerCounterClient(
-            "a", peers_at(f"127.0.0.1:{other.port}"), timeout_s=300.0, own_counters=dict
-        )
+        subject = client_of(f"127.0.0.1:{other.port}")
         assert await subject.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
         await other.stop()
         assert await subject.read("p") == {"b": None}
@@ -81,9 +120,7 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
 async def test_a_peer_that_cannot_be_read_is_logged_once_until_it_answers(caplog):
     """However many pools read it, and also before its first answer."""
     port = stack.free_port()
-    subject = PeerCounterClient(
-        "a", peers_at(f"127.0.0.1:{port}"), timeout_s=300.0, own_counters=dict
-    )
+    subject = client_of(f"127.0.0.1:{port}")
     for _ in range(3):
         await subject.read("p")
     (message,) = caplog.messages
@@ -99,9 +136,7 @@ async def test_a_peer_that_cannot_be_read_is_logged_once_until_it_answers(caplog
 async def test_a_peer_that_does_not_scale_a_pool_is_logged_once(caplog):
     """Until it does: it keeps the pool from being scaled down, as an unreadable peer does."""
     async with picker("b") as other:
-        subject = PeerCounterClient(
-            "a", peers_at(f"127.0.0.1:{other.port}"), timeout_s=300.0, own_counters=dict
-        )
+        subject = client_of(f"127.0.0.1:{other.port}")
         assert await subject.read("q") == {"b": None}
         assert caplog.messages == []  # it may find the pool a moment later
         for _ in range(3):
@@ -120,9 +155,7 @@ async def test_a_peer_that_does_not_scale_a_pool_is_logged_once(caplog):
 
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
-    subject = PeerCounterClient(
-        "a", peers_at("no-such-name.invalid:9090"), timeout_s=300.0, own_counters=dict
-    )
+    subject = client_of("no-such-name.invalid:9090")
     assert await subject.read("p") == {"no-such-name.invalid:9090": None}
 
 
@@ -146,10 +179,9 @@ async def test_peers_are_notified_of_a_queued_request():
 async def test_counters_pushed_by_unknown_addresses_are_ignored():
     """It is reason to look, and no number."""
     async with picker("a") as subject:
-        other = PeerCounterClient(
-            "stranger",
-            peers_at(f"127.0.0.1:{subject.port}"),
-            timeout_s=300.0,
+        other = client_of(
+            f"127.0.0.1:{subject.port}",
+            name="stranger",
             own_counters=lambda: {"p": PickerCounters(held=5)},
         )
         await other.read("p")
@@ -214,7 +246,7 @@ def test_any_bytes_are_a_report_or_none(page):
 
 async def test_an_address_that_is_no_name_is_unresolved():
     """A name that cannot be written for a resolver is one that does not resolve."""
-    subject = PeerCounterClient("a", peers_at("a..b:9090"), timeout_s=300.0, own_counters=dict)
+    subject = client_of("a..b:9090")
     assert await subject.read("p") == {"a..b:9090": None}
 
 
@@ -226,8 +258,8 @@ async def test_connections_to_removed_peers_are_closed():
         async def look_up(_):
             return addresses
 
-        peers = peers_at(f"others:{other.port}", resolver=DnsResolver(look_up=look_up))
-        subject = PeerCounterClient("a", peers, timeout_s=300.0, own_counters=dict)
+        resolver = DnsResolver(look_up=look_up)
+        subject = client_of(f"others:{other.port}", resolver=resolver)
         await subject.read("p")
         assert len(subject._client._idle_connections) == 1
         addresses.clear()
