@@ -144,6 +144,7 @@ class Http2Connection(FrameReader):
         open_stream.assembler.release()
         if status is not GrpcStatus.OK and open_stream.source is not None:
             self._sender.drop(open_stream)
+            self._open_connection_window()
         if self._sender.finish(open_stream, status, message):
             self._close(open_stream)
 
@@ -277,7 +278,6 @@ class Http2Connection(FrameReader):
         self._guard.spend("closed_stream_flood", self._now)
 
     def _on_half_close(self, open_stream: Http2Stream) -> None:
-        stream_id = open_stream.stream_id
         open_stream.is_remote_closed = True
         if open_stream.trailers:
             return
@@ -286,7 +286,7 @@ class Http2Connection(FrameReader):
                 open_stream, MessageError(GrpcStatus.INTERNAL, "the last message is incomplete")
             )
             return
-        self._events.append(CallHalfClosed(stream_id))
+        self._events.append(CallHalfClosed(open_stream.stream_id))
 
     def _on_block(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
         """Handle a complete header block; it is decoded whatever becomes of its stream."""
@@ -356,7 +356,6 @@ class Http2Connection(FrameReader):
         if not open_stream.has_responded:
             self._guard.spend("rapid_reset", self._now)
         self._forget(open_stream)
-        self._open_connection_window()
         if not open_stream.trailers:
             self._events.append(CallTerminated(stream_id))
 
@@ -450,7 +449,9 @@ class Http2Connection(FrameReader):
     def _forget(self, open_stream: Http2Stream) -> None:
         del self._streams.open[open_stream.stream_id]
         open_stream.assembler.release()
-        self._sender.drop(open_stream)
+        if open_stream.unsent is not None:
+            self._sender.drop(open_stream)
+            self._open_connection_window()
 
     def _reset_stream(self, stream_id: int, code: ErrorCode) -> None:
         self._sender.output.append(frames.build_rst_stream(stream_id, code))

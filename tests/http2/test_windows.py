@@ -34,6 +34,26 @@ def sent(client, stream_id=1):
     )
 
 
+def reset(client):
+    client.core.reset_call(1, ErrorCode.CANCEL)
+    return client.read()
+
+
+def reset_stalled(client):
+    client.core.reset_stalled()
+    client.core.reset_stalled()
+    return client.read()
+
+
+def fail_lazily(client):
+    client.core.end_call(1, GrpcStatus.INTERNAL)
+    return client.read()
+
+
+def reset_by_peer(client):
+    return client.send(frame(RST_STREAM, 0, 1, number(8)))
+
+
 def test_section_6_9_data_waits_for_the_window_of_its_stream():
     client = RawClient()
     client.send(frame(SETTINGS, 0, 0, setting(4, 10)))
@@ -157,6 +177,19 @@ def test_a_peer_that_takes_no_answers_may_send_no_more():
     client.core.send_messages(1, [bytes(5000)])
     client.send(*pieces, pieces[0])
     assert client.ended_with == ErrorCode.FLOW_CONTROL_ERROR
+
+
+@pytest.mark.parametrize("drop", [reset, reset_stalled, fail_lazily, reset_by_peer])
+def test_a_peer_may_send_more_once_the_answers_it_did_not_take_are_dropped(drop):
+    client = RawClient(connection_window_bytes=100_000, max_unsent_bytes=1000)
+    client.send(frame(SETTINGS, 0, 0, setting(4, 0)))
+    client.call(flags=END_HEADERS | END_STREAM)
+    client.core.send_lazily(1, iter([(bytes(2000),)]))
+    client.call(3)
+    client.send(*(frame(DATA, 0, 3, message(bytes(9_995))) for _ in range(10)))
+    answers = drop(client)
+    assert (WINDOW_UPDATE, 0, 0, number(100_000)) in answers
+    assert client.ended_with is None
 
 
 def test_an_answer_that_does_not_move_is_reset():
