@@ -174,6 +174,8 @@ class Http2Protocol(asyncio.Protocol):
         self._will_flush = True
         self._deferred.clear()
         self.core.close()
+        # A flush that is scheduled already would write it to the closed transport.
+        self.core.take_output()
         for stream_id in list(self._calls):
             self._terminate(stream_id)
         self._server.on_lost(self)

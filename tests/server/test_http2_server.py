@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 
 import hpack
+import pytest
 
 from extproc.config.settings import LimitsSection
 from extproc.http2.limits import ReceiveBudget
@@ -167,6 +168,7 @@ class RecordingTransport(asyncio.Transport):
     """Transport that notes whether it reads, and what is written."""
 
     reads = True
+    is_lost = False
 
     def __init__(self):
         super().__init__()
@@ -179,7 +181,7 @@ class RecordingTransport(asyncio.Transport):
         self.written.append(data)
 
     def is_closing(self):
-        return False
+        return self.is_lost
 
     def pause_reading(self):
         self.reads = False
@@ -242,6 +244,24 @@ async def test_a_read_takes_gathered_answers_along():
         (written,) = transport.written
         assert http2_frames.message(b"answer") in written
         connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+async def test_an_answer_is_not_written_to_a_lost_connection(is_gathered):
+    """A closed transport would raise in the event loop."""
+    async with serving_calls() as scene:
+        connection, transport = http2_protocol.Http2Protocol(scene.server), RecordingTransport()
+        connection.connection_made(transport)
+        connection.data_received(PREFACE + WIDE + scene.head(1))
+        del transport.written[:]
+        if is_gathered:
+            scene.calls[0].gather_answers()
+        scene.calls[0].send((b"answer",))
+        transport.is_lost = True
+        connection.connection_lost(None)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert not transport.written
 
 
 async def test_lost_connection_ends_its_calls():
