@@ -270,12 +270,17 @@ def _write_decision(reply: WithDecision) -> bytes:
     text = reply.text.encode(errors="replace")
     named, encoded = reply.reply, encode(reply.reply)
     if type(named) is not RouteResponse:
-        return b"".join((encoded, _decision_head(b"", len(text)), text))
-    metadata = _scored_metadata(named) if named.scores else _metadata(named.destination)
-    return b"".join((encoded[: -len(metadata)], _decision_head(metadata, len(text)), text))
+        return b"".join((encoded, _cached_decision_head(b"", len(text)), text))
+    if named.scores:
+        # Scores make it unique, and it is large.
+        metadata = _scored_metadata(named)
+        head = _decision_head(metadata, len(text))
+    else:
+        metadata = _metadata(named.destination)
+        head = _cached_decision_head(metadata, len(text))
+    return b"".join((encoded[: -len(metadata)], head, text))
 
 
-@lru_cache(maxsize=4096)
 def _decision_head(metadata: bytes, size: int) -> bytes:
     """All of `dynamic_metadata` but the decision at its end.
 
@@ -289,6 +294,9 @@ def _decision_head(metadata: bytes, size: int) -> bytes:
     others = ext_proc_pb2.ProcessingResponse.FromString(metadata).dynamic_metadata
     head = others.SerializeToString() + head
     return b"\x42" + _varint(len(head) + size) + head
+
+
+_cached_decision_head = lru_cache(maxsize=4096)(_decision_head)
 
 
 def _write_immediate_response(reply: ImmediateResponse) -> bytes:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import get_args
 
 import msgspec
@@ -133,6 +134,23 @@ def test_decisions_decode_beside_the_destination(text, size):
     assert parsed == decoded(scored).metadata | shown
     unnamed = ContinueResponse(MessageKind.REQUEST_TRAILERS)
     assert decoded(WithDecision(unnamed, text)).metadata == shown
+
+
+def test_decisions_with_scores_are_not_remembered():
+    """Their scores never repeat, and each holds one of every endpoint."""
+    addresses = [f"10.0.{at}.1:8000" for at in range(200)]
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            scores = tuple((address, number / (1 + at)) for at, address in enumerate(addresses))
+            route = RouteResponse(MessageKind.REQUEST_HEADERS, addresses[0], scores=scores)
+            codec.encode(WithDecision(route, "why"))
+            if not number:
+                before, _ = tracemalloc.get_traced_memory()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held - before < 100_000
 
 
 def test_the_first_of_many_replies_has_the_decision():
