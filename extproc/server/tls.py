@@ -7,6 +7,7 @@ import datetime as dt
 import fcntl
 import logging
 import os
+import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -132,12 +133,22 @@ def _restrict(context: ssl.SSLContext, options: TlsOptions) -> None:
     else:
         names, place = os.environ.get(CIPHER_SUITES, "") or _DEFAULT_CIPHER_SUITES, CIPHER_SUITES
         fix = "correct it, or unset it; grpcio (server.transport) may know other names"
-    try:
-        context.set_ciphers(names)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            place, wanted="cipher suites of TLS 1.2, as OpenSSL names them", got=names, fix=fix
-        ) from error
+    for text in (*_plain_names(names), names):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ciphers(text)
+        except ssl.SSLError as error:
+            wanted = "cipher suites of TLS 1.2, as OpenSSL names them"
+            raise ConfigError(place, wanted=wanted, got=text, fix=fix) from error
+    context.set_ciphers(names)
+
+
+def _plain_names(names: str) -> list[str]:
+    """Names of a list that add suites of TLS 1.2: OpenSSL skips those that it does not know."""
+    return [
+        name
+        for name in re.split("[:;, ]", names)
+        if name and name[0] not in "!-+@" and name not in _TLS_1_3_SUITES
+    ]
 
 
 def _open_pipe(stack: contextlib.ExitStack, data: bytes) -> str:

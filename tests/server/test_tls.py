@@ -78,6 +78,29 @@ def test_the_setting_of_cipher_suites_counts_before_the_environment(monkeypatch)
         suites_of("nothing")
 
 
+KNOWN = "ECDHE-ECDSA-AES128-GCM-SHA256"
+
+
+@pytest.mark.parametrize("separator", [":", ",", ";", " "])
+@pytest.mark.parametrize("unknown", ["ECDHE-RSA-AES256-GCM-SHA38", "TLS_NOTHING"])
+def test_an_unknown_cipher_suite_beside_a_known_one_is_refused(monkeypatch, separator, unknown):
+    """OpenSSL would skip it; the error names it alone."""
+    names = f"{KNOWN}{separator}{unknown}"
+    with pytest.raises(ConfigError, match=f"server.tls_cipher_suites.*{unknown}") as refused:
+        suites_of(names)
+    assert KNOWN not in str(refused.value)
+    monkeypatch.setenv(tls.CIPHER_SUITES, names)
+    with pytest.raises(ConfigError, match=f"{tls.CIPHER_SUITES}.*{unknown}"):
+        suites_of("")
+
+
+def test_what_changes_a_list_of_cipher_suites_need_not_be_known(monkeypatch):
+    """Exclusions of suites that are gone are usual, and gRPC names those of TLS 1.3 as well."""
+    names = f"TLS_AES_128_GCM_SHA256:{KNOWN}:!EXPORT:!RC4:-3DES:+SHA:@SECLEVEL=2"
+    monkeypatch.setenv(tls.CIPHER_SUITES, names)
+    assert suites_of(names) == suites_of("") == ([KNOWN], ssl.TLSVersion.TLSv1_2)
+
+
 def test_names_of_go_are_served_or_refused_in_the_setting():
     """They begin as those of TLS 1.3 do; newer releases of OpenSSL know them, older ones do not."""
     reason, served = "", None
