@@ -85,7 +85,8 @@ class AggregatedDiscoveryServicer:
     """Servicer of the Aggregated Discovery Service (ADS).
 
     Nothing is sent before `synced`: a process that has just started knows no endpoints yet, and an
-    Envoy that connected to another replica before must not lose its endpoints.
+    Envoy that connected to another replica before must not lose its endpoints. Nor is anything sent
+    while no pool at all can be encoded.
 
     Args:
         h2c: Returns the names of pools whose engines speak HTTP/2 without TLS.
@@ -134,17 +135,20 @@ class AggregatedDiscoveryServicer:
         pools, h2c = self._pools(), self._h2c()
         if self._snapshot is not None and not self._snapshot_cache.is_stale(pools, h2c):
             return
-        if self._snapshot_cache.update(pools, h2c) or self._snapshot is None:
-            self._snapshot = self._snapshot_cache.snapshot
+        cache = self._snapshot_cache
+        is_changed = cache.update(pools, h2c)
+        if self._snapshot is None:
+            # Of faulty pools alone it is empty, and Envoys would lose what another replica sent.
+            is_changed = bool(cache.snapshot[resources.CLUSTER]) or not cache.faults
+        if is_changed:
+            self._snapshot = cache.snapshot
             for stream in self._streams:
                 stream.wake()
-        for name, fault in self._snapshot_cache.faults.items():
+        for name, fault in cache.faults.items():
             # Pools are new objects after every scrape; a list of endpoints is not.
             if self._faulty_positions.get(name) is not pools[name].positions:
                 self._supervisor.record_error("xds", fault, instance=name)
-        self._faulty_positions = {
-            name: pools[name].positions for name in self._snapshot_cache.faults
-        }
+        self._faulty_positions = {name: pools[name].positions for name in cache.faults}
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""

@@ -97,8 +97,10 @@ def _lb_endpoint(member: EndpointSnapshot, *, healthy: bool) -> LbEndpoint:
     )
 
 
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
-_Times = Annotated[int, msgspec.Meta(ge=1)]
+#: What Envoy's messages can hold: a shorter time would be 0 in them, a longer one or a larger count
+#: has no encoding.
+_Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=10**9)]
+_Times = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 

@@ -33,9 +33,10 @@ class XdsScene:
         self.pool_fixture = PoolFixture({FIRST: None, SECOND: None})
         self.counters = XdsCounters()
         self.synced = True
+        self.other_pools = {}
         self.supervisor = Supervisor()
         self.discovery = control_plane_servers.AggregatedDiscoveryServicer(
-            lambda: {"": self.pool_fixture.store.pool},
+            lambda: {"": self.pool_fixture.store.pool} | self.other_pools,
             h2c=frozenset,
             synced=lambda: self.synced,
             options=ClusterOptions(),
@@ -209,6 +210,29 @@ def test_nothing_is_sent_before_discovery_is_synced():
             assert not scene.counters.responses
             scene.synced = True
             assert (await hearing).type_url == CLUSTER
+
+    run(test())
+
+
+def test_nothing_is_sent_while_no_pool_can_be_encoded():
+    """An Envoy keeps what another replica sent, unless there is a pool to send."""
+
+    async def test():
+        async with serving() as scene:
+            scene.set_endpoints("no-ip-address:8000")
+            streams = [scene.open_sotw(), scene.differences()]
+            for stream in streams:
+                await stream.say(CLUSTER)
+            while not scene.supervisor.failures:
+                await asyncio.sleep(0)
+            hearing = [asyncio.ensure_future(stream.hear()) for stream in streams]
+            scene.discovery.step()
+            assert not any(answer.done() for answer in hearing)
+            assert not scene.counters.responses
+            scene.other_pools["llama"] = PoolFixture({SECOND: None}).store.pool
+            for answer in hearing:
+                assert len((await answer).resources) == 1
+            assert scene.supervisor.failures["xds"] == 1
 
     run(test())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
+import msgspec
 import pytest
 
 from extproc.xds import snapshot_cache
@@ -122,6 +123,36 @@ def test_the_longest_ejection_is_not_shorter_than_the_first():
         ClusterOptions(outliers=OutlierDetection(ejection_s=90, max_ejection_time_s=60))
     ).outlier_detection
     assert decoded.max_ejection_time >= decoded.base_ejection_time == dt.timedelta(seconds=90)
+
+
+#: Around every bound, and far outside.
+NUMBERS = (1e-9, 1e-7, 0.001, 0.5, 1, 2**32 - 1, 2**32, 1e9, 10**10, 1e12, 1e15, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"), [("health_check", HealthCheck), ("outliers", OutlierDetection)]
+)
+def test_every_number_that_settings_may_hold_is_encoded(section, kind):
+    """Otherwise a pool would have no cluster; Envoy refuses a duration of 0."""
+    for field in msgspec.structs.fields(kind):
+        if not isinstance(field.default, float | int) or isinstance(field.default, bool):
+            continue
+        accepted = 0
+        for value in NUMBERS:
+            try:
+                options = msgspec.convert({field.name: value}, kind)
+            except msgspec.ValidationError:
+                continue
+            accepted += 1
+            decoded = cluster(ClusterOptions(**{section: options}))
+            durations = [
+                value
+                for message in (decoded.health_checks[0], decoded.outlier_detection)
+                for value in vars(message).values()
+                if isinstance(value, dt.timedelta)
+            ]
+            assert min(durations) > dt.timedelta(0), (field.name, value)
+        assert accepted, field.name
 
 
 def test_outlier_detection_can_be_off():
