@@ -241,6 +241,8 @@ def _build_traffic(
             session=f"{row.session:x}" if row.session else "",
             opening=f"{seed:x}" if seed is not None else f"request {n}",
             priority=row.priority,
+            model=row.model,
+            profile=row.profile,
         )
         request = TrafficRequest(
             at,

@@ -104,9 +104,10 @@ class Traffic(msgspec.Struct, frozen=True):
         nodes: dict[int, int] = {}
         started: set[str] = set()
         for place, request in zip(self.places, self.requests, strict=True):
-            if request.spec.adapter not in started:
+            target = request.spec.adapter or request.spec.model
+            if target not in started:
                 nodes[place] = request.node
-                started.add(request.spec.adapter)
+                started.add(target)
         places = itertools.count()
         return [
             msgspec.structs.replace(

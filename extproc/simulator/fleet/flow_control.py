@@ -127,7 +127,7 @@ class SimFlowController(Generic[GrantT]):
         request = EnqueueRequest(
             tenant=self._tenant(sim_request),
             priority=work.priority,
-            target=work.adapter,
+            target=(work.model, work.adapter, work.profile),
             tokens=work.prompt_tokens,
         )
         item = self._controller.enqueue(sim_request, request, outcome, now)
@@ -164,4 +164,4 @@ class SimFlowController(Generic[GrantT]):
 
     def _tenant(self, sim_request: SimRequest) -> str:
         work = sim_request.work
-        return work.tenant or self._headers.tenant({}, work.adapter)
+        return work.tenant or self._headers.tenant({}, work.adapter or work.model)

@@ -214,14 +214,17 @@ class ExtprocPicker:
         return self._decide(sim_request, may_defer=may_defer)
 
     def _endpoint_bits(self) -> EndpointBits:
-        """Endpoint sets in the form of flow control; targets are adapters."""
+        """Endpoint sets in the form of flow control; targets are model, adapter and profile."""
         serving = self.parts.director.serving_bits
+        by_header = self.parts.director.routing.by_header
+        named = () if by_header is None else by_header.profiles
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
-                for_target=lambda adapter: serving.bits_for(adapter or MODEL),
+                for_target=lambda target: serving.bits_for(target[1] or target[0] or MODEL),
                 for_addresses=serving.bits_of_addresses,
                 version=serving,
-                adapter_of=lambda adapter: adapter,
+                adapter_of=lambda target: target[1],
+                profile_of=lambda target: target[2] if target[2] in named else "",
             )
         return self._bits
 
@@ -241,9 +244,15 @@ class ExtprocPicker:
             self._request(work),
             self._timeline.now,
             chain=self._chain(work),
-            headers=_NO_HEADERS,
+            headers=self._headers_of(work),
             may_defer=may_defer,
         )
+
+    def _headers_of(self, work: RequestSpec) -> Mapping[str, str]:
+        by_header = self.parts.director.routing.by_header
+        if by_header is None or work.profile not in by_header.profiles:
+            return _NO_HEADERS
+        return {by_header.header: work.profile}
 
     def _request(self, work: RequestSpec) -> InferenceRequest:
         subset = None if work.node < 0 else (self._endpoints[work.node].address,)
@@ -254,7 +263,8 @@ class ExtprocPicker:
         text_tokens = work.prompt_tokens - sum([span.tokens for span in work.media])
         return InferenceRequest(
             api="completions",
-            model=work.adapter or MODEL,
+            model=work.model or work.adapter or MODEL,
+            adapter=work.adapter if work.model and work.model != work.adapter else "",
             prompt=work.opening.encode(),
             prompt_tokens=work.prompt_tokens,
             prompt_bytes=BYTES_PER_TOKEN * text_tokens if work.media else 0,

@@ -32,6 +32,8 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
         priority: Priority of its objective.
         node: Index of the only engine it may go to; -1 for any.
         media: Images, videos and audio in it; pickers know their tokens.
+        model: Model that it names; empty for the adapter, or the base model of all.
+        profile: Scheduling profile that its header names, where the picker has one of that name.
     """
 
     prompt_tokens: int
@@ -44,6 +46,8 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     node: int = -1
     media: tuple[MediaSpan, ...] = ()
+    model: str = ""
+    profile: str = ""
 
 
 class SimSession(msgspec.Struct, frozen=True, gc=False):

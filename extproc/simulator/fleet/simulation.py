@@ -167,12 +167,15 @@ class Simulation:
         """Build a picker; requests queue in it, or in the autoscaled fleet."""
         if settings is None:
             return OraclePicker(self.nodes, self.timeline)
+        workload = self._scenario.workload
         return ExtprocPicker(
             adjusted(settings, self._scenario, seed=seed),
             self.nodes,
             timeline=self.timeline,
             delay_s=self._scenario.picking.delay_s,
-            models=ServedModels(frozenset({MODEL}), workloads.named(self._scenario.workload)),
+            models=ServedModels(
+                workloads.base_models(workload) | {MODEL}, workloads.named(workload)
+            ),
             ranks=[engines.ranks for engines in self._scenario.fleet for _ in range(engines.count)],
             labels=[group.labels for group in self._scenario.fleet for _ in range(group.count)],
             knows_max_tokens=self._scenario.picking.with_max_tokens,

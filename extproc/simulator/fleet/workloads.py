@@ -397,6 +397,14 @@ def named(workload: Workload | FixedWorkload) -> frozenset[str]:
     return frozenset(_name(number) for number in range(highest))
 
 
+def base_models(workload: Workload | FixedWorkload) -> frozenset[str]:
+    """Base models that requests name; none where all are for the same one."""
+    if not isinstance(workload, FixedWorkload):
+        return frozenset()
+    specs = [spec for session in workload.sessions for spec in session.specs]
+    return frozenset(spec.model for spec in specs if spec.model not in {"", spec.adapter})
+
+
 def adapted(works: Sequence[RequestSpec], number: int) -> list[RequestSpec]:
     """The same requests for the adapter of that number; adapters share no blocks."""
     salt = (number + 1) << 44

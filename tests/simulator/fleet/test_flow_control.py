@@ -88,6 +88,16 @@ def test_priority_comes_first_and_tenants_take_turns():
     assert fixture.went == ["e", "d", "a"]
 
 
+def test_models_take_turns_where_they_are_tenants():
+    """As adapters do."""
+    fixture = FleetFlowControlFixture(by_adapter=True)
+    for name in "abc":
+        fixture.hold(name, model="llama")
+    fixture.hold("d", model="qwen")
+    fixture.opens(2)
+    assert fixture.went == ["a", "d"]
+
+
 def test_the_estimate_wakes_without_an_event():
     """`waits_s` later it is tried again."""
     fixture = FleetFlowControlFixture(waits_s=0.25)

@@ -4,6 +4,7 @@ import random
 import pytest
 
 from extproc.simulator.fleet import workloads
+from extproc.simulator.fleet.sim_request import RequestSpec, SimSession
 from tests.simulator.fleet.builders import conversations, exactly, independent, sessions, spread_out
 
 
@@ -164,3 +165,14 @@ def test_groups_ask_for_adapters_in_turns():
     assert not any(spec.adapter for spec in specs if spec.tenant == "plain")
     assert workloads.named(both) == {"adapter-0", "adapter-1", "adapter-2"}
     assert workloads.adapters(both) == 0
+
+
+def test_base_models_are_those_that_requests_name():
+    """A name that is an adapter is none, and requests without a name are for the same model."""
+    specs = [
+        RequestSpec(16, 1, [], adapter=adapter, model=model)
+        for model, adapter in (("llama", ""), ("qwen", "sql"), ("math", "math"), ("", "tools"))
+    ]
+    fixed = workloads.FixedWorkload([SimSession(specs, at=0.0)])
+    assert workloads.base_models(fixed) == {"llama", "qwen"}
+    assert workloads.base_models(shared()) == frozenset()

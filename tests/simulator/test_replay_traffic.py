@@ -1,0 +1,43 @@
+"""Requests and engines of recordings, as the simulator takes them."""
+
+from extproc.simulator import replay
+from extproc.simulator.fleet import scenario, simulation, workloads
+from extproc.simulator.fleet.sim_request import RequestSpec, SimSession
+from tests.routing import test_header_profiles
+from tests.simulator.fleet import builders
+from tests.simulator.test_replay_refusals import changed_example
+
+
+def test_estimates_follow_the_rules_of_a_model(tmp_path):
+    """Decisions of a model with a strategy of its own are estimated as those of that strategy."""
+
+    def name_model(row):
+        if row["kind"] == "recording":
+            own = {"llama": {"strategy": "round-robin"}}
+            row["settings"]["scheduling"] = {"strategy": "adaptive", "models": own}
+        if row["kind"] == "decision":
+            row["model"] = "llama"
+
+    path = changed_example(tmp_path, name_model)
+    loaded = replay.load(path, strategies=["round-robin"], configs=())
+    definition = replay.scenario_of(loaded, [1])
+    recorded, other = (replay.simulate(definition, c, seed=1) for c in loaded.columns)
+    assert recorded.ttft_s == other.ttft_s
+    assert loaded.agreements[0].ratio == 1.0
+
+
+def test_simulated_requests_take_the_profile_that_a_header_names():
+    """An unknown one, as of another strategy, is as good as none."""
+    roles = [{"llm-d.ai/role": role} for role in ("prefill", "decode")]
+    definition = builders.a_scenario(
+        workloads.FixedWorkload(
+            [
+                SimSession([RequestSpec(64, 2, [], profile=name)], at=float(at))
+                for at, name in enumerate(("prefill", "prefill", "", "decode", "adaptive"))
+            ]
+        ),
+        fleet=[scenario.EngineGroup(count=1, profile="demo", labels=labels) for labels in roles],
+    )
+    settings = test_header_profiles.settings()
+    metrics = simulation.Simulation(definition, settings, seed=1).run()
+    assert [endpoint.requests for endpoint in metrics.summary().endpoints] == [2, 3]
