@@ -33,11 +33,12 @@ _HEADER: Final = b'{"kind":"recording"'
 #: Headers without a process whose clocks differ by less are of one, while numbers grow (seconds).
 _SAME_CLOCK_S: Final = 1.0
 
-#: Range of a clock, of a wait, of the time of a step, of tokens of one request, and of a count.
+#: Range of a clock, of a wait, of the time of a step, of tokens of one request, and of a count. Clients
+#: and engines choose tokens and waits: these are as wide as what a picker accepts.
 _CLOCK_S: Final = (0.0, 1e11)
-_WAIT_S: Final = (-0.001, 7 * 86_400.0)
+_WAIT_S: Final = (-0.001, 1e11)
 _STEP_S: Final = (0.0, 3_600.0)
-_TOKENS: Final = (0, 10_000_000)
+_TOKENS: Final = (0, 2**31 - 1)
 _COUNT: Final = (0, 1e12)
 
 #: Ranges of the numbers that a replay computes with, by row or part of one. They are far wider than what

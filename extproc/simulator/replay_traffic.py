@@ -42,6 +42,9 @@ from extproc.simulator.traffic import (
 #: Seconds before the last decision after which an endpoint that was no candidate is taken to have left.
 _LEFT_AFTER_S: Final = 60.0
 
+#: Tokens of a prompt and of an answer at most, far more than engines take: a wrong usage fills no memory.
+_MOST_TOKENS: Final = 10_000_000
+
 #: Seconds of an iteration at least, by which the tokens of an answer are estimated.
 _LEAST_ITERATION_S: Final = 1e-4
 
@@ -224,7 +227,8 @@ def _build_traffic(
     for n, item in enumerate(observed):
         row, end = item.row, item.end
         at = item.unix_s - row.queued_s - begin
-        prompt_tokens = max(1, (end.prompt_tokens if end else None) or row.prompt_tokens)
+        prompt_tokens = (end.prompt_tokens if end else None) or row.prompt_tokens
+        prompt_tokens = min(max(1, prompt_tokens), _MOST_TOKENS)
         output_tokens = end.output_tokens if end else None
         if output_tokens is None:
             num_estimated += 1
@@ -235,7 +239,7 @@ def _build_traffic(
         seed = row.affinity_seed
         spec = RequestSpec(
             prompt_tokens,
-            max(1, output_tokens),
+            min(max(1, output_tokens), _MOST_TOKENS),
             keys.make(row, prompt_tokens, own=n),
             adapter=adapter,
             session=f"{row.session:x}" if row.session else "",

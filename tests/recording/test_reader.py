@@ -182,6 +182,15 @@ def _with_table(**columns):
     return f"{_HEAD}{json.dumps(decision)}\n".encode()
 
 
+def test_requests_may_be_as_long_as_the_picker_accepts():
+    """Clients choose the length of a prompt, engines their usage, and a stream may last a month."""
+    most = 2**31 - 1
+    end = {"kind": "end", "n": 1, "total_s": 30 * 86_400.0}
+    end |= dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens"), most)
+    _, events = read(_with_rows(_DECISION | {"prompt_tokens": most}, end))
+    assert [event.row.prompt_tokens for event in events] == [most, most]
+
+
 @pytest.mark.parametrize(
     ("lines", "where", "words"),
     [

@@ -26,6 +26,19 @@ def test_estimates_follow_the_rules_of_a_model(tmp_path):
     assert loaded.agreements[0].ratio == 1.0
 
 
+def test_a_usage_that_cannot_be_fills_no_memory(tmp_path):
+    """A request of two billion tokens is far shorter in a simulation, and still refused."""
+
+    def exaggerate(row):
+        if row["kind"] == "end" and row["n"] == 7:
+            row |= {"prompt_tokens": 2**31 - 1, "output_tokens": 2**31 - 1}
+
+    loaded = replay.load(changed_example(tmp_path, exaggerate), strategies=(), configs=())
+    spec = max((r.spec for r in loaded.traffic.requests), key=lambda spec: spec.prompt_tokens)
+    assert (spec.prompt_tokens, spec.output_tokens) == (10_000_000, 10_000_000)
+    assert len(spec.keys) <= 20_000_000 // 16
+
+
 def test_simulated_requests_take_the_profile_that_a_header_names():
     """An unknown one, as of another strategy, is as good as none."""
     roles = [{"llm-d.ai/role": role} for role in ("prefill", "decode")]
