@@ -7,7 +7,6 @@ conversation repeats it, and the answer behind it.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from extproc.simulator.traffic import (
     require_short_gaps,
 )
 
-#: Seconds before the last decision after which an endpoint that was no candidate is taken to have left.
+#: Seconds after which an endpoint that is no candidate for a model any more is taken to have left.
 _LEFT_AFTER_S: Final = 60.0
 
 #: Tokens of a prompt and of an answer at most, far more than engines take: a wrong usage fills no memory.
@@ -86,7 +85,8 @@ class TrafficReader:
         self._observed: dict[tuple[int, int], _Observed] = {}
         self._pools: Counter[str] = Counter()
         self._adapters: set[str] = set()
-        self._candidate_s: dict[str, float] = {}
+        self._candidates_s: dict[str, float] = {}
+        self._last_used: dict[str, tuple[float, str]] = {}
         self.is_cold = False
 
     def read(
@@ -117,8 +117,11 @@ class TrafficReader:
         iteration_s = rates.iteration_s(1.0 if chosen is None else chosen.estimated_requests + 1.0)
         uncached = max(1, row.prompt_tokens - row.matched_tokens)
         queued = 0.0 if chosen is None else chosen.queued_tokens
-        for candidate in event.candidates:
-            self._candidate_s[candidate.endpoint.address] = event.unix_s
+        target = row.adapter or row.model
+        if event.candidates:
+            self._candidates_s[target] = event.unix_s
+        for endpoint in (event.chosen, *[c.endpoint for c in event.candidates]):
+            self._last_used[endpoint.address] = event.unix_s, target
         self._observed[event.key] = _Observed(
             event.unix_s,
             msgspec.structs.replace(row, candidates=None),
@@ -147,18 +150,23 @@ class TrafficReader:
     def _present(self, states: Iterable[RecordedEndpoint]) -> list[RecordedEndpoint]:
         """Endpoints that had not left at the end of the recording, in the order of the fleet.
 
-        Addresses of simulated engines have the same order as text, in which rotations walk.
+        One has left if it is missing among the last candidates for the model that it served last: there
+        may be no request for that model since. Addresses of simulated engines have the same order as
+        text, in which rotations walk.
         """
-        times = self._candidate_s
-        newest = max(times.values(), default=0.0)
-        present = [
-            state
-            for state in states
-            if newest - times.get(state.endpoint.address, -math.inf) <= _LEFT_AFTER_S
-        ]
+        present = [state for state in states if self._is_present(state.endpoint.address)]
         present.sort(key=lambda state: state.endpoint.address)
         ranks = sorted(range(len(present)), key=engine_address)
         return [state for _, state in sorted(zip(ranks, present, strict=True), key=itemgetter(0))]
+
+    def _is_present(self, address: str) -> bool:
+        used = self._last_used.get(address)
+        if (
+            used is None or not self._candidates_s
+        ):  # of a recording without candidates nothing is known
+            return False
+        used_s, target = used
+        return self._candidates_s.get(target, used_s) - used_s <= _LEFT_AFTER_S
 
     def traffic(self, schedule: Schedule, states: Collection[RecordedEndpoint]) -> Traffic:
         """The requests, as the simulator takes them.

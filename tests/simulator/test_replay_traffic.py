@@ -1,11 +1,15 @@
 """Requests and engines of recordings, as the simulator takes them."""
 
+import msgspec
+
 from extproc.simulator import replay
 from extproc.simulator.fleet import scenario, simulation, workloads
 from extproc.simulator.fleet.sim_request import RequestSpec, SimSession
+from tests.recording.test_recorder import a_candidate, a_decision, add
 from tests.routing import test_header_profiles
 from tests.simulator.fleet import builders
 from tests.simulator.test_replay_refusals import changed_example
+from tests.support import recordings
 
 
 def test_estimates_follow_the_rules_of_a_model(tmp_path):
@@ -54,3 +58,34 @@ def test_simulated_requests_take_the_profile_that_a_header_names():
     settings = test_header_profiles.settings()
     metrics = simulation.Simulation(definition, settings, seed=1).run()
     assert [endpoint.requests for endpoint in metrics.summary().endpoints] == [2, 3]
+
+
+def recorded(tmp_path, *decisions):
+    """A recording of decisions: time, model and candidates of each, the first of which is chosen."""
+    active = recordings.recordings()
+    recording = active.start()
+    for now, model, numbers, has_candidates in decisions:
+        decision = a_decision([a_candidate(n) for n in numbers])
+        request = msgspec.structs.replace(decision.request, model=model)
+        decision = msgspec.structs.replace(decision, request=request)
+        if not has_candidates:
+            decision = msgspec.structs.replace(decision, candidates=())
+        add(active, decision, now=now)
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(recording.take(1000))
+    return path
+
+
+def test_engines_stay_while_no_request_needs_them(tmp_path):
+    """Those that left are missing among later candidates for the same model."""
+    path = recorded(
+        tmp_path,
+        (10.0, "llama", (1, 2, 9), True),
+        (11.0, "qwen", (3, 4), True),
+        (12.0, "math", (5,), False),
+        (13.0, "llama", (2, 1), True),
+        (100.0, "llama", (1, 2), True),
+    )
+    loaded = replay.load(path, strategies=(), configs=())
+    assert len(loaded.fleet) == 5
+    assert [request.node >= 0 for request in loaded.traffic.requests] == [True] * 5
