@@ -159,7 +159,7 @@ def load(
             if current != settings:
                 ended += meters
                 settings = current
-                columns = columns_of(settings, strategies, configs)
+                columns = columns_of(settings, strategies, configs, has_labels=True)
                 meters = [AgreementMeter(c.name, c.settings) for c in columns if c.settings]
         for meter in meters:
             meter.add(event)
@@ -203,7 +203,7 @@ def load_trace(
         ConfigError: The file is not what its format says, or a strategy or configuration is wrong.
     """
     settings = Settings()
-    columns = columns_of(settings, strategies, configs)[1:] or [
+    columns = columns_of(settings, strategies, configs, has_labels=False)[1:] or [
         SimulationColumn(settings.scheduling.strategy, settings)
     ]
     traffic = replay_traces.read(path, format_, rate_per_s=rate_per_s, max_requests=max_requests)
@@ -237,9 +237,12 @@ def recorded_settings(header: rows.HeaderRow | None, where: str, *, pool: str = 
 
 
 def columns_of(
-    settings: Settings, strategies: Sequence[str], configs: Sequence[Path]
+    settings: Settings, strategies: Sequence[str], configs: Sequence[Path], *, has_labels: bool
 ) -> list[SimulationColumn]:
     """The recorded strategy, and those to compare it with.
+
+    Args:
+        has_labels: Whether engines have labels, as those of recordings do.
 
     Raises:
         ConfigError: A strategy or configuration is wrong.
@@ -257,9 +260,10 @@ def columns_of(
         changed = msgspec.structs.replace(settings, scheduling=other)
         profile_builder.resolve_all(changed, where="--strategy")
         columns.append(SimulationColumn(name, changed))
+    column_of = functools.partial(simulation_runs.column, where="--config", has_labels=has_labels)
     for path in configs:
         variant = scenario.Variant(name=path.stem, config=str(path.absolute()))
-        columns.append(simulation_runs.column(variant, folder=path.parent, where="--config"))
+        columns.append(column_of(variant, folder=path.parent))
     names = [column.name for column in columns]
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:

@@ -245,6 +245,9 @@ def run(args: argparse.Namespace) -> int:
 
         report_plots.require("--plots" if args.plots else "--html")
     loaded = load(args, strategies=args.strategy, configs=args.config)
+    for column in loaded.columns:
+        for warning in column.warnings:
+            print(f"warning: {column.name}: {warning}", file=sys.stderr)
     definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
     progress = Progress(len(definition.seeds) * len(loaded.columns), sys.stderr)
     try:

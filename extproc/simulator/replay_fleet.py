@@ -102,4 +102,9 @@ def _engine_of(
         numbers["max_num_seqs"] = int(rates.max_num_seqs)
     if known.load.adapter_slots:
         numbers["max_loras"] = known.load.adapter_slots
-    return EngineGroup(count=1, profile=_BASE_PROFILE, set={**numbers, **limits})
+    return EngineGroup(
+        count=1,
+        profile=_BASE_PROFILE,
+        set={**numbers, **limits},
+        labels=known.endpoint.labels,
+    )

@@ -116,12 +116,15 @@ def read(path: Path) -> scenario.Scenario:
     return validation.to_struct(tree, scenario.Scenario, where=where)
 
 
-def column(variant: scenario.Variant, *, folder: Path, where: str) -> SimulationColumn:
+def column(
+    variant: scenario.Variant, *, folder: Path, where: str, has_labels: bool = False
+) -> SimulationColumn:
     """The settings of a variant.
 
     Args:
         variant: As the scenario says it.
         folder: What its configuration file is relative to.
+        has_labels: Whether engines have labels.
 
     Raises:
         ConfigError: The configuration is wrong, or there is no such strategy.
@@ -149,38 +152,38 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
     settings = loader.settings(document, overrides)
     needs = profile_builder.resolve_all(settings, where=spot).profile.needs
     warnings = [*document.warnings]
-    if unknown := sorted(absent.value for absent in needs & _NOT_SIMULATED):
+    absent = _NOT_SIMULATED - {Signal.LABELS} if has_labels else _NOT_SIMULATED
+    if unknown := sorted(signal.value for signal in needs & absent):
         warnings.append(
             f"plugins that read {', '.join(unknown)} have no effect: simulations have none of that"
         )
     simulated = SimulationColumn(
         variant.name, settings, variant.client, variant.autoscaling, tuple(warnings)
     )
-    check_stages([simulated], spot, has_labels=True)
+    check_stages([simulated], spot, with_prefill=True)
     return simulated
 
 
 def check_stages(
-    columns: Sequence[SimulationColumn], where: str, *, has_labels: bool = False
+    columns: Sequence[SimulationColumn], where: str, *, with_prefill: bool = False
 ) -> None:
     """Reject stages on other endpoints that are not simulated.
 
     Args:
-        has_labels: Whether engines have the labels by which profiles tell stages apart; prefill is
-            simulated then, and encode never.
+        with_prefill: Whether prefill on other endpoints is simulated; encode never is.
 
     Raises:
         ConfigError: A column chooses endpoints for such a stage.
     """
     for settings in [column.settings for column in columns if column.settings is not None]:
         stages = profile_builder.resolve_all(settings, where=where).stages
-        if stages is None or (has_labels and stages.encode is None):
+        if stages is None or (with_prefill and stages.encode is None):
             continue
         names = ", ".join(profile.name for profile in stages.profiles)
         raise ConfigError(
             where,
             wanted="prefill at most on other endpoints than decode"
-            if has_labels
+            if with_prefill
             else "endpoints that compute whole requests, as simulated ones do",
             got=f"{names} on other endpoints than decode",
             fix="remove scheduling.disaggregation, or the profile handler of the EndpointPickerConfig",

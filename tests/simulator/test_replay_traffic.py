@@ -2,6 +2,7 @@
 
 import msgspec
 
+from extproc.cli import main
 from extproc.simulator import replay
 from extproc.simulator.fleet import scenario, simulation, workloads
 from extproc.simulator.fleet.sim_request import RequestSpec, SimSession
@@ -10,6 +11,15 @@ from tests.routing import test_header_profiles
 from tests.simulator.fleet import builders
 from tests.simulator.test_replay_refusals import changed_example
 from tests.support import recordings
+
+CONFIG = """apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scheduling:
+  profile:
+    name: gpu
+    filters: [{kind: label-selector-filter, params: {matchLabels: {tier: gpu}}}]
+    scorers: [{kind: topology-affinity-scorer, weight: 1.0}]
+"""
 
 
 def test_estimates_follow_the_rules_of_a_model(tmp_path):
@@ -89,3 +99,20 @@ def test_engines_stay_while_no_request_needs_them(tmp_path):
     loaded = replay.load(path, strategies=(), configs=())
     assert len(loaded.fleet) == 5
     assert [request.node >= 0 for request in loaded.traffic.requests] == [True] * 5
+
+
+def test_engines_have_the_labels_of_the_recording(tmp_path, capsys):
+    """A strategy that filters by them finds its engines; it is noted which of its plugins have no effect."""
+
+    def label(row):
+        if row["kind"] == "endpoint":
+            row["labels"] = {"tier": "gpu"}
+
+    path = changed_example(tmp_path, label)
+    config = tmp_path / "gpu.yaml"
+    config.write_text(CONFIG)
+    flags = ["--seeds", "1", "--jobs", "1"]
+    assert main.main(["replay", str(path), "--config", str(config), *flags]) == 0
+    out, err = capsys.readouterr()
+    assert "112 requests that both answered" in out
+    assert "warning: gpu: plugins that read headers have no effect" in err
