@@ -111,6 +111,8 @@ class ReplayRun(msgspec.Struct, frozen=True):
 class Fidelity(msgspec.Struct, frozen=True):
     """Mean time to first token of the requests for which one was recorded; NaN without any.
 
+    Estimates are NaN where none of these requests was answered in both simulations.
+
     Attributes:
         measured_s: As recorded.
         estimated_s: Simulated with the recorded decisions.
@@ -471,18 +473,18 @@ def measure_fidelity(replay: Replay, as_recorded: ReplayRun, new: Iterable[Repla
         as_recorded: See `simulate_as_recorded`.
         new: Runs of the recorded strategy.
     """
-    rows = [
+    measured = [
         (request.ttft_s, estimated_s, new_s)
         for request, estimated_s, new_s in zip(
             replay.traffic.requests, as_recorded.ttft_s, _means(new), strict=True
         )
-        if request.ttft_s is not None
-        and request.at >= replay.since_s
-        and not math.isnan(estimated_s + new_s)
+        if request.ttft_s is not None and request.at >= replay.since_s
     ]
-    if not rows:
-        return Fidelity(math.nan, math.nan, math.nan)
-    return Fidelity(*(statistics.fmean(column) for column in zip(*rows, strict=True)))
+    answered = [row for row in measured if not math.isnan(sum(row))]
+    if not answered:
+        measured_s = statistics.fmean([row[0] for row in measured] or [math.nan])
+        return Fidelity(measured_s, math.nan, math.nan)
+    return Fidelity(*(statistics.fmean(column) for column in zip(*answered, strict=True)))
 
 
 def _means(runs: Iterable[ReplayRun]) -> list[float]:

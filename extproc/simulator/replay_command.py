@@ -404,6 +404,11 @@ def fidelity_line(fidelity: replay.Fidelity) -> str:
             "streams to extproc, behind Envoys that buffer requests: original-dst-buffered, override-host)"
         )
     estimated_s, new_s = fidelity.estimated_s, fidelity.new_s
+    if math.isnan(estimated_s):
+        return (
+            "Fidelity: unknown, no request with a recorded time to a first token was answered both with "
+            "the recorded decisions and with new ones"
+        )
     return (
         f"Fidelity: mean TTFT {1e3 * measured_s:.1f} ms measured, {1e3 * estimated_s:.1f} ms estimated "
         f"with the recorded decisions ({estimated_s / measured_s:.3f}), {1e3 * new_s:.1f} ms with new "

@@ -81,7 +81,14 @@ def verdict_line(comparison: TtftComparison, *, basis: str = "") -> str:
     """
     name, percent = comparison.strategy, 100.0 * (comparison.ratio - 1.0)
     if math.isnan(percent):
-        return f"Verdict: {name} answered nothing that can be compared"
+        sides = (
+            (name, comparison.unanswered),
+            (comparison.baseline, comparison.baseline_unanswered),
+        )
+        silent = [side for side, unanswered in sides if unanswered >= 1.0]
+        if silent:
+            return f"Verdict: none, as {' and '.join(silent)} answered nothing"
+        return f"Verdict: none, as no request was answered by both {name} and {comparison.baseline}"
     interval = (
         f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %, "
         + (basis or f"of the {count_of(comparison.num_compared, 'request')} that both answered")

@@ -141,6 +141,19 @@ def test_fidelity_is_unknown_without_a_measured_time(tmp_path):
     assert "unknown" in replay_command.fidelity_line(fidelity)
 
 
+def test_fidelity_is_unknown_without_an_answer(tmp_path):
+    """It is not said that nothing was measured."""
+    path, _ = write(tmp_path, "adaptive", talks(5), client=client.Client(users=2))
+    loaded = replay.load(path, strategies=(), configs=())
+    as_recorded = replay.simulate_as_recorded(loaded, replay.scenario_of(loaded, [1]))
+    silent = replay.ReplayRun(A_SUMMARY, [math.nan] * len(as_recorded.ttft_s), unanswered=1.0)
+    fidelity = replay.measure_fidelity(loaded, as_recorded, [silent])
+    assert fidelity.measured_s > 0.0
+    line = replay_command.fidelity_line(fidelity)
+    assert "Fidelity: unknown, no request" in line
+    assert "stream_sample_ratio" not in line
+
+
 @pytest.mark.parametrize("strategy", ["random", "round-robin"])
 def test_recorded_decisions_can_be_simulated_as_they_are(tmp_path, strategy):
     """Requests go to the engines of the recording, also where chance had chosen them."""
@@ -309,6 +322,25 @@ def test_a_strategy_that_answers_fewer_requests_is_not_better():
     assert "of the 100 requests that both answered" in line
     assert "better:" not in line
     assert "would be worse" in ttft_comparison.verdict_line(replay.compare(results, "all", "half"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        ([math.nan] * 2, [0.1] * 2, "ours answered nothing"),
+        ([0.1] * 2, [math.nan] * 2, "theirs answered nothing"),
+        ([math.nan] * 2, [math.nan] * 2, "ours and theirs answered nothing"),
+        ([0.1, math.nan], [math.nan, 0.1], "no request was answered by both ours and theirs"),
+    ],
+)
+def test_the_strategy_without_answers_is_named(ours, theirs, reason):
+    """There is no verdict then."""
+    runs = {
+        name: {1: replay.ReplayRun(A_SUMMARY, ttft_s, sum(map(math.isnan, ttft_s)) / 2)}
+        for name, ttft_s in (("ours", ours), ("theirs", theirs))
+    }
+    line = ttft_comparison.verdict_line(replay.compare(runs, "ours", "theirs"))
+    assert line == f"Verdict: none, as {reason}"
 
 
 def test_numbers_of_the_engines_can_be_set(tmp_path):
