@@ -161,9 +161,8 @@ class TrafficReader:
 
     def _is_present(self, address: str) -> bool:
         used = self._last_used.get(address)
-        if (
-            used is None or not self._candidates_s
-        ):  # of a recording without candidates nothing is known
+        # Without candidates in the recording, nothing of endpoints is known.
+        if used is None or not self._candidates_s:
             return False
         used_s, target = used
         return self._candidates_s.get(target, used_s) - used_s <= _LEFT_AFTER_S
