@@ -253,7 +253,8 @@ class OutlierDetector:
         record.scrape_unreliable, record.ever_scraped = False, True
         if moved or idle:
             record.sign_at = now
-        hung = record.condition.cause == "hung"
+        # It may be known as hung and take part, where the pool could not spare it.
+        hung = "hung" in (record.condition.cause, record.ejection_cause)
         if back or restarted or (hung and moved):
             record.last_failed = False
             record.reset(now)

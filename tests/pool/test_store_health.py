@@ -60,6 +60,23 @@ def test_stalled_counters_eject_an_endpoint(*, totals: EngineCounters, running: 
     assert (state(store) is HealthState.EJECTED) is out
 
 
+def test_a_stall_that_could_not_eject_is_forgotten_once_the_engine_moves():
+    """The only endpoint stands still and serves again; when others come later, it stays."""
+    store = fleet_of(FIRST)
+    store.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
+
+    def scrape(at: int, steps: float) -> None:
+        load = Load(at=at, running=1.0, waiting=0.0, counters=EngineCounters(steps=steps))
+        store.observe(store.begin_scrape(endpoint(store)), load, float(at))
+
+    for at in range(1, 20):
+        scrape(at, 5.0)
+    scrape(20, 6.0)
+    store.record_outcome(endpoint(store), RequestOutcome.SERVED, sent_at=1.0, now=20.0)
+    store.set_endpoints([Endpoint(FIRST), Endpoint(SECOND)], 21.0)
+    assert state(store) is HealthState.HEALTHY
+
+
 def test_foreign_work_does_not_eject_an_endpoint():
     """Without a request of ours nothing is said of an engine that stands still."""
     store = fleet_of(FIRST, SECOND)
