@@ -189,6 +189,9 @@ class MetricFamilies:
             if after < size and text[after] in _AFTER_NAME:
                 if not samples and self._grouped:
                     self._cursor = at
+                elif len(samples) == 1 and self._grouped:
+                    # Of several series, samples of other names such as `_sum` may come before.
+                    self._cursor = max(0, text.rfind(_DECLARED, 0, self._cursor))
                 line_end = text.find(b"\n", after)
                 line_end = line_end if line_end >= 0 else size
                 samples.append(_sample(text[after:line_end]))

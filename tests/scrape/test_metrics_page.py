@@ -384,6 +384,18 @@ def test_looking_up_families_reads_what_searching_them_reads(at, noise, gap):
     assert metrics_page.read(damaged, 7.0) == search(damaged)
 
 
+def test_a_searched_histogram_has_the_sum_of_every_rank():
+    """Also where the sum of a rank comes before its count, as clients of Go and Rust write them."""
+    lines = ["# TYPE vllm:iteration_tokens_total histogram"]
+    for rank in range(4):
+        labels = f'{{engine="{rank}"}}'
+        lines.append(f"vllm:iteration_tokens_total_sum{labels} 1000")
+        lines.append(f"vllm:iteration_tokens_total_count{labels} 100")
+    load = search("\n".join(lines).encode())
+    assert isinstance(load, Load)
+    assert (load.counters.steps, load.counters.step_tokens) == (400.0, 4000.0)
+
+
 #: Names of samples that are read of a page of vLLM.
 NAMES = [
     b"vllm:num_requests_waiting",
