@@ -44,14 +44,14 @@ class Schedule(
     match beyond 8 KiB, a sixteenth beyond 64 KiB, and half of that on average.
 
     Attributes:
-        block_bytes: Length of the first blocks (bytes). 256 bytes are 64 tokens, four blocks of
+        block_bytes: Length of the first blocks (bytes), 4 or more. 256 bytes are 64 tokens, four blocks of
             vLLM: smaller blocks multiply memory and find matches that are too short to matter.
         growth: Factor by which blocks grow at each of the two borders; 1 keeps them equal.
         fine_bytes: Offset at which the first blocks end (bytes). Most prompts differ within 8 KiB
             (2k tokens); four times as much would double the time and memory for a prompt of 8k
             tokens.
         span: Ratio of the second border to the first. With 8 it is at 16k tokens.
-        limit_bytes: Offset after which nothing is hashed (bytes). 4 MiB are 1M tokens, the longest
+        limit_bytes: Offset after which nothing is hashed (bytes), `block_bytes` or more. 4 MiB are 1M tokens, the longest
             context windows served today.
     """
 
@@ -65,12 +65,19 @@ class Schedule(
         """Refuse what cannot make a chain.
 
         Raises:
-            ValueError: A field is below one, or there are too many blocks; msgspec reports it with
-                the path.
+            ValueError: A field is below one, a block is smaller than a token, none fits below the
+                limit, or there are too many blocks; msgspec reports it with the path.
         """
         for name in self.__struct_fields__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+            # Caches are sized in blocks by their tokens, so none may have less than one.
+            least = BYTES_PER_TOKEN if name == "block_bytes" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"expected {name} of at least {least}, got {getattr(self, name)}")
+        if self.limit_bytes < self.block_bytes:
+            raise ValueError(
+                f"expected limit_bytes of at least block_bytes, {self.block_bytes}, "
+                f"got {self.limit_bytes}; to hash nothing, set prefix.capacity_blocks to 0"
+            )
         num_blocks = sum(count for _, count in _rows(self))
         if num_blocks > MAX_BLOCKS:
             raise ValueError(

@@ -28,11 +28,11 @@ def test_depth_reads_as_bytes_and_tokens():
 
 
 @given(
-    st.integers(1, 64),
+    st.integers(4, 64),
     st.integers(1, 4),
     st.integers(1, 300),
     st.integers(1, 8),
-    st.integers(1, 999),
+    st.integers(64, 999),
 )
 def test_any_schedule_ascends_within_its_limit(block_bytes, growth, fine_bytes, span, limit_bytes):
     """Cuts rise by at least one block and never pass the limit."""
@@ -59,10 +59,29 @@ def test_schedule_refuses_zero():
         msgspec.convert({"block_bytes": 0}, blocks.Schedule)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_bytes": 3}, "block_bytes of at least 4"),
+        ({"limit_bytes": 255}, "limit_bytes of at least block_bytes, 256"),
+        ({"block_bytes": 8 << 20}, "limit_bytes of at least block_bytes, 8388608"),
+    ],
+)
+def test_schedule_refuses_to_be_without_a_block_of_a_token(fields, message):
+    """A cache is sized in blocks, by their tokens."""
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(fields, blocks.Schedule)
+
+
+def test_smallest_schedule_has_one_block_of_one_token():
+    """It is allowed."""
+    assert blocks.Schedule(block_bytes=4, limit_bytes=4).tokens == (0, 1)
+
+
 def test_schedule_refuses_tables_without_end():
-    """Blocks of a byte would make millions; those of vLLM up to the longest prompt are allowed."""
-    with pytest.raises(msgspec.ValidationError, match=r"65536 blocks.*got 4194304"):
-        msgspec.convert({"block_bytes": 1, "growth": 1}, blocks.Schedule)
+    """Blocks of a token would make a million; those of vLLM up to the longest prompt are allowed."""
+    with pytest.raises(msgspec.ValidationError, match=r"65536 blocks.*got 1048576"):
+        msgspec.convert({"block_bytes": 4, "growth": 1}, blocks.Schedule)
     with pytest.raises(msgspec.ValidationError, match="raise block_bytes"):
         msgspec.convert({"limit_bytes": 1 << 60}, blocks.Schedule)
     assert len(blocks.Schedule(block_bytes=64, growth=1).cuts) == blocks.MAX_BLOCKS + 1

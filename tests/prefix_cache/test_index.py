@@ -15,8 +15,8 @@ from tests.support.seeded import examples
 
 A, B, C = ("10.0.0.1:8000", 0), ("10.0.0.2:8000", 0), ("10.0.0.3:8000", 0)
 KEYS = (A, B, C)
-#: Blocks of a byte. The tables of a schedule grow with its limit.
-TINY = blocks.Schedule(block_bytes=1, growth=1, limit_bytes=1024)
+#: Blocks of a token. The tables of a schedule grow with its limit.
+TINY = blocks.Schedule(block_bytes=4, growth=1, limit_bytes=4096)
 
 prompts = st.text("ab", min_size=0, max_size=9).map(str.encode)
 colliding = st.lists(st.integers(0, 3), max_size=9)
@@ -38,7 +38,8 @@ def questions(chains):
 
 
 def chain(prompt):
-    return blocks.chain(prompt, b"", schedule=TINY)
+    """A block for each byte of a prompt."""
+    return blocks.chain(b"".join(b"%4d" % byte for byte in prompt), b"", schedule=TINY)
 
 
 class Naive:
