@@ -32,6 +32,7 @@ from extproc.scheduling.disaggregation import (
 )
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
+from extproc.scheduling.pickers import WeightedRandomPicker
 from extproc.scheduling.profile import HeaderProfiles, SchedulerProfile
 
 PluginT = TypeVar("PluginT", bound=Plugin)
@@ -425,6 +426,13 @@ def _build(written: ProfileSpec, tables: registry.PluginRegistry) -> SchedulerPr
     if not pickers:
         usual = PluginSpec("pickers", pool_sections.MAX_SCORE, written.place, "params")
         pickers = [make(tables.pickers, usual)]
+    if costs and isinstance(pickers[0], WeightedRandomPicker):
+        raise ConfigError(
+            written.place,
+            wanted="a picker that takes the lowest cost",
+            got=f"{pickers[0].kind}, which draws by totals of scorers, beside {costs[0].kind}",
+            fix=f"name {pool_sections.MAX_SCORE.kind}, or replace the cost by scorers",
+        )
     return SchedulerProfile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
 
 

@@ -206,7 +206,8 @@ class WeightedRandomPicker(_UpstreamPicker, frozen=True, kw_only=True):
     The keys are U ** (1 / total) with U uniform in (0, 1], the highest first (A-Res by Efraimidis
     and Spirakis); computed as log(U) / total, which does not underflow. A total of 0 comes after
     all others; when all totals are 0 every candidate is as likely. Several pickers that see the
-    same scores do not herd. Upstream: `picker/weightedrandom/picker.go`.
+    same scores do not herd. Refused beside a cost, whose totals are no weights. Upstream:
+    `picker/weightedrandom/picker.go`.
     """
 
     kind: ClassVar[str] = "weighted-random-picker"

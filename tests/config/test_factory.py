@@ -51,6 +51,18 @@ def test_goal_beside_a_strategy_without_one_is_refused():
         assert raised.value.where == "pool.yaml: scheduling.goal"
 
 
+@pytest.mark.parametrize("cost", registry.COSTS)
+def test_a_draw_by_totals_beside_a_cost_is_refused(cost):
+    """Totals are negated costs there, and no probability can be proportional to them."""
+    profile = {"cost": {"kind": cost}, "picker": {"kind": "weighted-random"}}
+    with pytest.raises(ConfigError, match="name max-score-picker") as raised:
+        profile_builder.build_profile(
+            scheduling(scheduling={"profile": profile}), where="pool.yaml"
+        )
+    assert raised.value.where == "pool.yaml: scheduling.profile"
+    assert raised.value.got.startswith("weighted-random-picker")
+
+
 def test_goal_keeps_the_weights_of_a_written_profile():
     """A profile of one's own with the cost of adaptive takes the goal, beside its weights."""
     cost = {"kind": "estimated-time", "params": {"own_share": 0.5}}
