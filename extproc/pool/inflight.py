@@ -344,6 +344,7 @@ class Reservation(msgspec.Struct, eq=False):
         refused: Whether it was answered, and not served.
         context: Its share of the cache; None while no plugin needs it.
         last_turn: Marked when it ends; None where no plugin needs it.
+        prompt: The same for the events of caches; None without them.
         estimated_tokens: Prompt tokens that the estimate alone predicted as cached; None where they
             are all but the uncached ones.
         stage: What its endpoint computes of the request; empty for all.
@@ -371,6 +372,7 @@ class Reservation(msgspec.Struct, eq=False):
     context: ContextShare | None = None
     parts: tuple[Reservation, ...] = ()
     prefilled_at: float | None = None
+    prompt: Turn | None = None
 
     @property
     def is_open(self) -> bool:
@@ -398,6 +400,10 @@ class Reservation(msgspec.Struct, eq=False):
     def track_turn(self, turn: Turn) -> None:
         """Mark the prompt of its conversation when the request moves or ends."""
         self.last_turn = turn
+
+    def track_prompt(self, prompt: Turn) -> None:
+        """Mark its prompt, as it is remembered by the events of caches, when it moves or ends."""
+        self.prompt = prompt
 
     def add_part(self, part: Reservation) -> None:
         """Record a request that another endpoint gets for a stage of this one."""
@@ -458,6 +464,8 @@ class Reservation(msgspec.Struct, eq=False):
         self._account = None
         if self.last_turn is not None:
             self.last_turn.end(now)
+        if self.prompt is not None:
+            self.prompt.end(now)
         account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
 
     def move(self, to: InflightLoad, now: float, *, cached_tokens: int) -> None:
@@ -483,3 +491,5 @@ class Reservation(msgspec.Struct, eq=False):
         self.uncached_tokens, self.sent = moved.uncached_tokens, moved.sent
         if self.last_turn is not None:
             self.last_turn.move(to)
+        if self.prompt is not None:
+            self.prompt.move(to)

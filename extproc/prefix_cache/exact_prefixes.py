@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
+
 from extproc.decision import MatchSource
 from extproc.endpoint import Endpoint
 from extproc.prefix_cache import blocks, kv_events
@@ -23,8 +25,8 @@ from extproc.prefix_cache.token_blocks import EngineBlocks, TokenBlockIndex
 #: has fewer. A million take 8 MB, and the table of their byte blocks some 40 MB: 16 million tokens.
 MAX_MAPPED_BLOCKS: Final = 1_000_000
 
-#: Blocks that a prompt counts as besides (count): clients choose how short prompts are, and one takes some
-#: kilobyte, and a microsecond to evict.
+#: Blocks that a prompt counts as besides (count): clients choose how short prompts are, and one takes up
+#: to two kilobytes with where it was sent, and a microsecond to evict.
 _PROMPT_BLOCKS: Final = 32
 
 #: Seconds after a prompt was sent, within which its events may not be there yet, although its request
@@ -47,27 +49,42 @@ _MAX_UNMAPPED: Final = 1024
 _MAX_PROMPT_BLOCKS: Final = 131_072
 
 
-class SentRequest(Protocol):
-    """A request that was sent to an endpoint, such as `pool.inflight.Reservation`."""
+class Account(Protocol):
+    """Account of an endpoint, such as `pool.inflight.InflightLoad`."""
 
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint."""
 
-    @property
-    def is_open(self) -> bool:
-        """True until it ended."""
+
+class SentRequest(Account, Protocol):
+    """A request that was sent to an endpoint, such as `pool.inflight.Reservation`."""
+
+    def track_prompt(self, prompt: SentPrompt) -> None:
+        """Mark the prompt when the request moves or ends."""
 
 
-class SentPrompt(NamedTuple):
-    """A prompt that was sent to an engine.
+class SentPrompt(msgspec.Struct, eq=False, gc=False):
+    """A prompt that was sent to an engine; thousands are remembered, their requests are not.
 
     Attributes:
         at: When (monotonic seconds).
+        address: Address of the endpoint of its request, which may have moved.
+        is_open: Whether its request is open.
     """
 
     at: float
-    request: SentRequest
+    address: str
+    is_open: bool = True
+
+    def end(self, now: float) -> None:
+        """Mark the end of its request."""
+        del now
+        self.is_open = False
+
+    def move(self, account: Account) -> None:
+        """Mark its request as open on another endpoint."""
+        self.address, self.is_open = account.endpoint.address, True
 
     def is_arriving(self, address: str, now: float) -> bool:
         """True while its blocks may not be in the cache yet, but will be.
@@ -75,9 +92,8 @@ class SentPrompt(NamedTuple):
         They are on their way until they are computed, behind all that waits there, and no engine
         evicts them while it serves their request.
         """
-        request = self.request
-        if request.is_open:
-            return request.endpoint.address == address
+        if self.is_open:
+            return self.address == address
         return now - self.at <= _SETTLE_S
 
 
@@ -364,7 +380,9 @@ class ExactPrefixes:
 
     def record_sent(self, chain: Sequence[int], request: SentRequest, now: float) -> None:
         """Record that a prompt was sent to the engine of its request."""
-        address, sent = request.endpoint.address, SentPrompt(now, request)
+        address = request.endpoint.address
+        sent = SentPrompt(now, address)
+        request.track_prompt(sent)
         mapped = self.prompts.find(chain)
         if mapped is not None:
             mapped[0].note_sent(address, sent)

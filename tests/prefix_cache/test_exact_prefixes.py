@@ -1,7 +1,7 @@
 """Prompts by their tokens: what two prompts share is counted, and the oldest are given up."""
 
 import gc
-import weakref
+import tracemalloc
 from array import array
 
 from extproc.endpoint import Endpoint
@@ -159,9 +159,8 @@ def test_match_says_what_each_engine_holds():
     assert match.depth == len(chain(prompt))
     assert depths == [(1, other.bit), (2, engine.bit)]
     assert prefixes.tokens_by_slot(depths) == [8, 4]
-    request = sent("a")
-    prefixes.record_sent(chain(prompt), request, 3.0)
-    assert mapped.sent == {"a": (3.0, request)}
+    prefixes.record_sent(chain(prompt), sent("a"), 3.0)
+    assert [(address, prompt.at) for address, prompt in mapped.sent.items()] == [("a", 3.0)]
     prefixes.forget(("b", 0))
     prefixes.index.sweep(100)
     assert prefixes.tokens_by_slot(prefixes.match(chain(prompt)).ends) == [8, 0]
@@ -267,24 +266,45 @@ def test_short_prompts_are_few():
     assert len(prompts) == 100
 
 
-class SentRequestFixture:
-    """A sent request, to which the test holds a weak reference."""
+def measure_bytes(act):
+    """Memory that is taken afterwards and was not before."""
+    gc.collect()
+    tracemalloc.start()
+    act()
+    gc.collect()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return size
 
-    def __init__(self, address):
-        self.endpoint = Endpoint(address)
-        self.is_open = True
 
-
-def test_a_prompt_that_is_never_mapped_keeps_few_requests():
+def test_a_prompt_that_is_never_mapped_takes_little_memory():
     """Such as one that no engine renders, which goes to every engine in time."""
     prefixes, _ = exact()
-    requests = [SentRequestFixture(f"10.0.0.{number}:8000") for number in range(100)]
-    references = [weakref.ref(request) for request in requests]
-    for number in range(100):
-        prefixes.record_sent(chain(SYSTEM), requests[number], float(number))
-    requests.clear()
-    gc.collect()
-    assert sum(request() is not None for request in references) == 16
+
+    def send():
+        for number in range(1000):
+            prefixes.record_sent(chain(SYSTEM), sent(f"10.0.0.{number}:8000"), float(number))
+
+    assert measure_bytes(send) < 10_000
+
+
+def test_mapped_prompts_take_little_memory():
+    """At most 60 bytes for a block that they count as, also where many engines had all of them."""
+    prefixes, _ = exact()
+    accounts = [InflightLoad(Endpoint(f"10.0.0.{number}:8000")) for number in range(16)]
+
+    def send():
+        for number in range(500):
+            prompt = b"%016d" % number * 16
+            for account in accounts:
+                request = account.open("", 64, cached_tokens=0, now=0.0, blocks=chain(prompt))
+                prefixes.record_sent(request.blocks, request, 0.0)
+                request.close(1.0)
+            add(prefixes, prompt)
+
+    size = measure_bytes(send)
+    assert len(prefixes.prompts) == 500
+    assert size < 60 * 500 * (32 + 16)
 
 
 def test_a_prompt_remembers_where_those_that_it_goes_on_from_were_sent():
