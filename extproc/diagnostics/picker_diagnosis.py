@@ -63,8 +63,7 @@ _COMPARED: Final = frozenset(
         "flow_control",
         "responses",
         "scheduling.fallbacks",
-        "scrape.path",
-        "scrape.port",
+        "scrape",
     }
 )
 
@@ -94,13 +93,28 @@ def read_configuration(page: FetchedPage) -> Mapping[str, object]:
         rows = _CONFIGURATION.decode(page.body).settings
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict[str, object] = {}
     for row in rows:
-        section, _, name = row.path.partition(".")
-        if not name.isidentifier() or not (section in _COMPARED or row.path in _COMPARED):
+        *sections, name = row.path.split(".")
+        if not sections or not (sections[0] in _COMPARED or row.path in _COMPARED):
+            continue
+        if not all(map(str.isidentifier, (*sections, name))):
             continue
         with contextlib.suppress(msgspec.DecodeError):
-            tree.setdefault(section, {})[name] = msgspec.json.decode(row.after)
+            value = msgspec.json.decode(row.after)
+            parent = _find_section(tree, sections)
+            if parent is not None:
+                parent[name] = value
+    return tree
+
+
+def _find_section(tree: dict[str, object], path: Sequence[str]) -> dict[str, object] | None:
+    """Return the section at a path, which is made if missing; None where a value is on its way."""
+    for name in path:
+        below = tree.setdefault(name, {})
+        if not isinstance(below, dict):
+            return None
+        tree = below
     return tree
 
 

@@ -99,6 +99,10 @@ def test_settings_of_the_page_are_a_tree_as_of_a_file():
         ("scheduling.fallbacks", "2"),
         ("scheduling.strategy", '"adaptive"'),
         ("scrape.path", '"/m"'),
+        ("scrape.scheme", '"https"'),
+        ("scrape.timeout_s", "2.5"),
+        ("scrape.tls.ca_file", '"ca.pem"'),
+        ("scrape.path.of_another_version", "1"),
         ("pool.endpoints", '["10.0.0.1:1"]'),
     ]
     page = {"settings": [{"path": path, "after": after} for path, after in rows]}
@@ -107,7 +111,12 @@ def test_settings_of_the_page_are_a_tree_as_of_a_file():
         "server": {"secure_serving": False},
         "limits": {"max_body_bytes": 1000},
         "scheduling": {"fallbacks": 2},
-        "scrape": {"path": "/m"},
+        "scrape": {
+            "path": "/m",
+            "scheme": "https",
+            "timeout_s": 2.5,
+            "tls": {"ca_file": "ca.pem"},
+        },
     }
 
 
