@@ -51,7 +51,7 @@ class SimulationColumn(msgspec.Struct, frozen=True):
 
 
 #: Signals that neither simulated requests nor simulated engines have.
-_NOT_SIMULATED: Final = frozenset({Signal.HEADERS, Signal.LABELS, Signal.EXTRA})
+_NOT_SIMULATED: Final = frozenset({Signal.HEADERS, Signal.EXTRA})
 
 
 class SimulationPlan(msgspec.Struct, frozen=True):
@@ -97,6 +97,7 @@ def plan(
             variant,
             folder=path.parent,
             where=where if variant.name in own else "the command line",
+            has_labels=any(engines.labels for engines in loaded.fleet),
         )
         for variant in loaded.variants
     ]
@@ -117,14 +118,14 @@ def read(path: Path) -> scenario.Scenario:
 
 
 def column(
-    variant: scenario.Variant, *, folder: Path, where: str, has_labels: bool = False
+    variant: scenario.Variant, *, folder: Path, where: str, has_labels: bool = True
 ) -> SimulationColumn:
     """The settings of a variant.
 
     Args:
         variant: As the scenario says it.
         folder: What its configuration file is relative to.
-        has_labels: Whether engines have labels.
+        has_labels: False where no engine has labels, so that plugins that read them have no effect.
 
     Raises:
         ConfigError: The configuration is wrong, or there is no such strategy.
@@ -152,8 +153,8 @@ def column(
     settings = loader.settings(document, overrides)
     needs = profile_builder.resolve_all(settings, where=spot).profile.needs
     warnings = [*document.warnings]
-    absent = _NOT_SIMULATED - {Signal.LABELS} if has_labels else _NOT_SIMULATED
-    if unknown := sorted(signal.value for signal in needs & absent):
+    absent = _NOT_SIMULATED if has_labels else _NOT_SIMULATED | {Signal.LABELS}
+    if unknown := sorted(read.value for read in needs & absent):
         warnings.append(
             f"plugins that read {', '.join(unknown)} have no effect: simulations have none of that"
         )

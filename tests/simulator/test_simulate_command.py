@@ -162,7 +162,7 @@ def test_encode_on_other_endpoints_is_refused(small):
 
 
 def test_plugins_that_simulations_have_nothing_for_are_a_warning(small):
-    """Simulated requests have no headers, and engines no labels."""
+    """Simulated requests have no headers."""
     sticky = small.parent / "sticky.yaml"
     sticky.write_text(
         "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -173,6 +173,26 @@ def test_plugins_that_simulations_have_nothing_for_are_a_warning(small):
         (),
         ("plugins that read headers have no effect: simulations have none of that",),
     ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "warnings"),
+    [
+        ("tier: a", ()),
+        ("", ("plugins that read labels have no effect: simulations have none of that",)),
+    ],
+)
+def test_labels_are_simulated_where_the_fleet_has_them(small, labels, warnings):
+    """A filter by label chooses among engines of a scenario that have labels."""
+    small.write_text(SMALL.replace("profile: demo", f"profile: demo, labels: {{{labels}}}"))
+    by_label = small.parent / "by_label.yaml"
+    by_label.write_text(
+        "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nscheduling: {profile: {filters: "
+        "[{kind: label-selector-filter, params: {matchLabels: {tier: a}}}], "
+        "scorers: [{kind: queue-scorer}]}}\n"
+    )
+    (column,) = planned(small, configs=[by_label]).columns
+    assert column.warnings == warnings
 
 
 def test_warnings_of_a_configuration_are_told(small, capsys):
