@@ -209,9 +209,13 @@ class DecisionRecorder:
         """First row of a recording."""
         settings, to_tree = self._settings, functools.partial(msgspec.to_builtins, str_keys=True)
         flow_control = msgspec.structs.replace(settings.flow_control, limit=None, limits={})
+        kv_events = msgspec.structs.replace(
+            settings.kv_events, bind="", render_url="", tokenizer_path=""
+        )
         sections = {
             "scheduling": settings.scheduling,
             "prefix": settings.prefix,
+            "kv_events": kv_events,
             "scrape": settings.scrape,
             "health": settings.health,
             "flow_control": flow_control,

@@ -23,6 +23,7 @@ from extproc.config.settings import FlowControlSection
 from extproc.demo import stack
 from extproc.flow_control.priority_band import PrioritySettings
 from extproc.recording import reader, recorder, rows
+from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.server import admin, decision_recording
 from extproc.simulator import replay
 from tests.e2e import http1
@@ -103,11 +104,20 @@ async def test_a_recording_names_the_settings_in_force():
 
 
 def test_a_replay_reads_the_recorded_settings():
-    """Bands of priorities too, and that no body was parsed."""
+    """Bands of priorities too, that no body was parsed, and KV events without addresses and paths."""
     flow_control = FlowControlSection(
         enabled=True, bands=(PrioritySettings(priority=-1, max_requests=5, order="edf"),)
     )
-    recorded = msgspec.structs.replace(settings(), flow_control=flow_control, parse_bodies=False)
+    kv_events = KvEventsSection(enabled=True, cpu_weight=0.6)
+    configured = msgspec.structs.replace(
+        kv_events,
+        bind="tcp://10.0.0.1:5557",
+        render_url="http://render:8000",
+        tokenizer_path="/models/m",
+    )
+    recorded = msgspec.structs.replace(
+        settings(), flow_control=flow_control, parse_bodies=False, kv_events=configured
+    )
     subject = decision_recording.DecisionRecorder(
         recorded, Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
     )
@@ -116,6 +126,7 @@ def test_a_replay_reads_the_recorded_settings():
     (line, _) = recording.take(100).splitlines()
     read = replay.recorded_settings(msgspec.json.decode(line, type=rows.HeaderRow), "recording")
     assert (read.flow_control, read.parse_bodies) == (flow_control, False)
+    assert read.kv_events == kv_events
 
 
 async def test_a_picker_without_a_recording_adds_nothing():
