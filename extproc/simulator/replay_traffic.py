@@ -2,7 +2,7 @@
 
 Prompts become keys of 16 tokens from the block hashes: two prompts share a key as far as they share
 blocks. The end of a prompt behind its last full block is its own, except that the next turn of a
-conversation repeats it, and the answer behind it.
+conversation repeats it, and the answer behind it as far as its engine found it in its cache.
 """
 
 from __future__ import annotations
@@ -261,6 +261,7 @@ def _build_traffic(
             answer_ended_s=None if end is None else item.unix_s - begin + end.total_s,
             ttft_s=None if end is None or end.ttft_s is None else row.queued_s + end.ttft_s,
             node=nodes.get(item.address, -1),
+            cached_tokens=end.cached_tokens if end else None,
         )
         builder.add(request, conversation=row.session or seed or 0, chain=row.chain)
         requests.append(request)

@@ -30,6 +30,7 @@ class TrafficRequest(msgspec.Struct, gc=False):
         answer_ended_s: Seconds from the first request to its end; None while unknown.
         ttft_s: Measured seconds from the arrival to the first token; None where unknown.
         node: Index of the engine that it went to, in the order of the fleet; -1 where that left.
+        cached_tokens: Prompt tokens that this engine found in its cache; None where unknown.
     """
 
     at: float
@@ -37,6 +38,7 @@ class TrafficRequest(msgspec.Struct, gc=False):
     answer_ended_s: float | None = None
     ttft_s: float | None = None
     node: int = -1
+    cached_tokens: int | None = None
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -180,6 +182,10 @@ def inner_key(base: int, offset: int) -> int:
 #: Seconds that a picker may see the end of an answer later than its client, who goes on at once.
 _END_LATENESS_S = 0.1
 
+#: Tokens at the end of a prompt that open the answer, such as a tag of reasoning: a later prompt may
+#: have others in their place.
+_ANSWER_OPENING_TOKENS: Final = 64
+
 
 class SessionBuilder:
     """Puts requests into sessions: a turn that came after the answer before it waits for it.
@@ -207,7 +213,7 @@ class SessionBuilder:
                 if len(chain) >= len(chain_before) and [*chain[: len(chain_before)]] == [
                     *chain_before
                 ]:
-                    before.spec = _with_answer(before.spec)
+                    before.spec = _with_answer(before, request)
                     keys, known_keys = request.spec.keys, before.spec.keys
                     keys = [*known_keys[: len(keys)], *keys[len(known_keys) :]]
                     request.spec = msgspec.structs.replace(request.spec, keys=keys)
@@ -239,9 +245,21 @@ class SessionBuilder:
         return [place_of[id(request)] for request in requests]
 
 
-def _with_answer(spec: RequestSpec) -> RequestSpec:
-    """A request whose keys go on over its answer, which a later prompt repeats."""
+def _with_answer(before: TrafficRequest, after: TrafficRequest) -> RequestSpec:
+    """The request of a turn whose keys go on over as much of its answer as the next one repeats.
+
+    That is all of it unless the engine found less in its cache: tokens of reasoning are no part of
+    later prompts. One that found less than the prompt may have evicted the rest, which shows nothing.
+    """
+    spec = before.spec
     begin, end = len(spec.keys), (spec.prompt_tokens + spec.output_tokens) // KEY_TOKENS
+    cached_tokens = after.cached_tokens
+    if (
+        cached_tokens is not None
+        and before.node == after.node >= 0
+        and cached_tokens >= spec.prompt_tokens - _ANSWER_OPENING_TOKENS
+    ):
+        end = min(end, cached_tokens // KEY_TOKENS)
     salt = spec.keys[-1] if begin else spec.prompt_tokens
     keys = [*spec.keys, *(own_key(salt, n) for n in range(begin, end))]
     return msgspec.structs.replace(spec, keys=keys)

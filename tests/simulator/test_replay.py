@@ -263,6 +263,54 @@ def test_a_turn_may_come_before_the_picker_sees_the_end(ended_s, sessions):
     assert all(seconds >= 0.0 for session in built for seconds in session.think_s)
 
 
+@pytest.mark.parametrize(
+    ("node", "cached_tokens", "num_repeated"),
+    [
+        (0, 160, 10),  # reasoning: the answer is not repeated
+        (0, 240, 15),
+        (0, 1000, 20),
+        (0, 144, 10),  # another tag opens the answer
+        (0, 0, 20),  # evicted, which does not show what is repeated
+        (0, None, 20),
+        (1, 160, 20),  # another engine never had the answer
+        (-1, 160, 20),
+    ],
+)
+def test_a_turn_repeats_as_much_of_the_answer_as_its_engine_found(
+    node, cached_tokens, num_repeated
+):
+    """Simulated engines find nothing where the next prompt has something else."""
+    builder = SessionBuilder()
+    first = sim_request.RequestSpec(prompt_tokens=160, output_tokens=160, keys=list(range(10)))
+    second = sim_request.RequestSpec(
+        prompt_tokens=480, output_tokens=1, keys=[*range(10), *range(100, 120)]
+    )
+    turns = [
+        TrafficRequest(0.0, first, answer_ended_s=1.0, node=min(node, 0)),
+        TrafficRequest(2.0, second, node=node, cached_tokens=cached_tokens),
+    ]
+    builder.add(turns[0], conversation=7, chain=[1])
+    builder.add(turns[1], conversation=7, chain=[1, 2])
+    answer, prompt = (turn.spec.keys for turn in turns)
+    assert len(answer) == num_repeated
+    assert prompt == [*answer, *second.keys[num_repeated:]]
+
+
+def test_cached_tokens_of_a_recording_show_what_turns_repeat(tmp_path):
+    """An engine that found no more than the prompt of the turn before had another answer behind it."""
+    workload, fleet = talks(1), [scenario.EngineGroup(count=1, profile="l4-8b-fp8")]
+    path, _ = write(tmp_path, "adaptive", workload, fleet=fleet, client=client.Client(users=1))
+    recorded = [*map(json.loads, path.read_bytes().splitlines())]
+    decisions, ends = ([row for row in recorded if row["kind"] == k] for k in ("decision", "end"))
+    for before, after in zip(decisions, ends[1:], strict=False):
+        after["cached_tokens"] = before["prompt_tokens"]
+    path.write_text("\n".join(map(json.dumps, recorded)))
+    (session,) = replay.load(path, strategies=(), configs=()).traffic.sessions
+    assert len(session.specs) == 4
+    for spec in session.specs:
+        assert len(spec.keys) == spec.prompt_tokens // 16
+
+
 def test_failed_requests_are_left_out_and_noted(tmp_path):
     """A refused request costs an engine nothing."""
     outage = scenario.Outage(engine=0, at_s=1.0, how="errors", back_s=3.0)
