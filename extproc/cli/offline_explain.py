@@ -10,7 +10,7 @@ from extproc.decision import Decision, Outcome
 from extproc.endpoint import NO_EXTRA, Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
 from extproc.parsing import surfaces
-from extproc.pool.endpoint_health import RequestOutcome
+from extproc.pool.endpoint_health import UNREACHABLE_AFTER, RequestOutcome
 from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
@@ -79,7 +79,8 @@ def _restore_endpoint(store: PoolStore, state: EndpointState) -> None:
         queued_tokens=state.queued_tokens,
         now=_NOW,
     )
-    for _ in range(min(state.failures, _MAX_FAILURES)):
+    failures = max(state.failures, UNREACHABLE_AFTER if state.health == "down" else 0)
+    for _ in range(min(failures, _MAX_FAILURES)):
         store.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", _NOW)
     if state.health in {"ejected", "probing"}:
         for _ in range(store.outlier_detector.settings.failures):
@@ -87,7 +88,9 @@ def _restore_endpoint(store: PoolStore, state: EndpointState) -> None:
 
 
 def _load(state: EndpointState) -> Load | None:
-    """Scraped load of an endpoint state; None where it has none."""
+    """Scraped load of an endpoint state; None where it has none, or its page stands still."""
+    if state.distrusted == "frozen":
+        return None  # a server counts nothing of such a page either
     load = Load(
         at=_NOW - (state.age_s or 0.0),
         engine=state.engine,

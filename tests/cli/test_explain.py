@@ -561,6 +561,28 @@ def test_a_state_of_many_failures_is_explained(files, tmp_path, capsys):
     assert "chosen by rendezvous: 10.0.0.2:8000" in output
 
 
+def test_a_page_that_stands_still_counts_as_the_mean(files, tmp_path, capsys):
+    """A server ignores it, so that an endpoint is not chosen for a load of the past."""
+    state = tmp_path / "state"
+    state.write_text(
+        "endpoints: [{address: '10.0.0.1:8000', distrusted: frozen, waiting: 0, running: 1}, "
+        "{address: '10.0.0.2:8000', waiting: 4, running: 6}]"
+    )
+    output = told_by(
+        capsys, files["body"], "--state", str(state), "--strategy", "least-queue", "--json"
+    )
+    loads = [candidate["waiting"] for candidate in json.loads(output)["candidates"]]
+    assert loads == [4.0, 4.0]
+
+
+def test_an_endpoint_that_is_down_is_no_candidate(files, tmp_path, capsys):
+    """A state written by hand needs no count of failures for it."""
+    state = tmp_path / "state"
+    state.write_text(HEALTH.replace("health: ejected, cause: errors, out_s: 4", "health: down"))
+    output = told_by(capsys, files["body"], "--state", str(state), "--json")
+    assert json.loads(output)["excluded_by_health"] == {"failing": ["10.0.0.1:8000"]}
+
+
 def test_an_empty_request_is_status_2(files, tmp_path, capsys, monkeypatch):
     """No request is not a request without a model."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" ")))
