@@ -185,9 +185,10 @@ def merge_settings(
     theirs = dict(document.tree)
     if chosen and document.plugins is not None:
         raise _set_twice(file / "scheduling" / chosen[0], "its plugins")
-    if chosen:
+    section = theirs.get("scheduling")
+    if chosen and isinstance(section, dict):
         # Upstream's default, which nothing in the EndpointPickerConfig asks for.
-        theirs.pop("scheduling")
+        theirs["scheduling"] = {key: section[key] for key in section if key != "strategy"}
     for key in ours.keys() & {"apiVersion", "kind"}:
         theirs.pop(key)
     return _merge(theirs, ours, file)

@@ -56,6 +56,14 @@ def test_a_document_of_ours_replaces_the_default_profile():
     assert read(GATE, "scheduling: {fallbacks: 1}").scheduling.strategy == "weighted"
 
 
+@pytest.mark.parametrize("ours", ["strategy: adaptive", "goal: throughput", "fallbacks: 1"])
+def test_a_strategy_of_ours_leaves_their_saturation_detector(ours):
+    """The detector is written in the EndpointPickerConfig, where the strategy is only its default."""
+    detector = "saturationDetector: {queueDepthThreshold: 50}\n"
+    settings = read(detector, f"scheduling: {{{ours}}}")
+    assert settings.scheduling.saturation.utilization.queue_depth_threshold == 50
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "place", "got"),
     [
