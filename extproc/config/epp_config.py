@@ -99,10 +99,12 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     warnings += unmapped
     sections = {} if section is None else {"flow_control": section}
     written = {
-        key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
+        key: tree[key]
+        for key in ("plugins", "schedulingProfiles")
+        if tree.get(key) not in (None, [])
     }
     plugins = None
-    if written.get("plugins"):
+    if written:
         plugins = validation.to_struct(written, EppPlugins, where=file)
         epp_handlers.check_handlers(plugins, file)
     named = (

@@ -354,6 +354,7 @@ schedulingProfiles:
             "remove it",
         ),
         ("plugin: []", "plugin", "did you mean plugins?"),
+        ("schedulingProfiles: [{nam: a}]", "schedulingProfiles[0].nam", "did you mean name?"),
         ("plugins: [{typ: queue-scorer}]", "plugins[0].typ", "did you mean type?"),
     ],
 )
@@ -363,6 +364,15 @@ def test_errors_name_the_nearest_known_value(text, spot, fix):
         resolved(THEIRS + text + "\n")
     assert raised.value.where == f"file.yaml: {spot}"
     assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize("plugins", ["", "plugins: []\n", "plugins: null\n"])
+def test_profiles_without_plugins_are_refused(plugins):
+    """Their references lead nowhere, and upstream's default profile is not what they describe."""
+    profiles = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer}]}]\n"
+    with pytest.raises(ConfigError, match="expected the key plugins"):
+        read(THEIRS + plugins + profiles)
+    assert read(THEIRS + plugins + "schedulingProfiles: []\n")[0].scheduling.strategy == "weighted"
 
 
 @pytest.mark.parametrize(
