@@ -271,8 +271,18 @@ class ExceptionLog:
             return
         self._logged[key] = now
         frames = traceback.extract_tb(error.__traceback__)
-        places = (f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
-        _request_log.error("a request ran into a bug: %s\n%s", key[0], "\n".join(places))
+        stack = "\n".join(f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
+        record = _request_log.makeRecord(
+            _request_log.name,
+            logging.ERROR,
+            fn="",
+            lno=0,
+            msg="a request ran into a bug: %s",
+            args=(key[0],),
+            exc_info=None,
+            sinfo=stack,
+        )
+        _request_log.handle(record)
 
 
 def place_of(error: BaseException) -> str:

@@ -36,6 +36,9 @@ MATCH_ANNOTATIONS: Mapping[str, str] = {
 _MAX_CONDITIONS = 64
 _MAX_LENGTH = 256
 
+#: Longest part of a match that its rejection repeats (characters).
+_MAX_SHOWN = 200
+
 
 class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The widest match that annotations of some discovered pools may state.
@@ -116,7 +119,10 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
     if any(pool_match.is_within(match, limit) for limit in limits):
         return MatchGrant(match)
     reason = "reaches beyond what its rules allow" if limits else "has no rule"
-    return MatchGrant(rejection=f"{pool_match.describe(match)} {reason} in cluster.match_rules")
+    described = pool_match.describe(match)
+    if len(described) > _MAX_SHOWN:
+        described = f"{described[:_MAX_SHOWN]}..."
+    return MatchGrant(rejection=f"{described} {reason} in cluster.match_rules")
 
 
 def describe_match_rules(rules: Sequence[MatchRule]) -> Iterator[str]:

@@ -237,8 +237,9 @@ class TextFormatter(logging.Formatter):
         return f"{_format_second(int(record.created))},{int(record.msecs):03d}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of logging.Formatter
-        """Formats all but an exception."""
-        line = f"{record.asctime} {record.levelname} {record.name} {record.message}"
+        """Formats all but an exception and a stack, in one line."""
+        message = _escape_unprintable(record.message)
+        line = f"{record.asctime} {record.levelname} {record.name} {message}"
         fields = _fields(record)
         return line + _to_assignments(fields) if fields else line
 
@@ -281,7 +282,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object: time, level, logger, message, and fields beside them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record, exceptions included."""
+        """Formats a record, exceptions and stacks included."""
         second = _format_utc_second(int(record.created))
         values: dict[str, FieldValue] = {
             "time": f"{second}.{int(record.msecs):03d}Z",
@@ -292,6 +293,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            values["stack"] = record.stack_info
         try:
             return _encode(values).decode()
         except UnicodeEncodeError:  # half of a surrogate pair
@@ -366,6 +369,13 @@ def _format_second(second: int) -> str:
 @functools.lru_cache(maxsize=2)
 def _format_utc_second(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+
+
+def _escape_unprintable(message: str) -> str:
+    """Escape line breaks and control characters, which may come from objects of tenants."""
+    if message.isprintable():
+        return message
+    return "".join([char if char.isprintable() else ascii(char)[1:-1] for char in message])
 
 
 def _is_unescaped(text: str) -> bool:

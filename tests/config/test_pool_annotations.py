@@ -92,6 +92,13 @@ def test_matches_are_bounded(annotations, text):
     assert text in granted("[{pools: ['*']}]", **annotations).rejection
 
 
+def test_a_rejection_repeats_the_beginning_of_a_match():
+    """A match may have 256 conditions of 256 characters; its rejection is one line of the log."""
+    refused = granted("[]", models=",".join(f"{number:0256}" for number in range(64)))
+    assert refused.rejection.endswith("... has no rule in cluster.match_rules")
+    assert len(refused.rejection) < 250
+
+
 HOSTS = st.sampled_from(["a.x", "b.a.x", "*.a.x", "*.x", "x", "y"])
 PATHS = st.sampled_from(["/", "/a", "/a/b", "/ab"])
 MODELS = st.sampled_from(["m", "m-1", "m-*", "m*", "*", "n"])

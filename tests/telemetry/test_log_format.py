@@ -8,11 +8,13 @@ import io
 import json
 import logging
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.supervision import ExceptionLog
 from extproc.telemetry import log_format
 
 _log = logging.getLogger("extproc.pool")
@@ -63,6 +65,31 @@ def test_text_quotes_what_could_be_another_field_or_line(lines, text):
     assert lines[0].endswith(f" id={json.dumps(text)} model=m")
     assert len(lines[0].splitlines()) == 1
     assert lines[0].isprintable()
+
+
+@pytest.mark.parametrize("text", ["a\n2026-11-23 ERROR b", "a\r\x85\u2028b", "\x1b[2J", "\ud800"])
+def test_text_escapes_what_could_be_another_line_in_a_message(text):
+    """An annotation of a tenant begins no line and steers no terminal."""
+    message = f"pool ü/p matches nothing: {text}"
+    record = log_format.EventRecord("extproc.server", logging.WARNING, message, {})
+    line = log_format.build_formatter("text").format(record)
+    assert line.endswith(f" pool ü/p matches nothing: {ascii(text)[1:-1]}")
+    assert line.isprintable()
+
+
+def test_the_stack_of_a_bug_is_beside_its_message(caplog):
+    """It has lines of its own in text, and a field in JSON."""
+    try:
+        {}["x"]
+    except KeyError as error:
+        ExceptionLog(Counter(), lambda: 0.0).record(error)
+    (record,) = caplog.records
+    first, *stack = log_format.build_formatter("text").format(record).splitlines()
+    shown = json.loads(log_format.build_formatter("json").format(record))
+    assert first.endswith(" ERROR extproc.server a request ran into a bug: KeyError")
+    assert shown["message"] == "a request ran into a bug: KeyError"
+    assert shown["stack"].splitlines() == stack
+    assert "test_log_format.py" in stack[0]
 
 
 @pytest.mark.parametrize("pick", ["a; cost=1", "ü", 'a "b" \\c', "a\x7fb", "\x1b[2J", "\ud800"])
