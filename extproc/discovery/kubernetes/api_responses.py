@@ -273,11 +273,12 @@ _NAMELESS = UndecodableMessage("an object without a name")
 
 
 def decode_status(text: bytes | msgspec.Raw) -> ApiStatus:
-    """Parses an error message of the server; empty fields if it is none."""
+    """Parses an error message of the server, or a page of a proxy before it; its text on one line."""
     try:
-        return _STATUS.decode(text)
+        status = _STATUS.decode(text)
     except objects.BROKEN:
-        return ApiStatus(message=bytes(text)[:200].decode("utf-8", "replace"))
+        status = ApiStatus(message=bytes(text)[:200].decode("utf-8", "replace"))
+    return msgspec.structs.replace(status, message=" ".join(status.message.split()))
 
 
 def _decode_key(text: msgspec.Raw) -> _Key:

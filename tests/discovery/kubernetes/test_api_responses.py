@@ -238,6 +238,23 @@ def test_no_bytes_raise(text):
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            b"<html>\r\n<h1>502 Bad\tGateway</h1>\n</html>\n",
+            "<html> <h1>502 Bad Gateway</h1> </html>",
+        ),
+        (b'{"message": "denied:\\n no rule\\n", "code": 403}', "denied: no rule"),
+        (b"x\n" * 500, "x " * 99 + "x"),
+        (b"", ""),
+    ],
+)
+def test_the_message_of_an_error_is_one_line(text, message):
+    """The page of a proxy before the server has several; logs and /readyz show one."""
+    assert api_responses.decode_status(text).message == message
+
+
 @hypothesis.given(JSON, st.sampled_from(["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "X"]))
 def test_no_document_raises(value, kind):
     """Nor does JSON that is nearly an object."""
