@@ -38,6 +38,9 @@ _EXPECTED = re.compile(r"^Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P
 _NOT_AMONG = "Invalid enum value "
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
+#: Keys of command lines, which may hold a password: errors do not repeat what stands there.
+_COMMANDS = frozenset({"launch", "exec", "command"})
+
 #: Types of a list in a file.
 _COLLECTIONS = (
     inspect.VarTupleType,
@@ -241,8 +244,8 @@ def _from_msgspec_error(text: str, tree: object, into: type, place: Place) -> Co
     split = _AT.match(text)
     message = split["message"] if split else text
     local, known = _steps(split["at"] if split else None)
-    actual = show(_look(tree, local)) if known else ""
     spot = Place(place.file, (*place.path, *local))
+    actual = _show_at(spot.path, _look(tree, local)) if known else ""
     expected = _EXPECTED.match(message)
     if expected:
         actual = actual or expected["got"] or "something else"
@@ -266,6 +269,14 @@ def _from_msgspec_error(text: str, tree: object, into: type, place: Place) -> Co
     return ConfigError(
         spot, wanted=wanted.removeprefix("expected "), got=rest or actual, fix="change the value"
     )
+
+
+def _show_at(path: Path, value: object) -> str:
+    """Format the value at a path for an error; of a command line no word."""
+    keys = [step for step in path if isinstance(step, str)]
+    if not value or isinstance(value, bool | dict | list) or _COMMANDS.isdisjoint(keys[-1:]):
+        return show(value)
+    return "text" if isinstance(value, str) else "another value"
 
 
 def _wanted(types: str, bound: str) -> str:

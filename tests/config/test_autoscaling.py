@@ -65,7 +65,7 @@ def test_explicit_target_fields_override_those_of_the_kind():
         ("target: {name: x, namespace: 'a/b'}", "target.namespace", "'a/b'"),
         ("target: {name: x}, exec: [scale, '{replicas}']", "autoscaling", "target and exec"),
         ("launch: {command: [x]}, exec: [scale, '{replicas}']", "autoscaling", "launch and exec"),
-        ("exec: [scale]", "exec", "scale"),
+        ("exec: [scale]", "exec", "none of 1"),
         ("launch: {command: []}", "launch.command", ""),
         ("max: 0", "max", "0"),
     ],
@@ -76,6 +76,26 @@ def test_contradictory_settings_are_refused(text, where, actual):
         scaling(text)
     assert where in str(refused.value)
     assert actual in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("exec: [scale, --token=s3cret]", "none of 2"),
+        ("exec: 'scale --token=s3cret {replicas}'", "text"),
+        ("exec: [scale, 53275]", "another value"),
+        ("exec: [scale, '']", "''"),
+        ("launch: vllm --api-key s3cret", "text"),
+        ("launch: {command: vllm --api-key s3cret}", "text"),
+        ("launch: {}", "a mapping with 0 keys"),
+        ("launch: {command: [vllm], start_s: 5m}", "'5m'"),
+    ],
+)
+def test_errors_repeat_no_word_of_a_command(text, got):
+    """It may hold a password, and the console shows why a reload was refused."""
+    with pytest.raises(ConfigError) as refused:
+        scaling(text)
+    assert refused.value.got == got
 
 
 def test_launched_engines_are_a_discovery_source():
