@@ -190,19 +190,25 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
     def add_requests(self, lines: _RequestLines) -> None:
         """Write lines of routed requests, which waited for each other, at once."""
-        formatter, waiting = self.formatter, self._waiting
+        formatter = self.formatter
+        formatted: list[str] = []
         format_requests = (
             formatter.format_requests if isinstance(formatter, _OURS) else self._format_events
         )
         try:
-            waiting += format_requests(lines)
+            formatted += format_requests(lines)
         except Exception:  # noqa: BLE001 - all but the lines that cannot be formatted
             for pair in lines:
                 try:
-                    waiting += format_requests([pair])
+                    formatted += format_requests([pair])
                 except Exception:  # noqa: BLE001 - as other handlers
                     self.handleError(_NO_LINE)
-        self.flush()
+        self.acquire()
+        try:
+            self._waiting += formatted
+            self.flush()
+        finally:
+            self.release()
 
     def flush(self) -> None:
         """Write the lines that wait; a stream that fails costs them, and raises nothing."""

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -233,6 +234,28 @@ def test_requests_are_logged_by_any_handler(caplog):
         head = {"level": "info", "logger": "extproc.requests", "message": "request"}
         assert shown == {**head, **fields}
     assert [record.fields for record in caplog.records] == [fields] * 2
+
+
+class SlowFormatter(log_format.TextFormatter):
+    """Formats requests while another thread logs."""
+
+    def format_requests(self, lines):
+        record = log_format.EventRecord("extproc.traces", logging.WARNING, "span export failed", {})
+        thread = threading.Thread(target=self.handler.handle, args=(record,))
+        thread.start()
+        thread.join()
+        return super().format_requests(lines)
+
+
+def test_lines_of_requests_are_kept_when_another_thread_logs_meanwhile():
+    """The thread writes what waits, and the lines come after it."""
+    stream, formatter = Written(), SlowFormatter()
+    formatter.handler = handler = log_format.LogHandler(stream)
+    handler.setFormatter(formatter)
+    line = log_format.RequestLine(id="a", total_s=0.25, pick="p")
+    handler.add_requests([(1.0, line)] * 2)
+    written = stream.getvalue().splitlines()
+    assert [" id=a " in text for text in written] == [False, True, True]
 
 
 class BrokenStream(io.StringIO):
