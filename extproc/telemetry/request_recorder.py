@@ -135,8 +135,8 @@ class RequestRecorder(DecisionRecord):
             self.trace = RequestTrace(trace, started_s)
 
     def on_pool_selected(self, pool: str) -> None:
-        """Count the request for another pool."""
-        self.pool_counters = self._streams.counters.open_pools[pool]
+        """Count the request for another pool, unless that was removed while the request waited."""
+        self.pool_counters = self._streams.counters.open_pools.get(pool, self.pool_counters)
 
     def on_direct_response(self) -> None:
         """Count a request that was answered without an endpoint."""

@@ -64,6 +64,7 @@ class RecorderFixture:
         """The recorder of a routed request."""
         request = self.recorder.observe_request("default")
         if pool != "default":
+            self.counters.for_pool(pool)
             request.on_pool_selected(pool)
         decision = decided()
         if prompt is not None:
@@ -345,6 +346,7 @@ def test_the_latest_record_of_an_id_is_returned():
 def test_recorder_records_refused_requests_that_have_an_id():
     """Under the pool that was selected."""
     scene = RecorderFixture()
+    scene.counters.for_pool("other")
     for request_id in ("id", ""):
         request = scene.recorder.observe_request("default")
         request.on_pool_selected("other")
@@ -537,6 +539,15 @@ def test_requests_of_a_removed_pool_count_under_no_other(first):
     for pool in sorted(requests, key=lambda pool: pool != first):
         requests[pool].on_finished(endpoint=f"{pool}:1", status="200", duration_s=1.0)
     assert scene.counters.for_pool("default").responses == {("default:1", "200"): 1}
+
+
+def test_a_pool_removed_while_a_request_waits_gets_no_series():
+    """They would stay until the pool comes and goes again."""
+    scene = RecorderFixture()
+    request = scene.recorder.observe_request("")
+    request.on_pool_selected("removed")
+    request.on_rejected(NO_ENDPOINTS, request_id="id", labels=LABELS, now=1.0)
+    assert list(scene.counters.pools) == [""]
 
 
 def test_a_smaller_log_drops_older_decisions_at_once():
