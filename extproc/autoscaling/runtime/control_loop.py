@@ -153,6 +153,7 @@ class ControlLoop:
         self.metrics = LoopMetrics(self.scaler.policy.window_s)
         self._woken = asyncio.Event()
         self._is_waiting = True
+        self._is_retrying = False
         self._waits_since: float | None = None
         self._reported_error = ""
         self._requested: int | None = None
@@ -169,15 +170,20 @@ class ControlLoop:
 
     def on_arrival(self) -> None:
         """Handle a request that is queued. Cheap: it is called for every queued request."""
-        if self._is_waiting and not self._woken.is_set():
+        if self._is_wakeable and not self._woken.is_set():
             if self._waits_since is None:
                 self._waits_since = self._clock()
             self._woken.set()
 
     def wake(self) -> None:
         """Handle the report of a peer that a request is queued."""
-        if self._is_waiting:
+        if self._is_wakeable:
             self._woken.set()
+
+    @property
+    def _is_wakeable(self) -> bool:
+        """True where a queued request makes a step due at once: not where it only awaits a retry."""
+        return self._is_waiting and not self._is_retrying
 
     def state(self) -> LoopState:
         """Current state, for `restore` in another process."""
@@ -214,8 +220,9 @@ class ControlLoop:
         """Observe, decide and act once; returns seconds until the next step.
 
         Args:
-            immediate: True if a request waits for it: peers get our counters, theirs are not read.
+            immediate: True if a request waits for it: the counters of peers are not read.
         """
+        self._is_retrying = False
         if not self._runtime.synced:
             return _SYNC_POLL_S
         own = self._counters.read()
@@ -226,17 +233,19 @@ class ControlLoop:
             peer_counters, spec = await asyncio.gather(self._peers.read(self.name), looking)
         if isinstance(spec, actuator.ActuatorError):
             self._report_error(spec)
-            if immediate:
-                await self._peers.push()
-            return _RETRY_S if own.held else self.scaler.policy.interval_s
-        self._decide(own, peer_counters, spec)
-        failed = await self._act(spec)
-        has_waiting = own.held and self._is_waiting
-        # Again, where the replica that may act was notified and did not: another may lead by now.
-        if immediate or has_waiting:
+            failed = True
+        else:
+            self._decide(own, peer_counters, spec)
+            failed = await self._act(spec)
+        # At a retry again: the replica that may act was notified and did not, and another may lead.
+        if own.held and (immediate or self._is_waiting):
             await self._peers.push()
-        is_urgent = has_waiting or (failed and own.held)
-        return _RETRY_S if is_urgent else self.scaler.policy.interval_s
+        self._is_retrying = bool(own.held) and (failed or self._is_waiting)
+        if not self._is_retrying:
+            return self.scaler.policy.interval_s
+        # The retry comes after its pause, however many requests and reports of peers come before.
+        self._woken.clear()
+        return _RETRY_S
 
     def _decide(
         self, own: PickerCounters, peer_counters: Mapping[str, PickerCounters | None], spec: int

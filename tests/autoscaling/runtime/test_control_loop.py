@@ -63,6 +63,7 @@ class FakePeerCounters:
     def __init__(self):
         self.reports = {}
         self.pushed = 0
+        self.on_push = int
         self.reads = 0
 
     def last(self, pool):
@@ -74,6 +75,7 @@ class FakePeerCounters:
 
     async def push(self):
         self.pushed += 1
+        self.on_push()
 
 
 class ControlLoopFixture:
@@ -96,7 +98,7 @@ class ControlLoopFixture:
         )
         self.runtime = self.registry.by_name[""]
         self.actuator, self.others = FakeActuator(spec), FakePeerCounters()
-        self.changes = []
+        self.changes, self.items = [], []
         self.recorder = StreamRecorder(counters, DecisionLog(1), lambda: self.now)
         self.pool_counters = counters.for_pool("")
         self.counters = DemandCounters(self.runtime, self.pool_counters)
@@ -122,7 +124,9 @@ class ControlLoopFixture:
             HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
         )
         why = self.runtime.parts.director.decide(prepared, self.now)
-        return self.runtime.flow_controller.enqueue(prepared, why, self.now)
+        item = self.runtime.flow_controller.enqueue(prepared, why, self.now)
+        self.items.append(item)
+        return item
 
     async def pass_s(self, seconds):
         """Looks, as often as they are due."""
@@ -190,7 +194,57 @@ async def test_only_the_leader_scales():
     assert await fixture.loop.step(immediate=True) == 1.0
     assert fixture.loop.active
     assert (fixture.actuator.requested, fixture.others.pushed) == ([], 1)
+
+
+async def test_replicas_that_may_not_scale_wake_each_other_once():
+    """With a request at each: what they push is no reason for another step before the retry."""
+    pair = [ControlLoopFixture(), ControlLoopFixture()]
+    for fixture, other in (pair, reversed(pair)):
+        fixture.actuator.can_scale = False
+        fixture.come()
+        fixture.ask()
+        fixture.others.on_push = other.loop.wake
+    for fixture in pair * 5:
+        if fixture.loop.is_woken:
+            fixture.loop._woken.clear()
+            await fixture.loop.step(immediate=True)
+    assert [fixture.others.pushed for fixture in pair] == [1, 1]
+
+
+@pytest.mark.parametrize("fails", ["no right", "look"])
+async def test_requests_that_come_before_a_retry_make_for_no_other_step(fails):
+    """Also those that come during the failed step; the first of a later time does again."""
+    fixture = ControlLoopFixture()
+    fixture.come()
+    fixture.ask()
+    fixture.actuator.fails, fixture.others.on_push = fails, fixture.ask
+    assert fixture.loop.is_woken
+    assert await fixture.loop.step(immediate=True) == 1.0
+    fixture.ask()
     fixture.loop.wake()
+    assert not fixture.loop.is_woken
+    fixture.others.on_push = int
+    assert await fixture.loop.step() == 1.0
+    assert fixture.others.pushed == 2
+    for item in fixture.items:
+        fixture.runtime.flow_controller.cancel(item, fixture.now)
+    assert await fixture.loop.step() == 5.0
+    fixture.ask()
+    assert fixture.loop.is_woken
+
+
+async def test_the_report_of_a_peer_is_not_answered_with_a_push():
+    """No request waits here that others would have to know; the first one is still in a hurry."""
+    fixture = ControlLoopFixture()
+    fixture.actuator.can_scale = False
+    fixture.come()
+    fixture.others.reports = {"other": PickerCounters(held=1)}
+    fixture.loop.wake()
+    assert fixture.loop.is_woken
+    fixture.loop._woken.clear()
+    await fixture.loop.step(immediate=True)
+    assert fixture.others.pushed == 0
+    fixture.ask()
     assert fixture.loop.is_woken
 
 
