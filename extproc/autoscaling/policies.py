@@ -83,7 +83,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     More than the spec is taken at once, several steps at a time, at most doubled or 4 more. Fewer:
     the most that was `enough` within `down_s`, but one at least; none once there was no request for
-    `idle_s`.
+    `idle_s`, and then none is started before the next request.
 
     Attributes:
         wait_s: Wait of a request above which another replica is started (seconds). 30: half of a
@@ -145,7 +145,8 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             f"{rate:.3g} token seconds arrive per second, {backlog:.3g} wait, "
             f"a replica does {demand.throughput:.3g}"
         )
-        if up > spec or (demand.held and not spec):
+        # At zero only requests start a replica: the rate still counts earlier ones.
+        if (up > spec and (spec or is_busy)) or (demand.held and not spec):
             most = max(2 * spec, spec + _ALWAYS_MORE)
             wanted = bounds.clamp(min(max(1, up), most))
             return memory, ScalingDecision(

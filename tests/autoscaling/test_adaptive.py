@@ -90,6 +90,17 @@ def test_the_last_replica_is_removed_after_idle_s():
     assert target.changes == [(last + 300, 0)]
 
 
+def test_no_replica_is_started_for_requests_before_the_idle_time():
+    """The rate of a window longer than `idle_s` is above zero; the next request starts one."""
+    target = TargetFixture(AdaptivePolicy(idle_s=0, window_s=60), spec=1)
+    target.run(200, in_flight=1, arriving=0.5)
+    last = target.now
+    target.run(100)
+    assert target.changes == [(last + 5, 0)]
+    target.run(5, held=1)
+    assert target.changes[1:] == [(last + 105, 1)]
+
+
 def test_single_requests_keep_a_replica():
     """A request now and then, more often than the cool-down, is not a cold start each."""
     target = TargetFixture(AdaptivePolicy(idle_s=300), spec=1)
