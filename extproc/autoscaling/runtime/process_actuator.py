@@ -179,31 +179,35 @@ class ProcessActuator(Actuator):
 
     async def _run_engine(self, engine: EngineProcess) -> None:
         """Run an engine from its start to its end."""
-        argv = list(self._launch.command)
-        if any(PORT in word for word in argv):
-            port = _free_port(self._launch.host)
-            argv = [word.replace(PORT, str(port)) for word in argv]
-            engine.address = join_host_port(self._launch.host, port)
-        if shutil.which(argv[0]) is None:
-            engine.lines.append(f"there is no program {argv[0]}")
-            self._on_exit(engine)
-            return
         try:
-            on_output = functools.partial(self._on_output, engine)
-            process = await ChildProcess.start(with_parent_death_signal(argv), on_output)
-        except OSError as error:
-            engine.lines.append(f"it cannot be started: {error.strerror}")
-            self._on_exit(engine)
-            return
-        try:
-            await self._serve(engine, process)
-        finally:
+            process = await self._start_process(engine)
+            if process is None:
+                return
             try:
+                await self._serve(engine, process)
+            finally:
                 await self._terminate(process)
                 await process.wait_for_output()
                 self._on_output(engine, b"\n")
-            finally:
-                self._on_exit(engine)
+        finally:
+            self._on_exit(engine)
+
+    async def _start_process(self, engine: EngineProcess) -> ChildProcess | None:
+        """Start the program of an engine; None where that is impossible."""
+        argv = list(self._launch.command)
+        try:
+            if any(PORT in word for word in argv):
+                port = _free_port(self._launch.host)
+                argv = [word.replace(PORT, str(port)) for word in argv]
+                engine.address = join_host_port(self._launch.host, port)
+            if shutil.which(argv[0]) is None:
+                engine.lines.append(f"there is no program {argv[0]}")
+                return None
+            on_output = functools.partial(self._on_output, engine)
+            return await ChildProcess.start(with_parent_death_signal(argv), on_output)
+        except OSError as error:
+            engine.lines.append(f"it cannot be started: {error.strerror}")
+            return None
 
     async def _serve(self, engine: EngineProcess, process: ChildProcess) -> None:
         ended = asyncio.ensure_future(process.ended.wait())
@@ -315,7 +319,7 @@ def connectable_address(printed: str, host: str) -> str:
 
 
 def _free_port(host: str) -> int:
-    """A TCP port that is free at this moment."""
+    """A TCP port that is free at this moment; raises OSError where the host is of another machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

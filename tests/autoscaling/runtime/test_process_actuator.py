@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import sys
 
 import aiohttp
@@ -177,6 +178,30 @@ async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog, published):
     command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
     async with picker(command, min=1):
         await published(lambda: sum("ended: no GPU" in message for message in caplog.messages) >= 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reported"),
+    [(OSError(errno.EMFILE, "too many open files"), "too many open files"), (OverflowError(), "")],
+)
+async def test_an_engine_without_a_port_is_replaced(
+    monkeypatch, caplog, published, fault, reported
+):
+    """Another one is tried, which finds a port; the log says why the first one had none."""
+    monkeypatch.setattr(process_actuator, "_RESTART_PAUSE_S", 0.1)
+    free_port, faults = process_actuator._free_port, [fault]
+
+    def find_port(host):
+        if faults:
+            raise faults.pop()
+        return free_port(host)
+
+    monkeypatch.setattr(process_actuator, "_free_port", find_port)
+    async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
+        await published(lambda: running.picker.pool_registry.pools()[""].members)
+        (member,) = running.picker.pool_registry.pools()[""].members
+        assert member.endpoint.name == "engine-2"
+    assert any("engine 1 ended: " in text and reported in text for text in caplog.messages)
 
 
 async def test_a_missing_program_is_reported(caplog, published):
