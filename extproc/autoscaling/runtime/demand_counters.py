@@ -56,13 +56,14 @@ class DemandCounters:
         fresh = [member.load for member in scraped]
         # The first page of an endpoint shows its ranks.
         engines = Counter(map(_replica, scraped))
+        rates = [member.rates for member in pool.members]
         return TargetObservation(
             spec=spec,
             available=available(pool),
             waiting=math.fsum(load.waiting or 0.0 for load in fresh),
             running=math.fsum(load.running or 0.0 for load in fresh),
-            rates=step_time_values.pool_mean([member.rates for member in pool.members])
-            if pool.members
+            rates=step_time_values.pool_mean(rates)
+            if any(model.evidence for model in rates)
             else None,
             engines=max(engines.values(), default=0),
         )

@@ -370,8 +370,8 @@ class ExtprocPicker:
 
     def rates(self) -> StepTimeModel | None:
         """See `SimPicker`."""
-        members = self.parts.store.pool.members
-        return max((m.rates for m in members), key=lambda r: r.evidence, default=None)
+        rates = [m.rates for m in self.parts.store.pool.members if m.rates.evidence]
+        return max(rates, key=lambda r: r.evidence, default=None)
 
     def _scrape(self, n: int, watch: int) -> None:
         if n not in self._watched or self._watches[n] != watch:

@@ -14,7 +14,7 @@ from extproc.autoscaling.runtime.demand_counters import DemandCounters
 from extproc.config.autoscaling import ScalingSection
 from extproc.decision import Rejection
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, schedule
@@ -442,6 +442,22 @@ def test_ranks_are_counted_as_engines_of_their_replica():
         store.observe(store.begin_scrape(member.endpoint), Load(at=0.0, running=20.0), 0.0)
     observation = fixture.counters.observe_target(2, 0.0)
     assert (observation.available, observation.running, observation.engines) == (2, 80.0, 4)
+
+
+def test_step_times_are_observed_once_an_engine_has_shown_some():
+    """Until then those that were learned of earlier engines stay; an engine without any adds none."""
+    fixture = ControlLoopFixture(spec=2)
+    fixture.come("10.0.0.1:8000", "10.0.0.2:8000")
+    store = fixture.runtime.parts.store
+    assert fixture.counters.observe_target(2, 0.0).rates is None
+    for tick in range(10):
+        steps = 20.0 * tick
+        counters = EngineCounters(steps=steps, step_tokens=steps, generated_tokens=steps)
+        page = Load(at=float(tick), running=1.0, counters=counters)
+        store.observe(store.begin_scrape(store.pool.members[0].endpoint), page, float(tick))
+    assert store.pool.members[0].rates.evidence
+    rates = fixture.counters.observe_target(2, 9.0).rates
+    assert rates.step_s == pytest.approx(store.pool.members[0].rates.step_s)
 
 
 def test_a_loop_without_a_step_has_no_gauges():
