@@ -325,11 +325,10 @@ class DemandEstimator:
             total.in_flight += new.in_flight
             # Of a picker that was never read, the past says nothing about now.
             old = new if last is None else last[1]
-            if new.arrived < old.arrived or new.answered < old.answered:
-                old = PickerCounters()  # it began again
-            total.arrived += new.arrived - old.arrived
+            # A picker that starts again has another name: a lower total is no new beginning.
+            total.arrived += max(0.0, new.arrived - old.arrived)
             total.prompt_tokens += max(0.0, new.prompt_tokens - old.prompt_tokens)
-            total.answered += new.answered - old.answered
+            total.answered += max(0.0, new.answered - old.answered)
             total.answer_tokens += max(0.0, new.answer_tokens - old.answer_tokens)
         return total, latest
 

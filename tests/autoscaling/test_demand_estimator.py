@@ -72,11 +72,13 @@ def test_an_unreadable_peer_keeps_its_last_counters_for_a_minute():
     assert (demand.held, demand.complete) == (1, True)
 
 
-def test_counters_of_a_restarted_peer_start_from_zero():
-    """Totals that are lower than before are of a new process."""
+def test_a_total_that_goes_back_is_no_new_demand():
+    """A picker that starts again has another name; what comes after counts from the lower total."""
     estimator = DemandEstimator(SERIAL_SETTINGS)
-    read(estimator, 0.0, arrived=100.0)
-    assert read(estimator, 10.0, arrived=2.0).arriving == pytest.approx(2 * 30 / 10)
+    read(estimator, 0.0, arrived=100.0, answered=100.0)
+    assert read(estimator, 10.0, arrived=98.0, answered=98.0).arriving == 0.0
+    demand = read(estimator, 20.0, arrived=100.0, answered=98.0)
+    assert demand.arriving == pytest.approx(2 * 30 / 10)
 
 
 def test_earlier_totals_of_a_new_peer_are_not_counted():

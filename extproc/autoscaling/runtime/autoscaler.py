@@ -22,9 +22,9 @@ from extproc.autoscaling.runtime.control_loop import (
     LoopState,
     ScaledPool,
 )
-from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
+from extproc.autoscaling.runtime.demand_counters import DemandCounters, PeerCounterClient
 from extproc.config import kubernetes_plan, pool_annotations, pools
-from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
+from extproc.config.autoscaling import AutoscalingSection, ScaleTarget, ScalingSection
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes.settings import POOL_GROUP, KubernetesSettings
 from extproc.errors import ConfigError
@@ -94,6 +94,8 @@ class Autoscaler:
             on_waiting=self._wake,
         )
         self._scaled: dict[str, ScaledPool] = {}
+        self._counters = counters
+        self._counts: dict[str, DemandCounters] = {}
         #: Pools that are about to take a target, and states of pools that are not scaled at present.
         self._joining: dict[str, ScaledPool] = {}
         self._last_states: dict[str, LoopState] = {}
@@ -116,7 +118,6 @@ class Autoscaler:
             is_leader=is_leader,
             clock=clock,
             supervisor=counters.supervisor,
-            counters=counters,
             peers=self.peers,
             on_step=self._on_step,
         )
@@ -124,7 +125,7 @@ class Autoscaler:
             wanted = plan.settings.pool.autoscaling
             if wanted is not None:
                 runtime = registry.by_name[plan.name]
-                pool = ScaledPool(runtime, wanted, self._context)
+                pool = self._build_pool(runtime, wanted)
                 other = self._find_pool_with_target(pool)
                 if other is not None:
                     raise ConfigError(
@@ -252,7 +253,7 @@ class Autoscaler:
         now = self._scaled.get(name)
         if now is not None and now.runtime is runtime and now.scaling == wanted:
             return
-        pool = None if wanted is None else ScaledPool(runtime, wanted, self._context)
+        pool = None if wanted is None else self._build_pool(runtime, wanted)
         self._remove_pool(name)
         if pool is None:
             return
@@ -260,6 +261,14 @@ class Autoscaler:
             self._join(name, pool)
         else:
             self._joining[name] = pool
+
+    def _build_pool(self, runtime: PoolRuntime, scaling: ScalingSection) -> ScaledPool:
+        """Build what scales a pool; its counters go on from those of before."""
+        counts = self._counts.get(runtime.name)
+        if counts is None or counts.runtime is not runtime:
+            counts = DemandCounters(runtime, self._counters.for_pool(runtime.name))
+            self._counts[runtime.name] = counts
+        return ScaledPool(counts, scaling, self._context)
 
     def _join(self, name: str, pool: ScaledPool) -> None:
         """Scale a discovered pool, unless its target is scaled for another one."""
@@ -305,6 +314,7 @@ class Autoscaler:
         self._remove_pool(name)
         del self._logged[name]
         self._last_states.pop(name, None)
+        self._counts.pop(name, None)
         self._numbers.pop(name, None)
         self._faults.pop(name, None)
         self._refusals.pop(name, None)

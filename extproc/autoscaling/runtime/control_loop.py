@@ -21,7 +21,6 @@ from extproc.config.autoscaling import ScalingSection, actuator_type
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import run_forever
 from extproc.telemetry.control_plane_metrics import ScalingMetrics
-from extproc.telemetry.counters import ProcessCounters
 
 _log = logging.getLogger("extproc.server")
 
@@ -306,7 +305,6 @@ class ControlLoop:
 class AutoscalerContext(actuator.ActuatorContext, frozen=True, kw_only=True):
     """Dependencies shared by all scaled pools."""
 
-    counters: ProcessCounters
     peers: PeerCounterClient
     on_step: Callable[[ControlLoop], None]
 
@@ -322,19 +320,21 @@ class ScaledPool:
     """
 
     def __init__(
-        self, runtime: PoolRuntime, scaling: ScalingSection, context: AutoscalerContext
+        self,
+        counts: demand_counters.DemandCounters,
+        scaling: ScalingSection,
+        context: AutoscalerContext,
     ) -> None:
-        self.runtime = runtime
+        self.counts = counts
+        self.runtime = runtime = counts.runtime
         self.scaling = scaling
         self.target = None if scaling.target is None else scaling.target.located(context.namespace)
-        counters = context.counters.for_pool(runtime.name)
-        self.counts = demand_counters.DemandCounters(runtime, counters)
         kind: type[actuator.Actuator] = pkgutil.resolve_name(actuator_type(scaling).implementation)
         self.loop = ControlLoop(
             runtime,
             scaling,
             actuator=kind.from_settings(scaling, runtime, context),
-            counters=self.counts,
+            counters=counts,
             peers=context.peers,
             clock=context.clock,
             on_change=context.on_step,

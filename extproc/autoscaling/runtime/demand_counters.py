@@ -31,10 +31,13 @@ _LIMITED = (429, "rate-limited")
 
 
 class DemandCounters:
-    """Reads the counters of a pool. Totals never decrease, even if a part of them does."""
+    """Reads the counters of a pool. Totals never decrease, even if a part of them does.
+
+    They are sums over all readings: a pool keeps a single instance.
+    """
 
     def __init__(self, runtime: PoolRuntime, counters: PoolCounters) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._counters = counters
         self._arrived = 0.0
         self._prompt_tokens = 0.0
@@ -46,12 +49,12 @@ class DemandCounters:
     @property
     def available(self) -> int:
         """Ready replicas (count)."""
-        return available(self._runtime.parts.store.pool)
+        return available(self.runtime.parts.store.pool)
 
     def observe_target(self, spec: int, now: float) -> TargetObservation:
         """Replicas, scraped load and engine speed of the scale target."""
-        pool = self._runtime.parts.store.pool
-        stale_after_s = self._runtime.parts.director.routing.settings.stale_after_s
+        pool = self.runtime.parts.store.pool
+        stale_after_s = self.runtime.parts.director.routing.settings.stale_after_s
         scraped = [member for member in pool.members if now - member.load.at < stale_after_s]
         fresh = [member.load for member in scraped]
         # The first page of an endpoint shows its ranks.
@@ -71,8 +74,8 @@ class DemandCounters:
     def read(self) -> PickerCounters:
         """Current counters of this process."""
         self._counters.settle()
-        counters, pool = self._counters, self._runtime.parts.store.pool
-        flow_controller = self._runtime.flow_controller
+        counters, pool = self._counters, self.runtime.parts.store.pool
+        flow_controller = self.runtime.flow_controller
         held, held_tokens = (
             (0, 0)
             if flow_controller is None

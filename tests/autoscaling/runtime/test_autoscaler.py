@@ -12,7 +12,7 @@ from extproc.autoscaling.runtime.state_store import ConfigMapStateStore
 from extproc.config import loader
 from extproc.decision import Rejection, all_busy
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.endpoint import Endpoint
+from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, EngineCounters, Load
 from extproc.errors import ConfigError
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
@@ -35,7 +35,7 @@ class AutoscalerFixture:
         settings = loader.settings(loader.parse(text, where="f.yaml"))
         self.now = 0.0
         self.listed = True
-        counters = ProcessCounters()
+        self.counters = counters = ProcessCounters()
         self.supervisor = counters.supervisor
         http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
         guards = GuardFactory(lambda: 0.0, counters.plugins)
@@ -77,9 +77,9 @@ class AutoscalerFixture:
         prepared = runtime.parts.director.preparer.prepare(
             HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
         )
-        assert not isinstance(
-            runtime.flow_controller.enqueue(prepared, all_busy(1.0), self.now), Rejection
-        )
+        item = runtime.flow_controller.enqueue(prepared, all_busy(1.0), self.now)
+        assert not isinstance(item, Rejection)
+        return item
 
     @property
     def scaled(self):
@@ -127,6 +127,32 @@ def test_learned_state_survives_a_change_of_bounds():
     second = fixture.subject.loops["a/x"]
     assert second is not first
     assert second.state().scaler == before
+
+
+async def test_earlier_traffic_is_no_demand_of_a_loop_with_other_bounds():
+    """Totals go on where clients that waited left, and for answers without usage."""
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", max="2")
+    counters = fixture.counters.for_pool("a/x")
+    counters.record_finished([("127.0.0.1:9", "200")])
+    item = fixture.queue("a/x")
+    await fixture.subject.loops["a/x"].step()
+    before = fixture.subject._own_counters()
+    fixture.registry.by_name["a/x"].flow_controller.cancel(item, fixture.now)
+    fixture.bring("a/x", max="thre")
+    store = fixture.registry.by_name["a/x"].parts.store
+    for tick in range(10):
+        steps = 20.0 * tick
+        page = EngineCounters(
+            steps=steps, step_tokens=steps, generated_tokens=steps, finished=float(tick)
+        )
+        load = Load(at=float(tick), running=1.0, counters=page)
+        store.observe(store.begin_scrape(store.pool.members[0].endpoint), load, float(tick))
+    fixture.bring("a/x", max="3")
+    assert store.pool.members[0].rates.output_tokens != DEFAULT_STEP_TIMES.output_tokens
+    after = fixture.subject._own_counters()
+    assert msgspec.structs.replace(after["a/x"], held=1) == before["a/x"]
+    assert before["a/x"].held == 1
 
 
 def test_an_object_is_scaled_for_the_first_of_two_pools(caplog):
