@@ -372,9 +372,8 @@ class Autoscaler:
                 return
         if self._registry.is_discovery_synced:
             self._drop_saved_states(store)
-        await store.save(
-            self._saved_states | {name: loop.state() for name, loop in self.loops.items()}
-        )
+        states = {name: loop.state() for name, loop in self.loops.items()}
+        await store.save(self._saved_states | self._last_states | states)
 
     def _drop_saved_states(self, store: state_store.StateStore) -> None:
         """Drop saved states without a pool: discovery is complete."""

@@ -322,6 +322,22 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     assert sorted(remembered["saved"]) == ["a/x"]
 
 
+async def test_the_state_of_a_pool_is_saved_while_its_annotation_is_invalid(remembered):
+    """A process that starts once it is corrected goes on with it; a pool that is gone has none."""
+    fixture = AutoscalerFixture()
+    fixture.subject._cluster = StateCluster()
+    await fixture.subject.start()
+    fixture.bring("a/x", max="2")
+    loop = fixture.subject.loops["a/x"]
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
+    fixture.bring("a/x", max="thre")
+    await fixture.subject.hand_over()
+    assert remembered["saved"] == {"a/x": loop.state()}
+    fixture.take_away("a/x")
+    await fixture.subject.hand_over()
+    assert remembered["saved"] == {}
+
+
 async def test_saved_state_without_a_pool_is_dropped_with_a_warning(tmp_path, caplog):
     """It is not counted as restored, and a copy of the file keeps it."""
     caplog.set_level("INFO", "extproc.server")
