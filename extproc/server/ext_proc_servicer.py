@@ -314,7 +314,7 @@ class GrpcioTransport:
         register(main, self.servicer)
         if server.health_checking:
             register_health(main, readiness)
-        probes = build_server(settings.limits.max_message_bytes)
+        probes = build_server(health.MAX_REQUEST_BYTES)
         register_health(probes, readiness)
         credentials = load_credentials(server)
         grpc_port = bind(

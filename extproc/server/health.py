@@ -24,6 +24,9 @@ from extproc.wire import codec
 #: Name of the service.
 SERVICE: Final = "grpc.health.v1.Health"
 
+#: Largest request (bytes): it has the name of a service, and a client may keep its call open.
+MAX_REQUEST_BYTES: Final = 1024
+
 #: Always serving while the process answers (EPP protocol 004, health).
 LIVENESS = "liveness"
 

@@ -237,6 +237,12 @@ _HEALTH_FILE_SHARE = 1 / 8
 #: Seconds that a unary call may take: its answer takes none, so it waits for its message.
 _UNARY_S = 60.0
 
+_TOO_LARGE = f"a request of health has at most {health.MAX_REQUEST_BYTES} bytes"
+
+#: Open calls on a connection of the health port (count), the least that RFC 9113 recommends (section
+#: 6.5.2): probes make one at a time.
+_HEALTH_STREAMS = 100
+
 _KEEPALIVE = Keepalive()
 
 
@@ -259,13 +265,7 @@ class NativeTransport:
         budget = ReceiveBudget(settings.limits.max_assembly_bytes)
         routes = {**self.servicer.routes(), **(checks if server.health_checking else {})}
         main = build_server(routes, settings.limits, budget=budget, counts=self._counts)
-        probes = build_server(
-            checks,
-            settings.limits,
-            budget=budget,
-            counts=self._counts,
-            file_share=_HEALTH_FILE_SHARE,
-        )
+        probes = _build_health_server(checks, budget=budget, counts=self._counts)
         try:
             grpc_port = bind(
                 main,
@@ -304,13 +304,8 @@ def build_server(
     budget: ReceiveBudget,
     counts: Counter[str],
     keepalive: Keepalive = _KEEPALIVE,
-    file_share: float = _FILE_SHARE,
 ) -> Http2Server:
-    """Build a server that does not listen anywhere yet.
-
-    Args:
-        file_share: Share of the open files of the process that its connections may have.
-    """
+    """Build a server that does not listen anywhere yet."""
     return Http2Server(
         routes,
         limits=Http2Limits(
@@ -320,7 +315,21 @@ def build_server(
         budget=budget,
         counts=counts,
         keepalive=keepalive,
-        max_connections=_find_max_connections(file_share),
+        max_connections=_find_max_connections(_FILE_SHARE),
+    )
+
+
+def _build_health_server(
+    routes: Mapping[str, CallFactory], *, budget: ReceiveBudget, counts: Counter[str]
+) -> Http2Server:
+    """Build the server of the health port, which every address may reach."""
+    return Http2Server(
+        routes,
+        limits=Http2Limits(max_message_bytes=health.MAX_REQUEST_BYTES, max_streams=_HEALTH_STREAMS),
+        budget=budget,
+        counts=counts,
+        keepalive=_KEEPALIVE,
+        max_connections=_find_max_connections(_HEALTH_FILE_SHARE),
     )
 
 
@@ -389,7 +398,11 @@ class UnaryCall(ServerCall):
         self._messages: list[bytes] = []
 
     def on_message(self, message: GrpcMessage) -> None:
-        """Keep the message until the client is done."""
+        """Keep the message until the client is done; no budget counts it, so it must be small."""
+        if len(message) > health.MAX_REQUEST_BYTES:
+            self.count_limit("message_bytes")
+            self.end(GrpcStatus.RESOURCE_EXHAUSTED, _TOO_LARGE)
+            return
         self._messages.append(bytes(message))
         if len(self._messages) > 1:
             self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
