@@ -243,6 +243,9 @@ _TOO_LARGE = f"a request of health has at most {health.MAX_REQUEST_BYTES} bytes"
 #: 6.5.2): probes make one at a time.
 _HEALTH_STREAMS = 100
 
+#: Bytes of incomplete requests on the health port: its clients must not use up what bodies need.
+_HEALTH_BUDGET_BYTES = 4 * 1024 * 1024
+
 _KEEPALIVE = Keepalive()
 
 
@@ -262,10 +265,14 @@ class NativeTransport:
         """See `Transport`."""
         server = settings.server
         checks = health_routes(readiness)
-        budget = ReceiveBudget(settings.limits.max_assembly_bytes)
         routes = {**self.servicer.routes(), **(checks if server.health_checking else {})}
-        main = build_server(routes, settings.limits, budget=budget, counts=self._counts)
-        probes = _build_health_server(checks, budget=budget, counts=self._counts)
+        main = build_server(
+            routes,
+            settings.limits,
+            budget=ReceiveBudget(settings.limits.max_assembly_bytes),
+            counts=self._counts,
+        )
+        probes = _build_health_server(checks, self._counts)
         try:
             grpc_port = bind(
                 main,
@@ -319,14 +326,12 @@ def build_server(
     )
 
 
-def _build_health_server(
-    routes: Mapping[str, CallFactory], *, budget: ReceiveBudget, counts: Counter[str]
-) -> Http2Server:
+def _build_health_server(routes: Mapping[str, CallFactory], counts: Counter[str]) -> Http2Server:
     """Build the server of the health port, which every address may reach."""
     return Http2Server(
         routes,
         limits=Http2Limits(max_message_bytes=health.MAX_REQUEST_BYTES, max_streams=_HEALTH_STREAMS),
-        budget=budget,
+        budget=ReceiveBudget(_HEALTH_BUDGET_BYTES),
         counts=counts,
         keepalive=_KEEPALIVE,
         max_connections=_find_max_connections(_HEALTH_FILE_SHARE),
