@@ -37,8 +37,12 @@ KINDS = {resources.CLUSTER: "clusters", resources.ASSIGNMENT: "endpoints"}
 #: together goes out together; a look at twenty pools takes microseconds.
 _PUBLISH_INTERVAL_S = 0.05
 
+#: Largest request of xDS and of KEDA's scaler (bytes). Envoy sends names of pools and what its node
+#: is: a megabyte has 10,000 names, and takes some 50 ms of the event loop.
+_MAX_REQUEST_BYTES = 1024 * 1024
+
 #: Requests of one stream that may wait; Envoy has two or three under way.
-_MAX_QUEUED_REQUESTS = 32
+_MAX_QUEUED_REQUESTS = 4
 
 #: Seconds after the last request until the stream is ended. An Envoy that is gone shows as the end
 #: of its requests, and as a cancellation right after; to end the stream in between is an error.
@@ -330,7 +334,7 @@ class ControlPlaneServers:
         tls: bool,
     ) -> int:
         settings = self._settings
-        listening = ext_proc_servicer.build_server(settings.limits.max_message_bytes)
+        listening = ext_proc_servicer.build_server(_MAX_REQUEST_BYTES)
         register(listening)
         ext_proc_servicer.register_health(listening, readiness)
         self.servers.append(listening)

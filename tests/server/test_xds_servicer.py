@@ -167,7 +167,7 @@ def test_envoy_receives_every_change():
 
 
 def test_responses_may_exceed_the_largest_message():
-    """`limits.max_message_bytes` is for what arrives: pools have any number of endpoints."""
+    """The largest message is for what arrives: pools have any number of endpoints."""
 
     async def test():
         async with serving(max_message_bytes=1 << 14) as scene:
