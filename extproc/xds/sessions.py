@@ -25,6 +25,9 @@ from extproc.xds.resources import XdsResource, XdsSnapshot
 #: Every resource of a type.
 WILDCARD = "*"
 
+#: Names that one stream may subscribe to by differences, of which requests add up (count).
+MAX_NAMES = 16_384
+
 
 class SotwRequest(msgspec.Struct, frozen=True):
     """Decoded `DiscoveryRequest`.
@@ -240,12 +243,16 @@ class _DeltaTypeState:
         self.isolate_next: dict[str, str] = {}
 
     def subscribe(self, request: DeltaRequest) -> None:
-        """Applies subscription changes; a name subscribed to again is sent again."""
+        """Applies subscription changes; a name subscribed to again is sent again.
+
+        New names beyond `MAX_NAMES` are ignored.
+        """
         for name in request.subscribe:
             if name == WILDCARD:
                 self.wildcard = True
                 continue
-            self.names.add(name)
+            if len(self.names) < MAX_NAMES:
+                self.names.add(name)
             # What an earlier stream left there is only confirmed; otherwise it was lost or warms.
             if name not in request.initial_versions:
                 self.acked.pop(name, None)

@@ -77,6 +77,18 @@ def test_removed_resources_are_sent(script):
     assert script.envoy(ASSIGNMENT, nonce="4", unsubscribe=("b",)) == []
 
 
+def test_names_of_a_subscription_are_bounded():
+    """Requests add names up; those beyond the bound are not answered, the others still are."""
+    session = DeltaScript(snapshot(a="1"))
+    many = tuple(f"n{at}" for at in range(sessions.MAX_NAMES))
+    ((_, nonce, versions, absent),) = session.envoy(ASSIGNMENT, "a", *many)
+    assert (versions, len(absent)) == ({"a": "1"}, sessions.MAX_NAMES - 1)
+    assert session.envoy(ASSIGNMENT, "late", nonce=nonce) == []
+    assert session.envoy(ASSIGNMENT, "late", "a", unsubscribe=many) == [
+        (ASSIGNMENT, "2", {"a": "1"}, set())
+    ]
+
+
 def test_a_nacked_version_is_not_sent_again(script):
     """A refused version is not sent again; another version is."""
     script.pool(a="bad", b="1")
