@@ -218,7 +218,7 @@ class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             A stream of ext_proc without any message ends after the same time, with gRPC status
             DEADLINE_EXCEEDED.
         max_message_bytes: Largest gRPC message (bytes). 36 MiB: a buffered body arrives as one
-            message, with headers and attributes.
+            message, with headers and attributes, which may have 1 MiB.
     """
 
     max_body_bytes: validation.Positive = 32 * _MIB

@@ -38,6 +38,17 @@ class BufferBudget(msgspec.Struct):
     free: Callable[[bytearray], None] | None = None
     held_bytes: int = 0
 
+    def hold(self, size: int) -> bool:
+        """Count bytes besides bodies; False, and nothing is counted, where others leave no room."""
+        if size > (self.limit_bytes - self.held_bytes) // SHARES:
+            return False
+        self.held_bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Return bytes that `hold` counted."""
+        self.held_bytes -= size
+
 
 class BodyBuffer(msgspec.Struct):
     """The body of one request as it arrives."""

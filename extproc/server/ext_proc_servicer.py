@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from extproc.config.settings import ServerSection, Settings
 from extproc.errors import ProtocolError
-from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
+from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.server import grpc_workarounds, health, transport
@@ -36,6 +36,9 @@ _DRAIN_SPREAD_S = 0.5
 #: and a data plane that reads nothing does not hold up the next.
 _BATCH = 100
 _WRITE_S = 1.0
+
+#: Stands for a message that is not decoded, because it has a large head.
+_LARGE_HEAD = ProcessingRequest(MessageKind.GARBAGE)
 
 
 class _OpenStream(NamedTuple):
@@ -65,6 +68,16 @@ class _OpenStream(NamedTuple):
         """Let cancelling the task end what it waits for."""
         self.reads.give_up()
         self.writes.give_up()
+
+    async def read(self) -> ProcessingRequest | None:
+        """Read a message; None at the end of the stream."""
+        event = await self.reads.run(self.context.read())
+        if event is _LARGE_HEAD:
+            await self.context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, codec.LARGE_HEAD)
+        if isinstance(event, ProcessingRequest):
+            return event
+        await grpc_workarounds.let_reset_arrive()
+        return None
 
     async def write(self, replies: Iterable[ProcessingResponse]) -> None:
         """Write replies, of which a client that leaves cancels none."""
@@ -106,9 +119,8 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
         result: StreamResult = "error"
         try:
             while not stream.is_over:
-                event = await reads.run(context.read())
-                if not isinstance(event, ProcessingRequest):
-                    await grpc_workarounds.let_reset_arrive()
+                event = await entry.read()
+                if event is None:
                     break
                 # No await beyond this point, until the answers are written.
                 for reply in handle(event):
@@ -286,11 +298,15 @@ async def _resume(entry: _OpenStream) -> None:
     await entry.write(entry.stream.resume(answer))
 
 
+def _decode(data: bytes) -> ProcessingRequest:
+    return _LARGE_HEAD if codec.has_large_head(data) else codec.decode(data)
+
+
 def register(server: grpc.aio.Server, servicer: ExternalProcessorServicer) -> None:
     """Register ext_proc on a gRPC server; the codec functions are the (de)serializers."""
     handler: grpc.RpcMethodHandler[ProcessingRequest, bytes] = (
         grpc.stream_stream_rpc_method_handler(
-            servicer.process, request_deserializer=codec.decode, response_serializer=None
+            servicer.process, request_deserializer=_decode, response_serializer=None
         )
     )
     server.add_generic_rpc_handlers(

@@ -18,7 +18,8 @@ from extproc.http2.messages import (
     GrpcStatus,
     MessagePieces,
 )
-from extproc.protocol.messages import RESPONSE_KINDS, ProcessingResponse
+from extproc.protocol.body_buffer import ALWAYS_TAKEN_BYTES
+from extproc.protocol.messages import RESPONSE_KINDS, ProcessingRequest, ProcessingResponse
 from extproc.request import HttpRequest
 from extproc.server import grpc_workarounds
 from extproc.server.flow_control_shell import Admission
@@ -41,6 +42,12 @@ _BATCH = 100
 #: Envoy sends a handful, and another peer may send a hundred thousand.
 _TURN_MESSAGES = 16
 
+#: What a message has besides its body costs no more than `ALWAYS_TAKEN_BYTES` up to this size (bytes),
+#: with the objects of a header and of an endpoint in a hint.
+_SMALL_BYTES = 4096
+_HEADER_OVERHEAD = 128
+_SUBSET_OVERHEAD = 64
+
 ArgumentT = TypeVar("ArgumentT")
 
 
@@ -55,6 +62,7 @@ class ExtProcCall(ServerCall):
     __slots__ = (
         "_backlog",
         "_failure",
+        "_head_bytes",
         "_is_closed",
         "_is_half_closed",
         "_is_overload",
@@ -79,6 +87,7 @@ class ExtProcCall(ServerCall):
         # Ten thousand streams may wait: what few of them need is created when they need it.
         self._backlog: deque[GrpcMessage] | None = None
         self._failure: Exception | None = None
+        self._head_bytes = 0  # held of the budget of bodies
         self.is_waiting = self.has_begun = False
         self._is_half_closed = self._is_closed = False
 
@@ -99,10 +108,18 @@ class ExtProcCall(ServerCall):
             self._keep(message)
             return
         self.has_begun = True
+        size = len(message)
+        if size > codec.MAX_HEAD_BYTES and codec.has_large_head(message):
+            self._exhaust("message_bytes", codec.LARGE_HEAD)
+            return
         try:
             event = _decode(message)
         except Exception as error:  # noqa: BLE001 - a bug of ours must not end other streams
             self._fail(error)
+            return
+        head_bytes = size - len(event.body)
+        if head_bytes > _SMALL_BYTES and not self._hold_head(event, head_bytes):
+            self._exhaust(BUDGET_LIMIT, BUDGET_EXCEEDED)
             return
         if not is_waiting:
             self._run(stream.reject_overload if self._is_overload else stream.handle, event)
@@ -117,9 +134,30 @@ class ExtProcCall(ServerCall):
         if self._backlog is None:
             self._backlog = deque()
         self._backlog.append(message)
-        if not self.hold(message) and self._release("cancelled"):
-            self.count_limit(BUDGET_LIMIT)
-            self.end(GrpcStatus.RESOURCE_EXHAUSTED, BUDGET_EXCEEDED)
+        if not self.hold(message):
+            self._exhaust(BUDGET_LIMIT, BUDGET_EXCEEDED)
+
+    def _hold_head(self, event: ProcessingRequest, head_bytes: int) -> bool:
+        """Count what a message has besides its body to the budget of bodies; False without room.
+
+        Headers and hints stay until the stream ends. Hints may come with each message, of which one
+        stays, so that the largest message counts.
+        """
+        subset = None if event.hints is None else event.hints.subset
+        cost = head_bytes + _HEADER_OVERHEAD * len(event.headers)
+        cost += _SUBSET_OVERHEAD * len(subset or ())
+        if cost <= max(ALWAYS_TAKEN_BYTES, self._head_bytes):
+            return True
+        if not self._servicer.shared.body_budget.hold(cost - self._head_bytes):
+            return False
+        self._head_bytes = cost
+        return True
+
+    def _exhaust(self, limit: str, message: str) -> None:
+        """End the call because of a limit."""
+        if self._release("cancelled"):
+            self.count_limit(limit)
+            self.end(GrpcStatus.RESOURCE_EXHAUSTED, message)
 
     def on_half_close(self) -> None:
         """End the stream, unless its request is still to be answered."""
@@ -289,6 +327,8 @@ class ExtProcCall(ServerCall):
             return False
         self._is_closed = True
         self._backlog = None
+        if self._head_bytes:
+            self._servicer.shared.body_budget.release(self._head_bytes)
         self._servicer.on_end(self, result)
         self.stream.finish(result)
         return True

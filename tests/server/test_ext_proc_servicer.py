@@ -220,3 +220,19 @@ async def test_servicer_rejects_only_streams_above_max_streams():
             await asyncio.sleep(0)
         (after,) = await open_streams(scene, 1)
         assert await after.end() is grpc.StatusCode.OK
+
+
+async def test_a_message_of_large_headers_ends_its_stream():
+    """It is not decoded; others go on, as on the native transport."""
+    async with serving.serving(
+        PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio"
+    ) as scene:
+        large, other = scene.stream(), scene.stream()
+        await large.say(ext_proc_script.request_headers({"a": "x" * (1 << 20)}))
+        assert await large.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await large.call.details() == codec.LARGE_HEAD
+        await other.say(ext_proc_script.request_headers(ends=True))
+        assert await other.hear() == [ext_proc_script.route(ext_proc_script.ADDRESS)]
+        await other.end()
+        await scene.idle()
+        assert scene.servicer.shared.observer.counters.streams["cancelled"] == 1

@@ -180,3 +180,71 @@ async def test_streams_that_break_the_protocol_are_logged_once_a_minute(caplog):
     lines = [line for line in caplog.messages if line.startswith("stream ended")]
     assert len(lines) == 2
     assert lines[1].endswith("(2 more since the last line)")
+
+
+def headers_message(headers):
+    """The message that opens a request with these headers."""
+    headers = {":method": "POST", ":path": "/v1/completions", **headers}
+    return ext_proc_script.request_headers(headers).encode(("DUPLEX", "BUFFERED"))
+
+
+def many_headers(size):
+    """Short headers that take so many bytes, and twenty times that once they are decoded."""
+    return {f"h{at:06}": "x" for at in range(size // 14)}
+
+
+async def test_a_message_of_large_headers_ends_its_call():
+    """It is not decoded: that would hold the event loop, and the headers would stay."""
+    scene = NativeScene()
+    connection = ConnectionFake(scene.budget)
+    scene.servicer.open(connection, 1).on_message(headers_message(many_headers(2 << 20)))
+    assert connection.log == ["message_bytes", GrpcStatus.RESOURCE_EXHAUSTED]
+    assert scene.fixture.shared.body_budget.held_bytes == 0
+    assert scene.servicer.num_streams == 0
+
+
+async def test_large_headers_count_to_the_budget_of_bodies():
+    """With what their objects take, until the stream ends; small ones do not."""
+    scene = NativeScene()
+    budget = scene.fixture.shared.body_budget
+    call, connection = scene.call("small")
+    assert budget.held_bytes == 0
+    call.on_terminated()
+    connection = ConnectionFake(scene.budget)
+    call = scene.servicer.open(connection, 1)
+    call.on_message(headers_message(many_headers(40_000)))
+    assert budget.held_bytes > 400_000
+    assert connection.log == []
+    call.on_terminated()
+    assert budget.held_bytes == 0
+
+
+async def test_large_headers_without_room_end_their_call():
+    """They have a quarter of what others leave, as bodies have."""
+    scene = NativeScene()
+    budget = scene.fixture.shared.body_budget
+    budget.limit_bytes = 2_000_000
+    messages = headers_message(many_headers(40_000))
+    first, second = ConnectionFake(scene.budget), ConnectionFake(scene.budget)
+    scene.servicer.open(first, 1).on_message(messages)
+    held_bytes = budget.held_bytes
+    scene.servicer.open(second, 1).on_message(messages)
+    assert (first.log, second.log) == ([], ["receive_budget", GrpcStatus.RESOURCE_EXHAUSTED])
+    assert budget.held_bytes == held_bytes
+
+
+async def test_hints_of_a_stream_count_once():
+    """A data plane repeats them on each message, and one of them is kept."""
+    scene = NativeScene()
+    budget = scene.fixture.shared.body_budget
+    hint = peer.hinted([f"10.0.{at >> 8}.{at & 255}:8000" for at in range(4000)])
+    call = scene.servicer.open(ConnectionFake(scene.budget), 1)
+    call.on_message(
+        ext_proc_script.request_headers({}, metadata=hint).encode(("DUPLEX", "BUFFERED"))
+    )
+    held_bytes = budget.held_bytes
+    assert held_bytes > 4000 * 64
+    call.on_message(ext_proc_script.request_body(b"x", metadata=hint).encode(None))
+    assert budget.held_bytes - held_bytes < 64
+    call.on_terminated()
+    assert budget.held_bytes == 0

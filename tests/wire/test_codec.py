@@ -282,6 +282,53 @@ def test_metadata_is_read():
     assert event.modes is None
 
 
+MIB = 1 << 20
+HALF_MIB_OF_METADATA = peer.metadata_of({peer.BALANCER: {"other": "x" * (MIB // 2)}})
+
+
+@pytest.mark.parametrize(
+    ("message", "is_large"),
+    [
+        (ext_proc_script.request_body(b"x" * (3 * MIB), ends=True), False),
+        (ext_proc_script.response_body(b"x" * (3 * MIB)), False),
+        (ext_proc_script.request_body(b"x" * MIB, metadata=HALF_MIB_OF_METADATA), False),
+        (
+            ext_proc_script.request_body(
+                b"x" * MIB, metadata=peer.metadata_of({peer.BALANCER: {"other": "x" * MIB}})
+            ),
+            True,
+        ),
+        (ext_proc_script.request_headers({"a": "x" * (MIB // 2)}), False),
+        (ext_proc_script.request_headers({"a": "x" * MIB}), True),
+        (ext_proc_script.response_headers({"a": "x" * MIB}), True),
+        (
+            ext_proc_script.request_headers({"a": "x" * (MIB // 2)}, metadata=HALF_MIB_OF_METADATA),
+            True,
+        ),
+    ],
+)
+def test_bytes_besides_a_body_are_bounded(message, is_large):
+    """Headers, metadata and both together, but no body of any size."""
+    assert codec.has_large_head(message.encode(None)) == is_large
+    assert codec.has_large_head(bytearray(message.encode(("DUPLEX", "BUFFERED")))) == is_large
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"\x22\x05\x0a\x03abc",  # a short body, and what follows it
+        b"\x22\x7f\xff\xff\xff\x7f\x0a",  # a short field, whose content reads like a length
+        b"\x22\x80\x80\x80\x01\x0a\x03abc",  # a short body in a long field
+        b"\x22\x80\x80\x80\x01\x10\x01",  # something else before the body
+        b"\x42\x00\x22\x80\x80\x80\x01\x0a\x80\x80\x80\x01",  # a body after metadata
+        b"",
+    ],
+)
+def test_messages_that_only_look_like_a_body_are_large(start: bytes):
+    """A body counts where encoders put it."""
+    assert codec.has_large_head(start + bytes(2 * MIB))
+
+
 def test_the_service_has_envoys_name():
     """The gRPC method is Envoy's, though our proto package is not."""
     assert f"/{codec.SERVICE}/{codec.METHOD}" == (
