@@ -113,7 +113,8 @@ class ExtProcCall(ServerCall):
             self._exhaust("message_bytes", codec.LARGE_HEAD)
             return
         try:
-            event = _decode(message)
+            # A body is cut out in place, and a message that waits is decoded again.
+            event = _decode(bytes(message) if is_waiting else message)
         except Exception as error:  # noqa: BLE001 - a bug of ours must not end other streams
             self._fail(error)
             return

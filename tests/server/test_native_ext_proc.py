@@ -150,6 +150,19 @@ async def test_messages_that_waited_are_taken_in_turns():
     call.on_terminated()
 
 
+async def test_a_large_message_waits_as_it_came():
+    """Its body is not cut out of it before its turn."""
+    scene = NativeScene()
+    first, _ = scene.call("first")
+    call, connection = scene.call("second")
+    late = ext_proc_script.request_body(b'{"a":1}' * 3000).encode(None)
+    call.on_message(bytearray(late))
+    first.on_terminated()
+    await turned(lambda: len(connection.log) > 1)
+    assert connection.log == ["paused", "resumed"]
+    call.on_terminated()
+
+
 async def test_too_many_waiting_messages_end_their_call():
     """With their cost beside their bytes; the request leaves the queue."""
     scene = NativeScene(budget_bytes=10_000)
