@@ -188,7 +188,8 @@ class Child:
         )
         child = cls(name, process, log=log)
         try:
-            child.ready_line = await asyncio.wait_for(child.line(ready), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                child.ready_line = await child.line(ready)
         except (TimeoutError, EOFError) as error:
             await child.stop()
             limit = "before its end"
@@ -221,7 +222,8 @@ class Child:
             if self.process.returncode is None:
                 self.process.send_signal(how)
         try:
-            await asyncio.wait_for(self.process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()

@@ -135,7 +135,8 @@ class LeaderElector:
             while not self._resigned.is_set():
                 pause = await self._attempt_supervised()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._resigned.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await self._resigned.wait()
             await self._supervisor.attempt("election", self.release())
         finally:
             self._ended.set()
@@ -174,7 +175,8 @@ class LeaderElector:
     async def wait_ended(self, timeout_s: float) -> None:
         """Wait for the end of `run`, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
 
     async def release(self) -> None:
         """Release the Lease if it is ours, so that another candidate can lead at once."""

@@ -181,4 +181,5 @@ async def _ready(readiness: health.Readiness, stop: asyncio.Event) -> None:
     while not (readiness.ready or stop.is_set()):
         # Nothing tells when all that readiness depends on holds.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _LOOK_S)
+            async with asyncio.timeout(_LOOK_S):
+                await stop.wait()

@@ -430,4 +430,5 @@ class NativeExternalProcessor(ExtProcServicer[ExtProcCall]):
         if self._calls:
             self._all_ended = asyncio.Event()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), within_s)
+                async with asyncio.timeout(within_s):
+                    await self._all_ended.wait()

@@ -126,7 +126,8 @@ class Http2Server:
             connection.start_drain()
         if self.connections:
             try:
-                await asyncio.wait_for(self._gone.wait(), grace_s or 0.0)
+                async with asyncio.timeout(grace_s or 0.0):
+                    await self._gone.wait()
             except TimeoutError:
                 for connection in list(self.connections):
                     connection.close()

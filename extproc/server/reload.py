@@ -184,10 +184,10 @@ class Reloader:
         """Check for changes until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._requested.wait(),
-                    seconds_to_tick(asyncio.get_running_loop().time(), _POLL_S),
-                )
+                async with asyncio.timeout(
+                    seconds_to_tick(asyncio.get_running_loop().time(), _POLL_S)
+                ):
+                    await self._requested.wait()
             await self.step()
 
     async def step(self) -> None:

@@ -244,8 +244,9 @@ async def wait_unreachable(
     ends = clock() + timeout_s
     while is_reachable() and (left_s := ends - clock()) > 0.0:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(skip.wait(), min(left_s, _LOOK_S))
-            return
+            async with asyncio.timeout(min(left_s, _LOOK_S)):
+                await skip.wait()
+                return
 
 
 def build_transport(

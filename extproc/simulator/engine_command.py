@@ -272,7 +272,8 @@ async def _serve(
     if cold_s > 0:
         # A real one reads its weights.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), cold_s)
+            async with asyncio.timeout(cold_s):
+                await stop.wait()
     async with server.serving(wanted, host=host, port=port) as engine_server:
         shown = f"[{host}]" if ":" in host else host
         print(

@@ -249,7 +249,8 @@ def test_the_loop_steps_until_cancelled(tmp_path):
         await subject.start()
         task = asyncio.ensure_future(subject.run())
         write(path, "10.0.0.2:1")
-        await asyncio.wait_for(changed.wait(), 300.0)
+        async with asyncio.timeout(300.0):
+            await changed.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()

@@ -221,7 +221,8 @@ async def asking(
         body = next(turns)
         statuses.append((await http1.ask(fixture.port, "/v1/completions", body)).status)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), PAUSE_S)
+            async with asyncio.timeout(PAUSE_S):
+                await stop.wait()
     return statuses
 
 

@@ -138,7 +138,7 @@ def depth(subscriber, words, *, adapter=""):
 
 def run_async(test):
     """Run a test on the event loop of `extproc serve`."""
-    uvloop.run(asyncio.wait_for(test, 300))
+    uvloop.run(asyncio.wait_for(test, 300))  # noqa: TID251 - a test cancels none
 
 
 async def copy_stream(reader, writer):

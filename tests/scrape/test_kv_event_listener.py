@@ -281,7 +281,8 @@ def test_what_a_peer_sends_waits_in_its_socket():
                 # Once it is closed, uvloop raises a RuntimeError.
                 with contextlib.suppress(ConnectionError, RuntimeError):
                     writer.write(frame + bytes(900_000))
-                    await asyncio.wait_for(writer.drain(), 300)
+                    async with asyncio.timeout(300):
+                        await writer.drain()
                 connections = subscriber.events.listeners[0].connections
                 sizes += [connection.num_buffered for connection in connections]
             await is_closed(reader)

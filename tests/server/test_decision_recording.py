@@ -376,7 +376,8 @@ async def test_a_file_that_stalls_does_not_keep_the_process(
             await until(is_writing.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 300)
+            async with asyncio.timeout(300):
+                await task
     finally:
         may_write.set()
     assert not len(subject.recordings)

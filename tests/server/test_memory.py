@@ -43,7 +43,8 @@ async def test_memory_is_trimmed_again_when_the_last_streams_end(monkeypatch):
     for streams in (2000, 200):
         crowds.count(streams)
     for _ in range(2):
-        await asyncio.wait_for(trims.get(), 300.0)
+        async with asyncio.timeout(300.0):
+            await trims.get()
 
 
 async def test_a_picker_trims_memory_after_a_peak(monkeypatch):

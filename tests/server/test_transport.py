@@ -266,7 +266,8 @@ def test_a_shorter_idle_time_of_bodies_counts_within_a_second():
 
     async def run():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(servicer.follow_uploads(), 3.5)
+            async with asyncio.timeout(3.5):
+                await servicer.follow_uploads()
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(run())

@@ -185,7 +185,8 @@ class ChildProcess(asyncio.SubprocessProtocol):
     async def wait_for_output(self) -> None:
         """Wait for the last output of the ended process, not for that of others in the background."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.is_read.wait(), _LAST_OUTPUT_S)
+            async with asyncio.timeout(_LAST_OUTPUT_S):
+                await self.is_read.wait()
 
 
 #: Longest part of the output of a failed program that is logged (bytes).
@@ -229,7 +230,8 @@ class ExecActuator(AdvisoryActuator):
         except OSError as error:
             return ActuatorError(f"{argv[0]} cannot be run: {error.strerror}")
         try:
-            await asyncio.wait_for(child.ended.wait(), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await child.ended.wait()
         except TimeoutError:
             return ActuatorError(f"{argv[0]} did not end within {self._timeout_s:g} s")
         finally:

@@ -211,7 +211,8 @@ class Autoscaler:
         """Save the state for the next leader, while this replica still leads."""
         if self._state_store is not None and self._writes():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._save(self._state_store), _FINAL_SAVE_S)
+                async with asyncio.timeout(_FINAL_SAVE_S):
+                    await self._save(self._state_store)
 
     async def close(self) -> None:
         """Close connections."""
@@ -358,7 +359,8 @@ class Autoscaler:
     async def _save_repeatedly(self, store: state_store.StateStore) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._save_s)
+                async with asyncio.timeout(self._save_s):
+                    await self._changed.wait()
             self._changed.clear()
             if self._writes():
                 await self._save(store)

@@ -213,7 +213,8 @@ class ControlLoop:
             self._woken.clear()
             pause = await self.step(immediate=immediate)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._woken.wait()
 
     async def step(self, *, immediate: bool = False) -> float:
         """Observe, decide and act once; returns seconds until the next step.

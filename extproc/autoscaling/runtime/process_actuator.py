@@ -142,7 +142,8 @@ class ProcessActuator(Actuator):
                             "autoscaling", error, instance=_ENGINES
                         )
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
+                        async with asyncio.timeout(wait_s if wait_s > 0 else None):
+                            await self._changed.wait()
         finally:
             self._http.close()
 
@@ -281,7 +282,8 @@ class ProcessActuator(Actuator):
             if not process.ended.is_set():
                 process.transport.terminate()
         try:
-            await asyncio.wait_for(process.ended.wait(), self._launch.stop_s)
+            async with asyncio.timeout(self._launch.stop_s):
+                await process.ended.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.transport.kill()

@@ -391,13 +391,15 @@ async def test_loops_run_and_end_with_their_pools(remembered):
     )
     running = asyncio.ensure_future(fixture.subject.run())
     fixture.bring("a/x")
-    assert await asyncio.wait_for(looked.get(), 300.0) == "a/x"
+    async with asyncio.timeout(300.0):
+        assert await looked.get() == "a/x"
     tasks = {task.get_name() for task in asyncio.all_tasks()}
     assert {"autoscaling a/x", "autoscaling a/x, acting"} & tasks
     fixture.take_away("a/x")
     fixture.bring("a/y")
-    while await asyncio.wait_for(looked.get(), 300.0) != "a/y":
-        pass
+    async with asyncio.timeout(300.0):
+        while await looked.get() != "a/y":
+            pass
     assert not {task for task in asyncio.all_tasks() if "a/x" in task.get_name()}
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -167,6 +167,22 @@ async def test_a_queued_request_wakes_the_loop():
         await running
 
 
+async def test_a_loop_that_is_cancelled_as_it_is_woken_ends():
+    """Cancelled in the turn in which a request is queued, which ends the pause as well."""
+    fixture = ControlLoopFixture()
+    fixture.come()
+    running = asyncio.ensure_future(fixture.loop.run())
+    while not fixture.changes:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    fixture.ask()
+    running.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert running.cancelled()
+
+
 async def test_a_request_that_left_does_not_count_as_waiting():
     """The time from zero is that of the request that was waited for, not of an earlier one."""
     fixture = ControlLoopFixture()
