@@ -107,7 +107,6 @@ class Autoscaler:
         self._unreported: dict[str, str] = {}
         #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
         self._saved_states: dict[str, LoopState] = {}
-        self._shift_s = 0.0
         self._is_state_loaded = False
         self._registry = registry
         here = kubernetes_plan.namespace(os.environ)
@@ -226,7 +225,11 @@ class Autoscaler:
         loaded = await self._state_store.load()
         if loaded is None:
             return
-        self._saved_states, self._shift_s = loaded
+        states, lead_s = loaded
+        self._saved_states = {
+            name: msgspec.structs.replace(state, shift_s=state.shift_s + lead_s)
+            for name, state in states.items()
+        }
         self._is_state_loaded = True
         restored = self._saved_states.keys() & self._scaled.keys()
         for pool in self._scaled.values():
@@ -327,7 +330,7 @@ class Autoscaler:
         if state is not None:
             if loop.desired is not None:  # the number that it requested itself is newer
                 state = msgspec.structs.replace(state, requested=None)
-            loop.restore(state, shift_s=self._shift_s)
+            loop.restore(state, shift_s=state.shift_s)
 
     def _report_fault(self, name: str, reason: str) -> None:
         if self._faults.get(name) != reason:

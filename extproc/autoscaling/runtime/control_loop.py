@@ -13,7 +13,13 @@ from typing import Annotated
 import msgspec
 
 from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState, PickerCounters
-from extproc.autoscaling.interface import Demand, PolicyRunner, RunnerState, ScalingDecision
+from extproc.autoscaling.interface import (
+    Demand,
+    Moment,
+    PolicyRunner,
+    RunnerState,
+    ScalingDecision,
+)
 from extproc.autoscaling.runtime import actuator, demand_counters
 from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
 from extproc.autoscaling.scaling_history import ScalingHistory
@@ -41,11 +47,14 @@ class LoopState(msgspec.Struct, frozen=True):
 
     Attributes:
         requested: Replicas requested last; None before the first step.
+        shift_s: Seconds to add to its times where they are on the clock of an earlier process, because
+            its pool was not discovered since.
     """
 
     scaler: RunnerState
     learned: EstimatorState
     requested: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    shift_s: Moment = 0.0
 
 
 class LoopMetrics:

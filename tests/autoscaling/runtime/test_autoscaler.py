@@ -322,6 +322,24 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     assert sorted(remembered["saved"]) == ["a/x"]
 
 
+async def test_times_of_a_state_stay_right_over_a_process_that_finds_no_pool(remembered):
+    """Each process has another clock; the one in between saves the state as it was."""
+    other = AutoscalerFixture()
+    other.bring("a/x")
+    loop = other.subject.loops["a/x"]
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
+    remembered["saved"] = {"a/x": loop.state()}
+    for lead_s in (100.0, 20.0):
+        remembered["load"] = remembered["saved"], lead_s
+        fixture = AutoscalerFixture()
+        fixture.subject._cluster = StateCluster()
+        fixture.listed = False
+        await fixture.subject.start()
+        await fixture.subject._save(fixture.subject._state_store)
+    fixture.bring("a/x")
+    assert fixture.subject.loops["a/x"].state().scaler.at == loop.state().scaler.at + 120.0
+
+
 async def test_the_state_of_a_pool_is_saved_while_its_annotation_is_invalid(remembered):
     """A process that starts once it is corrected goes on with it; a pool that is gone has none."""
     fixture = AutoscalerFixture()
