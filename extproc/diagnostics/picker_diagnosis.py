@@ -67,6 +67,10 @@ _COMPARED: Final = frozenset(
     }
 )
 
+#: Field that is left out: engines are read in any case, and without scraping only a strategy that needs no
+#: metrics is valid, which is not compared.
+_LEFT_OUT: Final = "scrape.enabled"
+
 _CONFIGURATION = msgspec.json.Decoder(_ConfigurationPage)
 _POOLS = msgspec.json.Decoder(_PoolsPage)
 
@@ -97,6 +101,8 @@ def read_configuration(page: FetchedPage) -> Mapping[str, object]:
     for row in rows:
         *sections, name = row.path.split(".")
         if not sections or not (sections[0] in _COMPARED or row.path in _COMPARED):
+            continue
+        if row.path == _LEFT_OUT:
             continue
         if not all(map(str.isidentifier, (*sections, name))):
             continue

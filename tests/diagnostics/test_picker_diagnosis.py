@@ -98,6 +98,7 @@ def test_settings_of_the_page_are_a_tree_as_of_a_file():
         ("responses.request_cost", '{"prompt":1...'),
         ("scheduling.fallbacks", "2"),
         ("scheduling.strategy", '"adaptive"'),
+        ("scrape.enabled", "false"),
         ("scrape.path", '"/m"'),
         ("scrape.scheme", '"https"'),
         ("scrape.timeout_s", "2.5"),
