@@ -228,7 +228,8 @@ class PromptMap:
             if known is not None:
                 prompt.ends, prompt.sent = known[0].ends, known[0].sent
                 # As many as were counted or estimated for the prompts before it, as far as it agrees.
-                shared, count = known, known[1]
+                # With many tokens behind those, the estimate may be more than this one has.
+                shared, count = known, min(known[1], len(packed))
                 at[block] = prompt, count
                 continue
             if shared is not None:
@@ -412,7 +413,7 @@ class ExactPrefixes:
         index, keys = self.index, prompt.keys
         if 0 <= prompt.first_extra < count and not index.is_held(keys[prompt.first_extra]):
             return None
-        if count == len(keys) and len(prompt.chain) < len(chain):
+        if count == len(keys) and num_shared == len(prompt.chain) < len(chain):
             # The next turn: it most likely goes on with the answer that the engine generated.
             answer = index.continuations.find(keys[-1]) if keys else ()
             if answer:

@@ -82,6 +82,23 @@ def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
     assert prefixes.prompts.find(chain(prompt + b"c" * 64))[2] == 10
 
 
+def test_a_prompt_has_no_more_blocks_than_tokens_fill():
+    """Digits are a token each: the estimate for the text before them was too high."""
+    prefixes, engine = exact()
+    system = tokens(SYSTEM)
+    prefixes.index.apply(engine, BlockStored(range(10, 20), None, system.tobytes(), SIZE))
+    first, second = SYSTEM + b"1" * 600, SYSTEM + b"b" * 32
+    digits = system + array("I", range(600))
+    prefixes.map_prompt(chain(first), digits, adapter="", prompt_bytes=len(first))
+    assert prefixes.prompts.find(chain(SYSTEM[:64]))[2] == 13
+    add(prefixes, second)
+    prefixes.index.apply(engine, BlockStored([30], 19, tokens(b"b" * 16).tobytes(), SIZE))
+    prefixes.index.apply(engine, BlockStored([31, 32], 30, tokens(b"b" * 32).tobytes(), SIZE))
+    match = prefixes.match(chain(SYSTEM[:64] + b"c" * 256))
+    assert match.depth == 1
+    assert match.ends == [(12, engine.bit)]
+
+
 def test_events_of_any_engine_make_prompts_worth_mapping():
     """One whose events arrive is enough."""
     prefixes, engine = exact()
