@@ -459,14 +459,16 @@ class EngineSubscription:
         if replay.is_cut_off:
             replay.request(self._expected, verify=False)
             return
-        if replay.is_silent and self._held is None and self.engine.is_live:
+        engine = self.engine
+        is_asked_for_all = self._is_all_known and not engine.is_complete
+        if replay.is_silent and self._held is None and engine.is_live and not is_asked_for_all:
             # Nothing is known to be missing. It is asked again, but seldom, as batches wait for it.
             self._schedule.rest()
         elif replay.is_silent:
             # It is not asked again on this connection: each gap would wait for it.
             self._has_replay = False
             self._is_from_start = False
-            self._owner.exact.index.wipe(self.engine, is_complete=False)
+            self._owner.exact.index.wipe(engine, is_complete=False)
         replay.close()
         replay.forget_size()
         held, self._held = self._held, None

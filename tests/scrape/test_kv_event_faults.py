@@ -221,6 +221,32 @@ def test_a_replay_socket_that_was_silent_is_asked_again():
     run_async(test())
 
 
+def send_garbage(site):
+    """Publish a message that makes what is known worthless."""
+    site.engine.publisher.send((b"", b"short", b""))
+
+
+def test_a_replay_socket_that_is_silent_leaves_what_was_forgotten_unknown():
+    """Behind a malformed message everything is asked for; without an answer, it is not known."""
+
+    async def test():
+        async with FaultySite().running() as site:
+            site.engine.run_prompt(text(1))
+            await site.subscriber.until(site.is_right)
+            subscription = site.subscriber.subscription
+            site.tasks.pop().cancel()  # it answers replays
+            send_garbage(site)
+            await site.subscriber.until(lambda: site.state == "partial")
+            site.time += 1.0
+            await site.subscriber.until(lambda: subscription.is_replaying)
+            site.time += 2.0
+            await site.subscriber.until(lambda: not subscription.is_replaying)
+            assert not subscription.engine.held
+            assert site.state == "partial"
+
+    run_async(test())
+
+
 def test_the_connection_is_cut_every_ten_seconds():
     """Batches that were published meanwhile are requested."""
 
