@@ -208,7 +208,8 @@ class ReplaySchedule:
         self._learn_wait_s = min(_MAX_LEARN_WAIT_S, 2.0 * self._learn_wait_s)
 
     def note_learned(self) -> None:
-        """Note that everything is known: the next wait is the shortest."""
+        """Note that everything is known: nothing is to be asked for, and the next wait is the shortest."""
+        self._learn_at = None
         self._learn_wait_s = _CONFIRM_S
 
     def take_due(self, now: float) -> Literal["learn", "confirm"] | None:

@@ -194,13 +194,12 @@ class EngineSubscription:
             # An answer that waits to be read shows a late event loop, not a silent socket.
             if self._replay.is_silent and not self.work(1):
                 self._end_replay()
-        else:
+        elif self._sub is not None and self._has_replay:
             due = self._schedule.take_due(now)
-            if self._sub is not None and self._has_replay:
-                if due == "learn":
-                    self._learn_again()
-                elif due == "confirm" and self.engine.is_live:
-                    self._ask_for_more()
+            if due == "learn":
+                self._learn_again()
+            elif due == "confirm" and self.engine.is_live:
+                self._ask_for_more()
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
@@ -469,6 +468,7 @@ class EngineSubscription:
             self._has_replay = False
             self._is_from_start = False
             self._owner.exact.index.wipe(engine, is_complete=False)
+            self._schedule.learn_later()
         replay.close()
         replay.forget_size()
         held, self._held = self._held, None

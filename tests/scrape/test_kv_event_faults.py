@@ -243,6 +243,33 @@ def test_a_replay_socket_that_is_silent_leaves_what_was_forgotten_unknown():
             await site.subscriber.until(lambda: not subscription.is_replaying)
             assert not subscription.engine.held
             assert site.state == "partial"
+            site.tasks.append(asyncio.ensure_future(site.engine.publisher.run()))
+            site.cut()
+            await site.subscriber.until(lambda: site.state == "lost")
+            site.time += 2.0
+            await site.subscriber.until(lambda: site.state == "exact")
+            assert site.is_right()
+
+    run_async(test())
+
+
+def test_everything_is_asked_for_once_a_lost_connection_is_back(monkeypatch):
+    """The time to ask may come while there is none."""
+    monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.4)
+
+    async def test():
+        async with FaultySite().running() as site:
+            site.engine.run_prompt(text(1))
+            await site.subscriber.until(site.is_right)
+            send_garbage(site)
+            await site.subscriber.until(lambda: site.state == "partial")
+            site.cut()
+            await site.subscriber.until(lambda: site.state == "lost")
+            site.time += 1.0
+            site.subscriber.events.step()
+            assert site.state == "lost"
+            await site.subscriber.until(lambda: site.state == "exact")
+            assert site.is_right()
 
     run_async(test())
 
