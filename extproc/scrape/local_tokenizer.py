@@ -72,6 +72,9 @@ class LocalTokenizer:
         path = Path(folder)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+            # Those of training, which engines do not apply.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
             config = _read_config(path)
             sources = _templates_of(path, config)
         except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare ones

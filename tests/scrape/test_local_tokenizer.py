@@ -126,6 +126,19 @@ def test_completions_are_their_text_or_tokens(local, prompt, fields, expected):
     assert words(local.tokenize("completions", body)) == expected
 
 
+def test_lengths_of_training_change_no_prompt(write):
+    """Files of models that were trained further may have some, which engines do not apply."""
+    folder = Path(write())
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    local = LocalTokenizer(str(folder))
+    for prompt in ("a", "a b a b a b"):
+        body = json.dumps({"prompt": prompt}).encode()
+        assert words(local.tokenize("completions", body)) == f"<s> {prompt}"
+
+
 @pytest.mark.parametrize(
     ("api", "body"),
     [
