@@ -342,9 +342,16 @@ class _RenderedPrompts(msgspec.Struct, array_like=True, gc=False):
     second: msgspec.Raw = msgspec.Raw()
 
 
+class _ListedTokens(msgspec.Struct, array_like=True, gc=False):
+    """Tokens of several prompts, or of one."""
+
+    first: msgspec.Raw
+    second: msgspec.Raw = msgspec.Raw()
+
+
 _decode_rendered = msgspec.json.Decoder(_Rendered).decode
 _decode_tokens = msgspec.json.Decoder(list[int] | None).decode
-_decode_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_listed = msgspec.json.Decoder(_ListedTokens).decode
 _decode_prompts = msgspec.json.Decoder(_RenderedPrompts).decode
 
 
@@ -368,10 +375,10 @@ def read_rendered(answer: bytes) -> tuple[array[int], Sequence[tuple[int, int, s
     listed = rendered.tokens
     if bytes(memoryview(listed)[1:64]).lstrip().startswith(b"["):
         # SGLang has a list for each prompt where the prompt of the request is a list.
-        lists = _decode_raws(listed)
-        if len(lists) > 1:
+        lists = _decode_listed(listed)
+        if bytes(lists.second):
             return None
-        listed = lists[0]
+        listed = lists.first
     tokens = _read_tokens(rendered.token_ids) or _read_tokens(listed)
     return tokens, _read_placeholders(rendered.features)
 

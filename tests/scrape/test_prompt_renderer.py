@@ -195,6 +195,7 @@ def test_redirects_are_not_followed(status):
             id="hashes",
         ),
         pytest.param(b"[%b{}]" % (b"{}," * 600_000), id="prompts"),
+        pytest.param(b'{"tokens": [%b[]]}' % (b"[]," * 1_000_000), id="lists"),
         pytest.param(b'{"token_ids": [1], "more": [%b{}]}' % (b"{}," * 600_000), id="unknown"),
     ],
 )
