@@ -38,7 +38,9 @@ def compare_prefixes(
     served: Endpoint,
     exact: ExactPrefixes | None,
 ) -> None:
-    """Learn from the cached tokens that were reported; nothing where another endpoint prefilled.
+    """Learn from the cached tokens that were reported.
+
+    Nothing where another endpoint prefilled, or had blocks to pull: these count as cached as well.
 
     Args:
         usage: Tokens by kind, as `parsing.usage.read` gives them.
@@ -47,6 +49,8 @@ def compare_prefixes(
     prompt, cached = usage.get("prompt"), usage.get("cached")
     stages = decision.disaggregation
     if not prompt or cached is None or (stages is not None and stages.prefill is not None):
+        return
+    if decision.kv_cache_source is not None:
         return
     member = store.pool.find(served.address)
     if member is None or member.endpoint.incarnation != served.incarnation:

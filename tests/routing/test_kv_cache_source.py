@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from extproc.config import factory, loader
@@ -93,6 +94,23 @@ def test_a_producer_of_an_endpoint_picker_config_names_sources():
     assert named == {(holder, None), (other, holder)}
     hinted = HttpRequest(request.headers, body, subset=(other,))
     assert parts.director.route(hinted, 3.0).kv_cache_source is None
+
+
+def test_pulled_tokens_do_not_correct_the_cache_of_the_endpoint_that_pulls():
+    """Engines report what they pulled as cached: it says nothing of what they hold themselves."""
+    parts = factory.build(loader.settings(loader.parse(EPP % 1, where="x")))
+    body = b'{"model": "m", "prompt": "%s"}' % (b"a shared prompt " * 400)
+    request = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+    decision = parts.director.route(request, 1.0)
+    (served,) = decision.endpoints
+    usage = {"prompt": 1600, "cached": 1500}
+    calibration = parts.cache_model.state_of(served).calibration
+    pulling = msgspec.structs.replace(decision, kv_cache_source=Endpoint("10.0.0.2:8000"))
+    parts.director.on_usage(pulling, usage, served=served)
+    assert calibration._hit == 0
+    parts.director.on_usage(decision, usage, served=served)
+    assert calibration._hit == 1500
 
 
 @pytest.mark.parametrize("delta", [0, -1, '"x"'])
