@@ -162,7 +162,7 @@ class PoolSelector:
         if isinstance(request, Rejection):
             pool = self._find_supplying_pool(request, raw, routes)
             return RoutingResult(request) if pool is None else self._route_over(pool, raw, now)
-        model = envelope.model_header(raw.headers) or request.target
+        model = envelope.model_header(raw.headers) or self._find_target(request)
         route = next(self._matching_routes(raw, routes & index.find_models(model)), None)
         if route is not None:
             return self._route_over(route, raw, now, request)
@@ -181,6 +181,19 @@ class PoolSelector:
         return self._route_over(
             next(route for rank, route in ranked if rank is best), raw, now, request
         )
+
+    def _find_target(self, request: InferenceRequest) -> str:
+        """The name by which a request finds its pool: its adapter, where one is named, or its model.
+
+        An adapter that no pool knows says nothing, as engines that take it in a field of its own need
+        not list it: then the model decides.
+        """
+        adapter = request.adapter
+        is_known = adapter and (
+            self._index.find_models(adapter) & ~self._index.without_models
+            or any(fit(route, adapter) is ModelFit.LISTED for route in self._open)
+        )
+        return adapter if is_known else request.model
 
     def _find_supplying_pool(
         self, rejection: Rejection, raw: HttpRequest, routes: int

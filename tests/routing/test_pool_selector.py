@@ -106,6 +106,25 @@ def test_adapters_and_model_headers_match_as_models():
     assert went(two.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)) == ("b", B)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "pool"), [("unlisted", "qwen"), ("sql", "llama"), ("own", "lab")]
+)
+def test_an_adapter_in_a_field_of_its_own_selects_where_a_pool_knows_it(adapter, pool):
+    """SGLang need not list its adapters: without a pool that lists or matches one, the model decides."""
+    three = board(
+        ("llama", build_pool(A, "llama", adapters=("sql",)), PoolMatch()),
+        ("qwen", build_pool(B, "qwen"), PoolMatch()),
+        ("lab", build_pool(C), PoolMatch(models=("own", "lab"))),
+    )
+    body = {"text": "hi", "model": "qwen", "lora_path": adapter}
+    headers = {":method": "POST", ":path": "/generate", ":authority": "x.example"}
+    routed = three.route(HttpRequest(headers, json.dumps(body).encode()), 1.0)
+    assert went(routed)[0] == pool
+    body["model"] = "lab"
+    routed = three.route(HttpRequest(headers, json.dumps(body).encode()), 1.0)
+    assert went(routed)[0] == (pool if adapter != "unlisted" else "lab")
+
+
 def test_pools_without_a_match_take_listed_models():
     """A request goes to the pool that lists its model or alias; an unlisted model is 404."""
     two = board(
