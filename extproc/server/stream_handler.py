@@ -95,8 +95,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Handle an event and return the responses. Synchronous: a single pool snapshot."""
         exchange = self.exchange
         replies = exchange.receive(event)
-        pending = exchange.pending
-        if pending is not None:
+        if (pending := exchange.pending) is not None:
             if len(pending.body) > INLINE_BYTES and self._context.parses_large_bodies:
                 self.unparsed = pending
                 return ()
@@ -156,8 +155,9 @@ class StreamHandler(msgspec.Struct, eq=False):
             return ()
         return (self._reject(BUG),)
 
-    def reject_overload(self, _: ProcessingRequest) -> Iterable[ProcessingResponse]:
-        """Reject the request, because too many streams are open."""
+    def reject_overload(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
+        """Reject the request at its first message, because too many streams are open."""
+        self.exchange.receive(event)  # the form of the answer depends on its headers
         return (self._reject(self._context.overload_rejection),)
 
     def _reject(

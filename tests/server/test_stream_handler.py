@@ -234,6 +234,30 @@ def test_a_rejected_stream_leaves_nothing():
     assert scene.counters.for_pool("").rejections == {(429, "rejected-saturated"): 1}
 
 
+@pytest.mark.parametrize(
+    ("path", "content_type", "grpc_status", "beginning"),
+    [
+        ("/v1/messages", "application/json", None, b'{"type":"error"'),
+        ("/vllm.grpc.engine.VllmEngine/Generate", "application/grpc", 8, b"inference error"),
+    ],
+)
+def test_overload_is_answered_in_the_form_of_the_request(
+    path, content_type, grpc_status, beginning
+):
+    """With its id, which is in the log of rejections as well."""
+    scene = StreamFixture(max_streams=0)
+    scene.shared.exchange_settings = ExchangeSettings(max_body_bytes=1 << 20, request_id=True)
+    stream = stream_handler.open_stream(scene.shared)
+    headers = {":path": path, "content-type": content_type, "x-request-id": "7"}
+    event = ProcessingRequest(MessageKind.REQUEST_HEADERS, headers, modes=MODES)
+    (response,) = stream.reject_overload(event)
+    assert response.body.startswith(beginning)
+    assert (response.grpc_status, ("x-request-id", "7") in response.headers) == (grpc_status, True)
+    stream.finish()
+    assert [record.id for record in scene.decisions.latest()] == ["7"]
+    assert scene.accounts == (0, 0)
+
+
 @pytest.mark.parametrize("step", ["on_response_headers", "release", "on_usage"])
 def test_a_stream_releases_everything_despite_an_exception(monkeypatch, step):
     """A step that raises at the end, or while something is learned, costs no other step."""
