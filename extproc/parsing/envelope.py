@@ -114,7 +114,7 @@ _TOO_DEEP = "exceeded max depth"
 _NOT_UTF8 = "JSON is malformed: invalid UTF-8"
 
 #: More tokens than any engine generates: keeps arithmetic on a client's number within floats.
-_TOKEN_LIMIT: Final = 2**31 - 1
+TOKEN_LIMIT: Final = 2**31 - 1
 
 #: All up to a lone surrogate: plain bytes, escapes, surrogate pairs. Possessive, so that no input
 #: makes it try again.
@@ -323,7 +323,7 @@ def _max_tokens(body: Envelope) -> int | None:
     if body.max_completion_tokens is None:
         if bound is None and body.max_output_tokens is None and sampling is None:
             return None  # as most requests have it
-        if type(bound) is int and 0 <= bound <= _TOKEN_LIMIT:
+        if type(bound) is int and 0 <= bound <= TOKEN_LIMIT:
             return bound
     sampling = sampling if type(sampling) is dict else {}
     for bound in (
@@ -334,7 +334,7 @@ def _max_tokens(body: Envelope) -> int | None:
         sampling.get("max_tokens"),
     ):
         if (type(bound) is int or type(bound) is float) and bound >= 0:
-            return int(min(bound, _TOKEN_LIMIT))
+            return int(min(bound, TOKEN_LIMIT))
     return None
 
 

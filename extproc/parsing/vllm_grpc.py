@@ -330,7 +330,7 @@ def _tokenized(
 
 def _max_tokens(parts: Sequence[memoryview]) -> int | None:
     value = dict(_merge_fields(parts)).get(_MAX_TOKENS)
-    return value & 0xFFFFFFFF if isinstance(value, int) else None
+    return min(value & 0xFFFFFFFF, envelope.TOKEN_LIMIT) if isinstance(value, int) else None
 
 
 def _placeholders(parts: Sequence[memoryview]) -> list[tuple[int, int, str]]:

@@ -47,6 +47,13 @@ def test_generate_from_text():
     assert (request.max_tokens, request.stream) == (None, False)
 
 
+@pytest.mark.parametrize(("sent", "read"), [(2**31 - 1, 2**31 - 1), (2**32 - 1, 2**31 - 1)])
+def test_most_tokens_are_bounded_as_elsewhere(sent, read):
+    """A uint32 may be twice as large as the largest bound of other surfaces."""
+    request = builders.parsed(GENERATE, frame(field(3, b"hello") + field(4, field(8, sent))))
+    assert request.max_tokens == read
+
+
 def test_embed():
     """Point 107: Embed reads tokenized input."""
     request = builders.parsed(EMBED, frame(field(1, b"id") + field(2, TOKENIZED)))
