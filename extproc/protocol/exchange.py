@@ -132,7 +132,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
         restore_model: Put the client's name for its model back into answers, and ask for their
             bodies where a name was changed.
         scores: Tell the data plane what endpoints were compared by.
-        request_id: Put the request id on responses and refusals.
+        request_id: Put the request id on responses, direct ones and refusals included.
     """
 
     max_body_bytes: int
@@ -306,25 +306,24 @@ class Exchange(msgspec.Struct):
         )
 
     def reject(self, rejection: Rejection) -> ImmediateResponse:
-        """End the exchange with an immediate response."""
+        """End the exchange with the immediate response of a rejection."""
+        self.rejection = rejection
+        return self._end(messages.immediate_response(rejection, self._headers))
+
+    def answer(self, response: DirectResponse) -> ImmediateResponse:
+        """End the exchange with a direct response."""
+        headers = (("content-type", "application/json"),)
+        return self._end(ImmediateResponse(response.status, headers, response.body))
+
+    def _end(self, response: ImmediateResponse) -> ImmediateResponse:
+        """End the exchange with an immediate response, which gets the request id if set."""
         self.request_state = RequestState.REFUSED
         self.pending = None
-        self.rejection = rejection
         self.close()
-        response = messages.immediate_response(rejection, self._headers)
         if self._settings.request_id and self.request_id:
             headers = (*response.headers, ("x-request-id", self.request_id))
             return msgspec.structs.replace(response, headers=headers)
         return response
-
-    def answer(self, response: DirectResponse) -> ImmediateResponse:
-        """End the exchange with a direct response."""
-        self.request_state = RequestState.REFUSED
-        self.pending = None
-        self.close()
-        return ImmediateResponse(
-            response.status, (("content-type", "application/json"),), response.body
-        )
 
     def close(self) -> None:
         """Release the resources of the exchange; idempotent."""

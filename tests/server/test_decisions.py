@@ -1,9 +1,10 @@
 import pytest
 
-from extproc.decision import NO_ENDPOINTS
+from extproc.decision import NO_ENDPOINTS, DirectResponse
 from extproc.endpoint import Load
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.telemetry import explanation
+from extproc.wire import codec
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture
 
@@ -96,3 +97,16 @@ def test_refusals_return_the_request_id_where_wanted():
         (response,) = talk.hear(ext_proc_script.request_headers(HEADERS, ends=True))
         assert response.status == 503
         assert response.headers.get("x-request-id", "") == ("id-7" if wanted else "")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_direct_responses_return_the_request_id_where_wanted(wanted):
+    """A list of models that extproc writes itself is a response like any other."""
+    settings = ExchangeSettings(1 << 20, request_id=wanted)
+    talk = ext_proc_script.Talk(settings=settings)
+    event = codec.decode(ext_proc_script.request_headers(HEADERS, ends=True).encode(None))
+    assert not list(talk.exchange.receive(event))
+    response = talk.exchange.answer(DirectResponse(200, b"{}"))
+    own = (("x-request-id", "id-7"),) if wanted else ()
+    assert response.headers == (("content-type", "application/json"), *own)
+    assert talk.exchange.pending is None
