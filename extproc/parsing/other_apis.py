@@ -323,7 +323,7 @@ MAX_PARTS: Final = 64
 #: No header block of a part, and no field worth reading, is longer.
 MAX_FIELD_BYTES: Final = 8192
 
-_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
+_BOUNDARY = re.compile(r'[;\s]boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
 _NAME = re.compile(
     rb'^content-disposition:(?:[^\r\n"]|"[^"\r\n]*")*?;\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))',
     re.IGNORECASE | re.MULTILINE,

@@ -49,10 +49,14 @@ def test_other_forms(path, api):
 
 @pytest.mark.parametrize(
     "content_type",
-    ['multipart/form-data; boundary="XX"', "Multipart/Form-Data; Boundary=XX; charset=utf-8"],
+    [
+        'multipart/form-data; boundary="XX"',
+        "Multipart/Form-Data; Boundary=XX; charset=utf-8",
+        "multipart/form-data;x-boundary=YY;boundary=XX",
+    ],
 )
 def test_boundary_forms(content_type):
-    """The boundary may be quoted, in any case, and followed by other parameters."""
+    """The boundary may be quoted, in any case, and beside other parameters."""
     assert form(part(b"model", b"w") + b"--XX--", content_type=content_type).model == "w"
 
 
