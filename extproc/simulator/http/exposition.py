@@ -179,8 +179,13 @@ class ExpositionPage(Collector):
         """Yield all families in the order of the page."""
         yield from self._process()
         values = [counts.values() for counts in self._ranks]
+        totals = {
+            name: sum(of_rank.get(name, 0.0) for of_rank in values)
+            for name in {name for of_rank in values for name in of_rank}
+        }
         for family in vllm_metric_families.FAMILIES:
-            yield self._family(family, values)
+            # What the server counts before a request has a rank is there once.
+            yield self._family(family, values if family.engine else [totals])
         if self._profile.max_loras:
             yield self._adapters()
         if self._profile.host_blocks:
@@ -200,11 +205,9 @@ class ExpositionPage(Collector):
         self, family: vllm_metric_families.Family, values: Sequence[Mapping[str, float]]
     ) -> Metric:
         name = f"vllm:{family.name}"
-        # What the server counts before a request has a rank is there once.
-        ranks = enumerate(self._ranks) if family.engine else [(0, self._ranks[0])]
         commons = [
             (rank, (self._model, str(rank)) if family.engine else (self._model,))
-            for rank, _ in ranks
+            for rank in range(len(values))
         ]
         labels = ("model_name", "engine") if family.engine else ("model_name",)
         if family.kind == "histogram":

@@ -192,6 +192,27 @@ async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
 
 
 @engine_server.run
+async def test_refusals_of_every_rank_are_counted():
+    """The counter has no label of a rank: it is that of the server."""
+    slow = {"speed": 1e-3, "ranks": 2, "machine": {"max_queued": 1}}
+    async with engine_server.engine(**slow) as (subject, client):
+
+        def ask(rank):
+            headers = {"x-data-parallel-rank": str(rank)}
+            return client.post("/v1/chat/completions", json=chat("hi"), headers=headers)
+
+        task = asyncio.ensure_future(ask(1))
+        await engine_server.until(lambda: subject.ranks[1].engine.running)
+        assert (await ask(1)).status == 503
+        values = samples(await scrape(client))
+        await engine_server.leave(task)
+    rejections = {
+        name: value for name, value in values.items() if "admission_rejections_total" in name
+    }
+    assert sum(rejections.values()) == 1
+
+
+@engine_server.run
 async def test_without_lora_there_is_no_lora_family():
     """max_loras 0 turns it off, and an adapter is unknown."""
     async with engine_server.engine(machine={"max_loras": 0}) as (_, client):
