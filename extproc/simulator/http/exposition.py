@@ -257,9 +257,12 @@ class ExpositionPage(Collector):
             "Running stats on lora requests.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
+        reported: dict[str, float] = {}  # a page has each label set once, whatever the rank
         for counts in self._ranks:
             for adapters, at in counts.adapters.items():
-                family.add_metric([str(self._profile.max_loras), adapters, adapters], at)
+                reported[adapters] = max(at, reported.get(adapters, at))
+        for adapters, at in reported.items():
+            family.add_metric([str(self._profile.max_loras), adapters, adapters], at)
         return family
 
     def _process(self) -> Iterator[Metric]:

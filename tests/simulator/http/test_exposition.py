@@ -192,6 +192,20 @@ async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
 
 
 @engine_server.run
+async def test_sets_of_adapters_of_several_ranks_are_there_once():
+    """The series have no label of a rank, and a page has none twice."""
+    async with engine_server.engine(loras=("a",), ranks=2) as (_, client):
+        for rank in ("0", "1"):
+            ask = {"model": "a", "prompt": "x"}
+            await client.post("/v1/completions", json=ask, headers={"x-data-parallel-rank": rank})
+        page = await scrape(client)
+    series = [
+        line.rpartition(" ")[0] for line in page.splitlines() if "lora_requests_info{" in line
+    ]
+    assert len(series) == len(set(series)) == 2
+
+
+@engine_server.run
 async def test_refusals_of_every_rank_are_counted():
     """The counter has no label of a rank: it is that of the server."""
     slow = {"speed": 1e-3, "ranks": 2, "machine": {"max_queued": 1}}
