@@ -190,6 +190,9 @@ class Child:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 child.ready_line = await child.line(ready)
+        except asyncio.CancelledError:
+            await child.stop(signal.SIGKILL)  # its stack does not know it yet
+            raise
         except (TimeoutError, EOFError) as error:
             await child.stop()
             limit = "before its end"

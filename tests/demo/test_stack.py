@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
 import sys
 from collections import deque
@@ -46,6 +47,28 @@ def test_the_last_lines_of_a_child_stay_lines(capsys):
         "extproc: engine: expected a line with 'listening' before its end, got other lines; look at "
         "the last ones below\nTraceback:\n  port in  [31muse\n"
     )
+
+
+def test_a_child_whose_start_is_cancelled_ends(tmp_path):
+    """Its stack has not heard of it, and could not stop it."""
+    file = tmp_path / "pid"
+    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); print('on'); time.sleep(300)"
+    lines = []
+
+    async def run():
+        async with stack.stack(log=lines.append) as children:
+            starting = asyncio.ensure_future(
+                children.start("child", [sys.executable, "-c", code], ready="never")
+            )
+            while not lines:
+                await asyncio.sleep(0)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+
+    asyncio.run(run())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
 
 
 #: An Envoy configuration with one listener and any clusters.
