@@ -238,7 +238,13 @@ class Child:
         stdout = self.process.stdout
         if stdout is None:
             return
-        async for raw in stdout:
+        while True:
+            try:
+                raw = await stdout.readline()
+            except ValueError:  # longer than the buffer, which is empty again
+                continue
+            if not raw:
+                break
             line = raw.decode("utf-8", "replace").rstrip("\n")
             self.last_lines.append(line)
             if self._log is not None:

@@ -49,6 +49,18 @@ def test_the_last_lines_of_a_child_stay_lines(capsys):
     )
 
 
+def test_a_line_of_any_length_hides_none_after_it():
+    """Errors of Envoy may quote a configuration in one line."""
+    code = "print('x' * 1_000_000); print('listening')"
+
+    async def run():
+        child = await stack.Child.start("child", [sys.executable, "-c", code], ready="listening")
+        await child.stop()
+        return child.ready_line
+
+    assert asyncio.run(run()) == "listening"
+
+
 def test_a_child_whose_start_is_cancelled_ends(tmp_path):
     """Its stack has not heard of it, and could not stop it."""
     file = tmp_path / "pid"
