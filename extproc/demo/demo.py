@@ -154,7 +154,7 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
             runs.append(await _measure(place, strategy, talks, show=_progress(strategy, total)))
             if last:
                 print(_table(runs))
-                print(await _decision(place, total))
+                print(await find_decision(place, total))
                 print(render_hints(place, keep=keep))
             if last and keep:
                 with contextlib.suppress(asyncio.CancelledError):  # the end that the hints name
@@ -266,7 +266,7 @@ def _healthy(runs: Sequence[StrategyRun]) -> bool:
     return all(sample.status == 200 for run in runs for sample in run.samples)
 
 
-async def _decision(place: DemoInstallation, most: int) -> str:
+async def find_decision(place: DemoInstallation, most: int) -> str:
     """The decision that saved the most prompt tokens of the last ones, in words."""
     base = f"http://127.0.0.1:{place.metrics}/debug/decisions"
     async with aiohttp.ClientSession() as session:
@@ -274,6 +274,8 @@ async def _decision(place: DemoInstallation, most: int) -> str:
             listed = (await response.json())["decisions"]
         decisions = []
         for summary in listed:
+            if summary["endpoint"] is None:
+                continue  # refused
             async with session.get(f"{base}/{summary['id']}") as response:
                 decisions.append(await response.json())
     best = max(decisions, key=_cached_tokens, default=None)

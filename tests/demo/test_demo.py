@@ -1,4 +1,7 @@
+import asyncio
 import socket
+
+from aiohttp import test_utils, web
 
 from extproc.demo import demo, stack
 
@@ -51,3 +54,26 @@ def test_a_decision_is_told_in_words():
         "runner_up": None,
     }
     assert demo.render_decision(alone).endswith("so the request went there.")
+
+
+def test_requests_that_were_refused_are_no_decisions():
+    """Some are where engines are not ready: the demo shows their number, and ends."""
+    pages = {
+        "/debug/decisions": {
+            "decisions": [{"id": "a", "endpoint": "a:1"}, {"id": "b", "endpoint": None}]
+        },
+        "/debug/decisions/a": DECISION,
+        "/debug/decisions/b": {"outcome": "rejection", "status": 503},
+    }
+
+    async def show(request):
+        return web.json_response(pages[request.path])
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/{path:.*}", show)
+        async with test_utils.TestServer(app) as server:
+            place = demo.DemoInstallation(1, 2, server.port, ("a:1", "b:1"))
+            return await demo.find_decision(place, 2)
+
+    assert asyncio.run(run()) == demo.render_decision(DECISION)
