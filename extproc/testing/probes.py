@@ -100,18 +100,17 @@ def build_checked(make: Callable[[], Role]) -> Role:
     plugin = build_plugin(make)
     cls: Any = type(plugin)
     about: str = cls.__name__
+    with report_errors(about, "kind, needs and extra_metrics that can be read"):
+        kind, needs = plugin.kind, plugin.needs
+        extra_metrics = read_extra_metrics(plugin)
+    demand(_KIND.fullmatch(str(kind)), about, "a kind in lower case with dashes", kind)
+    signals = isinstance(needs, frozenset) and all(isinstance(signal, Signal) for signal in needs)
+    demand(signals, about, "needs as a frozenset of Signal", needs)
     demand(
-        _KIND.fullmatch(str(plugin.kind)), about, "a kind in lower case with dashes", plugin.kind
-    )
-    signals = isinstance(plugin.needs, frozenset) and all(
-        isinstance(signal, Signal) for signal in plugin.needs
-    )
-    demand(signals, about, "needs as a frozenset of Signal", plugin.needs)
-    demand(
-        isinstance(read_extra_metrics(plugin), frozenset),
+        isinstance(extra_metrics, frozenset),
         about,
         "extra_metrics as a frozenset of names, because needs has Signal.EXTRA",
-        read_extra_metrics(plugin),
+        extra_metrics,
     )
     demand(isinstance(plugin, msgspec.Struct), about, "a msgspec struct", cls.__bases__)
     config = cls.__struct_config__

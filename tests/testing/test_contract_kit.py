@@ -184,12 +184,18 @@ def test_declarations_are_checked():
     class Greedy(ScriptedPlugin, frozen=True):
         needs: ClassVar[list[str]] = ["waiting"]
 
+    class Raises(ScriptedPlugin, frozen=True):
+        @property
+        def needs(self):
+            raise AttributeError("bound")
+
     for cls, wanted in (
         (Loose, "frozen=True"),
         (Ignores, "forbid_unknown_fields=True"),
         (Asks, "Asks: expected a plugin that can be built without parameters"),
         (Shouts, "a kind in lower case"),
         (Greedy, "needs as a frozenset of Signal"),
+        (Raises, "needs and extra_metrics that can be read, got AttributeError: bound"),
     ):
         assert wanted in complaint(contract.check_scorer, cls)
     contract.check_scorer(functools.partial(Asks, size=3))
