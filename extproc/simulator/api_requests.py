@@ -5,7 +5,7 @@ Unknown fields are ignored. Every reader raises `msgspec.DecodeError` for what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -65,11 +65,11 @@ class _ChatBody(_Body, frozen=True, kw_only=True):
 
 
 class _CompletionsBody(_Body, frozen=True, kw_only=True):
-    prompt: str | list[str | int]
+    prompt: str | list[str | int | list[int]]
 
 
 class _EmbeddingsBody(_Body, frozen=True, kw_only=True):
-    input: str | list[str | int]
+    input: str | list[str | int | list[int]]
 
 
 class _ResponsesBody(_Body, frozen=True, kw_only=True):
@@ -99,12 +99,14 @@ def _turns(messages: list[_Turn]) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _plain(text: str | list[str | int]) -> bytes:
-    if isinstance(text, str):
-        return text.encode()
-    return b"".join(
-        [piece.encode() if isinstance(piece, str) else prompt.token_id(piece) for piece in text]
-    )
+def _plain(text: str | int | Sequence[str | int | list[int]]) -> bytes:
+    match text:
+        case str():
+            return text.encode()
+        case int():
+            return prompt.token_id(text)
+        case _:
+            return b"".join(map(_plain, text))
 
 
 def chat(body: bytes) -> GenerationRequest:

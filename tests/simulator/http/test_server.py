@@ -141,6 +141,18 @@ async def test_every_surface_answers_whole_and_streamed(path, body):
         assert server.engine.running == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")]
+)
+@engine_server.run
+async def test_prompts_may_be_lists_of_tokens(path, field):
+    """Clients send them one by one or several; two of a list are one here."""
+    async with engine_server.engine() as (_, client):
+        for value, tokens in (([1, 2, 3], 3), ([[1, 2, 3]], 3), ([[1, 2], [3]], 3)):
+            answer = await (await client.post(path, json={field: value})).json()
+            assert answer["usage"]["prompt_tokens"] == tokens
+
+
 @engine_server.run
 async def test_tokens_are_four_bytes_of_the_rendered_prompt():
     """The stand-in for a tokenizer; /tokenize agrees with usage."""
