@@ -83,6 +83,8 @@ class AutoscaledFleet:
         #: When each replica was asked for.
         self._born = [0.0] * len(engines)
         self._loads = [0] * len(engines)
+        #: Prompts that each replica computes for requests that other replicas serve.
+        self._num_prefills = [0] * len(engines)
         #: Replicas that discovery dropped, as their engines failed.
         self._failed: set[int] = set()
         flow_callbacks = controller.FlowCallbacks(
@@ -139,11 +141,20 @@ class AutoscaledFleet:
         self._loads[n] -= 1
         tokens = 0 if sim_request.failure else sim_request.work.output_tokens
         self._count(in_flight=-1, answered=0 if sim_request.failure else 1, answer_tokens=tokens)
-        if self._states[n] is _ReplicaState.LEAVING and not self._loads[n]:
-            self._gone(n)
+        self._end_if_drained(n)
         if not sim_request.failure:
             self._flow_controller.charge(sim_request)
         self._flow_controller.pump()
+
+    def prefill_began(self, node: int) -> None:
+        """Keep a replica that computes the prompt of a request that another one serves."""
+        self._num_prefills[self._replica_of[node]] += 1
+
+    def prefill_ended(self, node: int) -> None:
+        """Release such a replica."""
+        n = self._replica_of[node]
+        self._num_prefills[n] -= 1
+        self._end_if_drained(n)
 
     def fail(self, n: int) -> None:
         """Handle that discovery drops a replica, whose engine failed."""
@@ -301,7 +312,7 @@ class AutoscaledFleet:
         self._lifetimes.up(n, self._timeline.now)
 
     def _leave(self, n: int) -> None:
-        if self._states[n] is _ReplicaState.STARTING or not self._loads[n]:
+        if self._states[n] is _ReplicaState.STARTING or self._is_idle(n):
             self._gone(n)
             return
         self._states[n] = _ReplicaState.LEAVING
@@ -310,6 +321,13 @@ class AutoscaledFleet:
         grace_s, born = self._config.grace_s, self._born[n]
         if grace_s is not None:
             self._timeline.after(grace_s, lambda: self._cut(n, born))
+
+    def _is_idle(self, n: int) -> bool:
+        return not self._loads[n] and not self._num_prefills[n]
+
+    def _end_if_drained(self, n: int) -> None:
+        if self._states[n] is _ReplicaState.LEAVING and self._is_idle(n):
+            self._gone(n)
 
     def _cut(self, n: int, born: float) -> None:
         """Fail the requests that outlast the grace period of a draining replica."""

@@ -309,6 +309,8 @@ class Simulation:
         work = msgspec.structs.replace(sim_request.work, output_tokens=1)
         part = SimRequest(f"{sim_request.id}/prefill", work, self.timeline.now)
         self._prefills[part.id] = sim_request
+        if self._replicas:
+            self._replicas.prefill_began(sim_request.prefill_node)
         self.nodes[sim_request.prefill_node].submit(part)
 
     def _prefilled(self, part: SimRequest) -> None:
@@ -317,6 +319,8 @@ class Simulation:
         Where prefill failed, that engine computes the prompt, as behind llm-d's sidecar.
         """
         sim_request = self._prefills.pop(part.id)
+        if self._replicas:
+            self._replicas.prefill_ended(sim_request.prefill_node)
         node, work = self.nodes[sim_request.node], sim_request.work
         transfer_s = 0.0
         if not part.failure:

@@ -122,3 +122,27 @@ def test_several_pickers_exchange_both_parts():
     picking = scenario.Picking(replicas=3, share_delay_s=0.01)
     requests = run_to_the_end(build(picking=picking))
     assert not [request for request in requests if request.failure]
+
+
+def test_a_replica_that_computes_prompts_is_drained_before_it_goes():
+    """It serves no request itself, and those it works for would wait for ever."""
+    fleet = [
+        scenario.EngineGroup(count=count, profile="demo", labels={"llm-d.ai/role": role})
+        for count, role in ((3, "decode"), (1, "prefill"))
+    ]
+    run = build(
+        fleet=fleet,
+        workload=independent(40, prompt=spread_out(9000), output=spread_out(300)),
+        client=client.Client(rate_per_s=2.0),
+        autoscaling=scenario.ScenarioAutoscaling(cold_start_s=1.0, start=4, min=4),
+        until_s=300.0,
+    )
+    replicas = run._replicas
+
+    def take_one():
+        assert run.nodes[3].requests
+        replicas._spec = 3
+        replicas._match()
+
+    run.timeline.at(4.0, take_one)
+    assert not [request for request in run_to_the_end(run) if request.failure]
