@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import socket
 import subprocess
@@ -10,7 +11,8 @@ import urllib.request
 import pytest
 
 from extproc import errors
-from extproc.simulator import engine_command
+from extproc.simulator import engine_command, profiles
+from extproc.simulator.http import kv_publisher, server
 
 START = """
 import argparse, sys
@@ -125,3 +127,22 @@ def test_a_taken_port_of_kv_events_is_refused_with_status_2(capsys):
             error = capsys.readouterr().err
             assert "--kv-events-port: expected port" in error
             assert error.count("\n") == 1
+
+
+def test_events_are_published_on_ipv6_as_well():
+    """As the HTTP server listens there."""
+    pytest.importorskip("zmq", reason="the extra kv-events is not installed")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on loopback")
+    wanted = server.EngineServerSettings(
+        profile=profiles.PROFILES["demo"], kv_events=kv_publisher.KvPublisherSettings()
+    )
+
+    async def start():
+        async with server.serving(wanted, host="::1") as started:
+            for port in (started.publisher.port, started.publisher.replay_port):
+                socket.create_connection(("::1", port)).close()
+
+    asyncio.run(start())

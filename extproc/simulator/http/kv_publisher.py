@@ -122,10 +122,13 @@ class KvPublisher:
             raise
 
     def _bind(self, socket: Any, host: str, port: int, flag: str) -> int:
+        is_ipv6 = ":" in host
+        socket.setsockopt(self._zmq.IPV6, is_ipv6)
+        url = f"tcp://[{host}]" if is_ipv6 else f"tcp://{host}"
         try:
             if not port:
-                return int(socket.bind_to_random_port(f"tcp://{host}"))
-            socket.bind(f"tcp://{host}:{port}")
+                return int(socket.bind_to_random_port(url))
+            socket.bind(f"{url}:{port}")
         except self._zmq.ZMQError as error:
             raise errors.ConfigError(
                 flag,
