@@ -149,7 +149,7 @@ def stable_answer(
     """
     arguments, plugin, other = list(candidates), build_plugin(make), build_plugin(make)
     answer = _call_without_effect(call, plugin, arguments, about)
-    check_answer(answer)
+    _check_form(check_answer, answer, about)
     for seed in seeds:
         again = call_plugin(call, plugin, probe_context(seed), arguments, about)
         demand(
@@ -171,7 +171,7 @@ def stable_answer(
         call_plugin(call, instance, probe_context(), arguments, about)
         for instance in (plugin, other)
     )
-    check_answer(first)
+    _check_form(check_answer, first, about)
     demand(
         first == second,
         about,
@@ -179,6 +179,18 @@ def stable_answer(
         _AnswerPair(first, "and", second),
     )
     return answer
+
+
+def _check_form(check_answer: Callable[[AnswerT], None], answer: AnswerT, about: str) -> None:
+    """Check an answer, which may be of a type that the check cannot even read."""
+    try:
+        check_answer(answer)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"{about}: expected an answer of the types of its role, got {short(answer)}"
+        ) from error
 
 
 def _call_without_effect(
@@ -249,7 +261,11 @@ def _decision(context: SchedulingContext, chosen: Candidate, keys: Mapping[str, 
 
 
 def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
-    wrong = [pair for pair in pairs if [isinstance(text, str) for text in pair] != [True, True]]
+    wrong = [
+        pair
+        for pair in pairs
+        if not isinstance(pair, Sequence) or [isinstance(it, str) for it in pair] != [True, True]
+    ]
     demand(not wrong, about, "pairs of text", wrong)
 
 

@@ -151,6 +151,26 @@ def test_exits_of_constructors_and_optional_methods_are_reported():
     assert "answer_headers to accept any decision, got SystemExit" in message
 
 
+def test_answers_of_other_types_are_reported():
+    """Those that a check cannot read, too."""
+
+    class Priced(ScriptedPlugin, frozen=True):
+        def cost(self, context, candidates):
+            return CostResult("odd", "s", 5, 7)
+
+    class Named(ScriptedPlugin, frozen=True):
+        def score(self, context, candidates):
+            return [0.5] * len(candidates)
+
+        def answer_headers(self, context, chosen):
+            return [5]
+
+    message = complaint(contract.check_cost, Priced)
+    assert "expected an answer of the types of its role, got CostResult" in message
+    message = complaint(contract.check_scorer, Named)
+    assert "answer_headers: expected pairs of text, got [5]" in message
+
+
 def test_an_interrupt_is_no_breach():
     """An interrupt of the user ends the check."""
 
