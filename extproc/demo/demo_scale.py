@@ -115,7 +115,7 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
     async with stack.stack() as children, aiohttp.ClientSession() as http:
         place = await _install(children, template, waits=_SHORT_WAITS if short else 1.0)
         chart = scaling_plot.ScalingPlot()
-        watching = asyncio.get_running_loop().create_task(_watch(http, place, chart), name="watch")
+        watching = asyncio.get_running_loop().create_task(watch(http, place, chart), name="watch")
         try:
             answers = await _play(http, place, chart, share=_SHORT_LOAD if short else 1.0)
         finally:
@@ -175,7 +175,7 @@ async def _play(
     share: float,
 ) -> Sequence[ClientAnswer]:
     print(f"No engine runs, {_MOST} at most may. One request:")
-    first = await _ask(http, place)
+    first = await ask(http, place)
     print(f"  held while an engine started, answered with {first.status} in {first.seconds:.1f} s")
     answers = [first]
     for clients, seconds in _LOAD:
@@ -201,11 +201,12 @@ async def _client(
 ) -> Sequence[ClientAnswer]:
     answers = []
     while time.monotonic() < until:
-        answers.append(await _ask(http, place))
+        answers.append(await ask(http, place))
     return answers
 
 
-async def _ask(http: aiohttp.ClientSession, place: DemoAddresses) -> ClientAnswer:
+async def ask(http: aiohttp.ClientSession, place: DemoAddresses) -> ClientAnswer:
+    """Send one request; returns what came of it, whatever that is."""
     began = time.monotonic()
     body = {"model": _MODEL, "prompt": "What is an engine?", "max_tokens": _TOKENS}
     url = f"http://127.0.0.1:{place.envoy}/v1/completions"
@@ -215,19 +216,23 @@ async def _ask(http: aiohttp.ClientSession, place: DemoAddresses) -> ClientAnswe
             status = answer.status
             text = await answer.text()
             error = "" if status == 200 else f"{status} {text}"
-    except aiohttp.ClientError as cut:
+    except (aiohttp.ClientError, TimeoutError) as cut:
         status, error = 0, repr(cut)
     return ClientAnswer(status, time.monotonic() - began, error)
 
 
-async def _watch(
+async def watch(
     http: aiohttp.ClientSession, place: DemoAddresses, chart: scaling_plot.ScalingPlot
 ) -> None:
-    """Look at the picker's page, until cancelled."""
+    """Look at the picker's page, where it can be read, until cancelled."""
     began, url = time.monotonic(), f"http://127.0.0.1:{place.pages}/metrics"
     while True:
-        async with http.get(url) as answer:
-            text = await answer.text()
+        await asyncio.sleep(_LOOK_S)
+        try:
+            async with http.get(url) as answer:
+                text = await answer.text()
+        except (aiohttp.ClientError, TimeoutError):
+            continue  # the requests show what came of it
         samples = dict(re.findall(r"^extproc_scaling_(\w+\{.*?\}) (\S+)$", text, re.MULTILINE))
         pool = '{pool=""}'
         chart.add(
@@ -240,4 +245,3 @@ async def _watch(
                 available=int(float(samples.get('replicas{pool="",state="available"}', 0.0))),
             )
         )
-        await asyncio.sleep(_LOOK_S)

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+
+import aiohttp
 import pytest
+from aiohttp import test_utils, web
 
 from extproc.cli import main
+from extproc.demo import demo_scale, scaling_plot
 
 
 @pytest.mark.parametrize("name", ["charts.jpg", "charts.pdf", "charts"])
@@ -12,3 +17,40 @@ def test_plots_have_a_known_format(tmp_path, capsys, name):
     output = capsys.readouterr()
     assert "--plot: expected a name that ends in .svg or .png" in output.err
     assert not output.out
+
+
+def test_what_is_not_answered_is_lost_and_the_demo_goes_on(monkeypatch):
+    """Requests that time out are counted, and a page that is not there is read the next time."""
+    monkeypatch.setattr(demo_scale, "_LOOK_S", 0.0)
+    pages_read = 0
+
+    async def show_page(_):
+        nonlocal pages_read
+        pages_read += 1
+        if pages_read == 1:
+            await asyncio.Event().wait()
+        return web.Response(text='extproc_scaling_queue_depth{pool=""} 7')
+
+    async def answer_never(_):
+        await asyncio.Event().wait()
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/metrics", show_page)
+        app.router.add_post("/v1/completions", answer_never)
+        chart = scaling_plot.ScalingPlot()
+        impatient = aiohttp.ClientTimeout(total=0.05)
+        async with (
+            test_utils.TestServer(app, handler_cancellation=True, shutdown_timeout=0.01) as server,
+            aiohttp.ClientSession(timeout=impatient) as http,
+        ):
+            place = demo_scale.DemoAddresses(server.port, server.port)
+            watching = asyncio.ensure_future(demo_scale.watch(http, place, chart))
+            answer = await demo_scale.ask(http, place)
+            while not chart.rows:
+                await asyncio.sleep(0)
+            watching.cancel()
+        return answer, chart.rows[0].depth
+
+    answer, depth = asyncio.run(run())
+    assert (answer.status, answer.error, depth) == (0, "TimeoutError()", 7.0)
