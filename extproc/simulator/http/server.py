@@ -189,6 +189,8 @@ class EngineServer:
             response = await self._apply_fault(request, handler, inference=inference)
         except web.HTTPException as error:
             response = responses.detail(error.status, error.reason)
+        except ConnectionResetError:
+            response = web.Response()  # the client left, which is no error of the server
         finally:
             self.in_flight -= inference
         if path == api_responses.MESSAGES_PATH:

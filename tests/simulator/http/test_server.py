@@ -4,8 +4,10 @@ import asyncio
 import hashlib
 import io
 
+import aiohttp
 import pytest
 
+from extproc.simulator.http import responses
 from tests.simulator import engine_server
 from tests.simulator.engine_server import chat
 
@@ -304,6 +306,27 @@ async def test_a_client_that_leaves_frees_the_engine(stream):
         assert server.engine.pool.used == 0
         assert server.stats.totals["request_success/abort"] == 1
         await engine_server.until(lambda: server.in_flight == 0)
+
+
+def test_a_client_that_leaves_as_an_answer_is_written_is_no_error(monkeypatch, caplog):
+    """Its connection closes before the handler is cancelled."""
+    generate = responses.generate
+
+    async def leave_and_generate(request, *others):
+        request.transport.abort()
+        return await generate(request, *others)
+
+    @engine_server.run
+    async def ask():
+        async with engine_server.engine() as (server, client):
+            with pytest.raises(aiohttp.ClientError):
+                await client.post("/v1/chat/completions", json=chat("hi", stream=True))
+            await engine_server.until(lambda: server.in_flight == 0)
+            assert server.engine.running + server.engine.waiting == 0
+
+    monkeypatch.setattr(responses, "generate", leave_and_generate)
+    ask()
+    assert not caplog.records
 
 
 @engine_server.run
