@@ -104,6 +104,8 @@ def parse(text: str, kinds: Mapping[str, bool] = _KINDS) -> Fault:
         raise _bad(text, kinds)
     if fault.kind.endswith("status") and not 200 <= fault.value <= 599:
         raise _bad(text, kinds)
+    if fault.kind == "slow" and fault.value < 1:
+        raise _bad(text, kinds)
     return fault
 
 

@@ -183,6 +183,7 @@ def test_slow_stretches_steps_while_it_is_armed():
         "not-ready,count=2",
         "not-ready,rate=0.5",
         "slow=4,count=2",
+        "slow=0.5",
     ],
 )
 def test_what_is_no_fault_is_refused(text):
