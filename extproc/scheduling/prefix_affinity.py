@@ -39,14 +39,26 @@ class PrefixCacheScorer(UpstreamParameters, frozen=True, kw_only=True):
     Attributes:
         match_length_weight: w, how much the length of the match counts against its share. 0, the
             upstream default, makes the score the share.
-        match_length_scale_tokens: S, the match that counts in full. 8192 is the upstream default.
+        match_length_scale_tokens: S, the match that counts in full. 8192 is the upstream default. 0 or
+            less only where w is 0, which does not read it.
     """
 
     kind: ClassVar[str] = "prefix-cache-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX})
 
     match_length_weight: Share = 0.0
-    match_length_scale_tokens: Annotated[int, msgspec.Meta(gt=0)] = 8192
+    match_length_scale_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        """Refuse a scale of nothing, where upstream reads it.
+
+        Raises:
+            ValueError: `match_length_scale_tokens` is not above 0, and `match_length_weight` is.
+        """
+        if self.match_length_weight and self.match_length_scale_tokens <= 0:
+            raise ValueError(
+                f"expected matchLengthScaleTokens above 0, got {self.match_length_scale_tokens}"
+            )
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         t, w, scale = (
@@ -124,7 +136,8 @@ class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     Upstream: `filter/prefixcacheaffinity/plugin.go`.
 
     Attributes:
-        affinity_threshold: Share of the prompt that makes a candidate sticky.
+        affinity_threshold: Share of the prompt that makes a candidate sticky, at most 1; all are kept
+            with 0 or less.
         exploration_probability: Chance of keeping all; 0 draws nothing.
         max_ttft_penalty_ms: Milliseconds a cached prompt may cost; 0 for any.
         peak_prefill_throughput: Prompt tokens an idle engine computes in a second. 15928, the
@@ -138,7 +151,7 @@ class PrefixCacheAffinityFilter(UpstreamParameters, frozen=True, kw_only=True):
     kind: ClassVar[str] = "prefix-cache-affinity-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX, Signal.QUEUED})
 
-    affinity_threshold: Share = 0.80
+    affinity_threshold: Annotated[float, msgspec.Meta(le=1)] = 0.80
     exploration_probability: Share = 0.0
     max_ttft_penalty_ms: NonNegative = msgspec.field(default=18_000.0, name="maxTTFTPenaltyMs")
     peak_prefill_throughput: NonNegative = _PEAK_PREFILL_THROUGHPUT

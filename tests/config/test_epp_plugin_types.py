@@ -5,6 +5,7 @@ from extproc.config import loader, profile_builder
 from extproc.config.epp_plugin_types import plugin_types
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
+from extproc.testing import builders
 
 TYPES = plugin_types()
 TABLES = {
@@ -99,10 +100,28 @@ def test_zero_is_no_default_of_text_and_of_other_parameters():
     for plugin in (
         "{type: max-score-picker, parameters: {maxNumOfEndpoints: false}}",
         "{type: max-score-picker, parameters: {maxNumOfEndpoints: ''}}",
-        "{type: prefix-cache-affinity-filter, parameters: {affinityThreshold: -1}}",
+        "{type: prefix-cache-affinity-filter, parameters: {explorationProbability: -1}}",
     ):
         with pytest.raises(ConfigError, match="expected"):
             build(plugin)
+
+
+@pytest.mark.parametrize("scale", [0, -1])
+def test_a_scale_of_matches_is_needed_where_their_length_counts(scale):
+    """As upstream, which does not read it otherwise."""
+    parameters = f"matchLengthScaleTokens: {scale}, matchLengthWeight"
+    build(f"{{type: prefix-cache-scorer, parameters: {{{parameters}: 0}}}}")
+    with pytest.raises(ConfigError, match="expected matchLengthScaleTokens above 0"):
+        build(f"{{type: prefix-cache-scorer, parameters: {{{parameters}: 0.5}}}}")
+
+
+def test_a_threshold_below_0_keeps_all_candidates():
+    """As upstream, which takes it for off."""
+    profile = build("{type: prefix-cache-affinity-filter, parameters: {affinityThreshold: -1}}")
+    candidates = builders.loaded_candidates(7)
+    context = builders.context(prompt_tokens=1000)
+    (plugin,) = profile.filters
+    assert plugin.filter(context, candidates) == candidates
 
 
 @pytest.mark.parametrize(
