@@ -12,8 +12,11 @@ from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.scrape import kv_event_replay
 from extproc.scrape.kv_event_subscriber import KvEventsSection, require
+from extproc.simulator import prompt
+from extproc.simulator.http import kv_publisher
 from tests.scrape.kv_event_engines import (
     HOST,
+    SIZE,
     PublishingEngine,
     Subscriber,
     copy_stream,
@@ -261,6 +264,32 @@ def test_ranks_are_subscribed_to_on_the_ports_behind_the_first():
         await second.close()
 
     run_async(test())
+
+
+def test_a_publisher_forgets_what_was_noted_longest_ago(monkeypatch):
+    """A prefix that requests share is noted with each of them, and may be evicted and stored again."""
+    monkeypatch.setattr(kv_publisher, "_MAX_NOTED", 6)
+    sent = []
+
+    async def test():
+        engine = PublishingEngine()
+        monkeypatch.setattr(engine.publisher, "send", sent.append)
+        shared, *others = (text(n) for n in range(3))
+        engine.run_prompt(shared)
+        for other in (others[0], shared, others[1][:128]):
+            hashes = prompt.hashes(other, salt="", block_tokens=SIZE)
+            engine.publisher.note(hashes, other, adapter="", salt="")
+        engine.pool.clear()
+        hashes = prompt.hashes(shared, salt="", block_tokens=SIZE)
+        engine.pool.allocate(len(hashes))
+        engine.pool.register([], hashes, len(hashes))
+        engine.publisher.flush()
+        await engine.close()
+        return hashes
+
+    hashes = asyncio.run(test())
+    _, events, _ = msgspec.msgpack.decode(sent[-1][2])
+    assert [event["block_hashes"] for event in events if event["type"] == "BlockStored"] == [hashes]
 
 
 def test_a_publisher_whose_port_is_taken_closes_its_sockets():

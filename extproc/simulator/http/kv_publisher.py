@@ -151,6 +151,7 @@ class KvPublisher:
         for position, key in enumerate(hashes):
             start = position * size
             noted[key] = _Block(text[start : start + size], adapter, "" if position else salt)
+            noted.move_to_end(key)  # a prefix that others noted before may be stored again
         while len(noted) > _MAX_NOTED:
             noted.popitem(last=False)
 
