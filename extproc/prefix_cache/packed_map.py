@@ -259,7 +259,7 @@ def split_mask(bits: int) -> Iterator[int]:
 
 
 class Continuations:
-    """Chains of blocks by the block before them; bounded, the longest unused go first."""
+    """Chains of blocks by the block before them; bounded, those stored longest ago go first."""
 
     __slots__ = ("_known", "_num_blocks")
 
