@@ -78,8 +78,8 @@ class KubernetesDiscovery:
 
     @property
     def synced(self) -> bool:
-        """True once every collection was listed, including empty ones."""
-        return self._object_store.synced
+        """True once every collection was listed, including empty ones, and the pools reported."""
+        return self._synced_reported
 
     @property
     def statuses(self) -> tuple[watch_plan.WatchStatus, ...]:

@@ -106,6 +106,36 @@ def test_a_busy_api_server_is_retried_later(tmp_path):
     asyncio.run(scene())
 
 
+def test_discovery_is_synced_only_once_its_pools_are_reported(tmp_path):
+    """Readiness, xDS and saved states of pools go by it; a receiver may raise at first."""
+    before = []
+
+    class Scene(FollowerScene):
+        """One whose receiver raises at the first report."""
+
+        def on_pools(self, changed, removed):
+            before.append(self.subject.synced)
+            if len(before) == 1:
+                raise LookupError
+            super().on_pools(changed, removed)
+
+    async def scene():
+        server = await fake.FakeApiServer().start()
+        server.put(builders.pool(), builders.pod("a"))
+        scene = Scene(server, tmp_path)
+        await scene.subject.start()
+        assert not scene.subject.synced
+        running = asyncio.ensure_future(scene.subject.run())
+        await scene.until_fact("synced")
+        assert (before, scene.names(), scene.subject.synced) == ([False, False], ["a"], True)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await server.close()
+
+    asyncio.run(scene())
+
+
 def test_start_without_an_api_server_continues_unready(tmp_path):
     """After a while start gives up waiting and says for what; run goes on trying."""
 
