@@ -111,6 +111,7 @@ class LeaderElector:
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._resigned = asyncio.Event()
         self._ended = asyncio.Event()
+        self._ended.set()
         self._was_leader = False
         self._reported_holder = ""
         #: Reason of the failure that was reported last; None while nothing fails.
@@ -131,6 +132,7 @@ class LeaderElector:
 
     async def run(self) -> None:
         """Compete until resigned; then release the Lease, and return."""
+        self._ended.clear()
         try:
             while not self._resigned.is_set():
                 pause = await self._attempt_supervised()
@@ -173,7 +175,7 @@ class LeaderElector:
         self._resigned.set()
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Wait for the end of `run`, at most `timeout_s`."""
+        """Wait for the end of `run` where it runs, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from extproc.election import ElectionSettings, LeaseRecord
 from extproc.server import leader_elector
 from tests.election.world import ElectionWorld, Fate, Store
+from tests.support import virtual_loop
 from tests.support.seeded import examples
 
 PATIENCE = ElectionSettings()
@@ -337,3 +338,19 @@ def test_run_ends_with_a_release():
         assert facts == ["elected", "resigned"]
 
     asyncio.run(test())
+
+
+def test_a_candidate_that_never_ran_is_not_waited_for():
+    """A process that has to stop while it starts is not held up."""
+    loop = virtual_loop.VirtualLoop()
+
+    async def test():
+        cluster = leader_elector.LeaderElector(
+            "me", PATIENCE, Store(), clock=loop.time, rng=random.Random(1)
+        )
+        cluster.resign()
+        await cluster.wait_ended(5.0)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(test())
+        assert not loop.time()
