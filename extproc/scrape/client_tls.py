@@ -48,7 +48,8 @@ class ClientTls:
     def __init__(self, files: TlsFiles, *, verify: bool) -> None:
         self._files = files
         self._verify = verify
-        self._stamps = self._read_stamps()
+        self._error = ""
+        self._stamps: Mapping[str, tuple[int, ...]] | None = self._read_stamps()
         self._context = self._build()
 
     def __call__(self) -> ssl.SSLContext:
@@ -59,7 +60,15 @@ class ClientTls:
             try:
                 self._context = self._build()
             except ConfigError as error:
-                _log.warning("certificates for engines stay as they were: %s", error)
+                cause = error.__cause__
+                is_passing = isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError)
+                if is_passing:  # the files may be readable soon, without a change
+                    self._stamps = None
+                if not is_passing or str(error) != self._error:
+                    _log.warning("certificates for engines stay as they were: %s", error)
+                self._error = str(error)
+            else:
+                self._error = ""
         return self._context
 
     def _read_stamps(self) -> Mapping[str, tuple[int, ...]]:

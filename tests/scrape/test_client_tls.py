@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import ssl
 
 import pytest
@@ -60,6 +62,26 @@ def test_authorities_are_read_again_when_their_file_changes(http, tmp_path):
 
     failed = client.FetchFailed("tls")
     assert asyncio.run(scene()) == [failed, b"page", b"page", failed]
+
+
+def test_files_that_could_not_be_opened_are_read_again(tmp_path, monkeypatch, caplog):
+    """Though they do not change any more: such as while too many files are open."""
+    authorities = write_certificate(tmp_path, "own")
+    tls = ClientTls(TlsFiles(ca_file=str(authorities)), verify=True)
+    before, reads = tls(), []
+
+    def build_tls(name):
+        reads.append(name)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "build_tls", build_tls)
+        authorities.write_bytes(authorities.read_bytes() + b"\n")
+        assert [tls(), tls()] == [before, before]
+    after = tls()
+    assert after is not before
+    assert (tls(), len(reads)) == (after, 2)
+    assert caplog.text.count("stay as they were") == 1
 
 
 def test_the_system_authorities_are_read_again(http, tmp_path, monkeypatch):
