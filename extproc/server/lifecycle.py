@@ -108,14 +108,15 @@ async def serve(
     asyncio.get_running_loop().set_exception_handler(supervisor.handle)
     try:
         addresses = await picker.start()
+        # What lives now lives to the end: keep the collector from walking it again and again. Not the
+        # pools and endpoints that discovery brings, which it could not free when they are removed.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
         if not await _sync(picker, stop):
             hurry.set()  # it was never ready: a data plane need not find out that it ends
             await supervisor.attempt("drain", picker.drain(hurry))
             return
-        # What lives now lives to the end: keep the collector from walking it again and again.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000, 20, 50)
         async with asyncio.TaskGroup() as tasks:
             running: dict[LoopName, Loop] = {**picker.loops(), "reload": reloader.run}
             loops = [

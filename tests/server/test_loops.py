@@ -210,6 +210,19 @@ async def test_a_signal_ends_a_start_that_waits(monkeypatch, caplog):
     assert "drain is over" in caplog.text
 
 
+async def test_the_garbage_collector_frees_endpoints_that_the_start_brings(monkeypatch):
+    """They and their pools may be removed: the collector is kept from what lives before them only."""
+    frozen = []
+    scene = ServeTask(monkeypatch, serving.settings("127.0.0.11:9"))
+
+    def count_endpoints():
+        return [len(pool.members) for pool in scene.picker.pool_registry.pools().values()]
+
+    monkeypatch.setattr(lifecycle.gc, "freeze", lambda: frozen.append(count_endpoints()))
+    async with scene.running():
+        assert (frozen, count_endpoints()) == ([[0]], [1])
+
+
 async def test_an_exit_ends_the_process(monkeypatch):
     """An exit that a loop raises ends the process."""
 

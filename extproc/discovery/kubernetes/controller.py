@@ -23,11 +23,16 @@ _REPORTS = "reports"
 OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
+def _load_client() -> type[api_client.KubernetesApiClient]:
+    """Loads the client of the API server, which is heavy and optional."""
+    from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - see above
+
+    return api_client.KubernetesApiClient
+
+
 async def connect(settings: settings.KubernetesSettings) -> api_client.KubernetesApiClient:
     """Connects to the API server; raises `ConfigError` without its address or credentials."""
-    from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy and optional
-
-    client = api_client.KubernetesApiClient(settings)
+    client = _load_client()(settings)
     await client.open()
     return client
 
@@ -58,6 +63,7 @@ class KubernetesDiscovery:
         on_event: Callable[[DiscoveryEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
+        _load_client()  # to the end of the process, unlike the pools that come with `start`
         self._settings = settings
         self._clock = clock
         self._rng = rng
