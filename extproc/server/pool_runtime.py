@@ -220,7 +220,6 @@ class PoolRuntime:
             listed=lambda: store.pool.serving.names,
             configured=lambda: director.preparer.configured_models,
         )
-        self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
         self._kv_events = self._build_kv_events()
         flow_control = plan.settings.flow_control
@@ -364,13 +363,16 @@ class PoolRuntime:
             plan.settings,
             where="the configuration",
             guards=self._shared.guards,
-            before=self._profiles,
+            before=self.parts.profiles,
             running=self.parts.director.routing.shadow,
             on_shadow_pending=self._schedule_shadow,
         )
 
         def adopt() -> None:
-            self._profiles = profiles
+            # With them the plugins of before are freed, which remember sessions, media and more.
+            self.parts = msgspec.structs.replace(
+                self.parts, profile=routing.profile, profiles=profiles
+            )
             self.parts.director.reconfigure(routing)
             self.parts.store.outlier_detector.reconfigure(
                 plan.settings.health, self._shared.clock()

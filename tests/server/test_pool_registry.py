@@ -356,6 +356,27 @@ async def test_the_index_of_a_removed_pool_takes_no_room():
     assert indexes[1].bytes_estimate() > 150_000
 
 
+async def test_plugins_that_a_reload_replaces_are_freed():
+    """Their memory goes with them; a plugin that stays keeps its own."""
+    profile = (
+        "profile: {scorers: [{kind: session-affinity-scorer, params: {strategy: session_id}}]}"
+    )
+    text = f"scheduling: {{{profile}}}\npool: {{endpoints: ['{A}']}}"
+    subject = sites(text)
+    await subject.sync()
+
+    def memory():
+        (scorer,) = subject.by_name[""].parts.director.routing.profile.scorers
+        return weakref.ref(scorer[0].affinity.memory)
+
+    before = memory()
+    subject.prepare_reload(read(f"{text}\nhealth: {{failures: 2}}"))()
+    assert memory()() is before() is not None
+    subject.prepare_reload(read(f"pool: {{endpoints: ['{A}']}}"))()
+    gc.collect()
+    assert before() is None
+
+
 async def test_match_rules_are_reloaded():
     """A new configuration is in force for the next request; which pools there are stays."""
     subject = sites(TWO)
