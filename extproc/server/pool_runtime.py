@@ -15,6 +15,7 @@ from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.rate_limit import TenantRateLimiter
+from extproc.pool.snapshot import Pool
 from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget
@@ -208,8 +209,7 @@ class PoolRuntime:
         self._pool_log = PoolLog(plan.name, shared.clock)
         self.parts = factory.build(
             plan.settings,
-            on_gone=self._on_endpoint_removed,
-            on_changed=self._pool_log.on_changed,
+            on_changed=self._on_pool_changed,
             guards=shared.guards,
             prefix_budget=shared.prefix_budget,
             on_shadow_pending=self._schedule_shadow,
@@ -439,12 +439,23 @@ class PoolRuntime:
         if self.flow_controller is not None:
             self.flow_controller.notify_capacity()
 
-    def _on_endpoint_removed(self, endpoint: Endpoint) -> None:
-        is_gone = not self.parts.store.pool.ranks_at(endpoint.host_port)
-        if is_gone or endpoint.rank is not None:
-            self._counts.forget(endpoint.address)
-        if is_gone:
-            self._counts.forget(endpoint.host_port)  # of the engine, whose page is one
+    def _on_pool_changed(self, before: Pool, after: Pool) -> None:
+        """Log what changed, and drop the series of endpoints that left."""
+        self._pool_log.on_changed(before, after)
+        if before.positions is after.positions:
+            return
+        gone: set[str] = set()
+        for member in before.members:
+            endpoint = member.endpoint
+            if endpoint.address in after.positions:
+                continue
+            is_gone = not after.ranks_at(endpoint.host_port)
+            if is_gone or endpoint.rank is not None:
+                gone.add(endpoint.address)
+            if is_gone:
+                gone.add(endpoint.host_port)  # of the engine, whose page is one
+        if gone:
+            self._counts.forget(*gone)
 
     def _on_discovery_event(self, event: static_discovery.DiscoveryEvent) -> None:
         level = logging.INFO if event.is_expected else logging.WARNING

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import weakref
+from collections import Counter
 
 import pytest
 
@@ -473,6 +474,28 @@ kv_events: {{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def test_series_of_endpoints_that_leave_together_are_dropped_in_one_pass():
+    """Thousands may leave at once: to look at all series for each would hold the event loop."""
+
+    class CountedSeries(Counter):
+        """Series, and how often all of them were looked at."""
+
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    counters = ProcessCounters()
+    subject = sites("cluster: {discover_pools: cluster}", counters=counters)
+    addresses = [f"127.0.1.{number}:9" for number in range(1, 100)]
+    subject.on_pools_changed({"n/p": discovered(A, *addresses)}, ())
+    counts = counters.for_pool("n/p")
+    counts.responses = responses = CountedSeries({(at, "200"): 1 for at in (A, *addresses)})
+    subject.on_pools_changed({"n/p": discovered(A)}, ())
+    assert (dict(responses.items()), responses.passes) == ({(A, "200"): 1}, 1)
 
 
 async def test_failed_scrapes_stay_counted_when_their_endpoint_leaves():
