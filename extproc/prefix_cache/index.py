@@ -113,6 +113,7 @@ class PrefixIndex:
         # Masks of one endpoint are shared objects: most runs are held by exactly one.
         self._bits: list[int] = []
         self._slots: dict[Key, int] = {}
+        #: A heap.
         self._free: list[int] = []
         self._caches: list[EndpointCache] = []
         self._runs = 0
@@ -136,8 +137,7 @@ class PrefixIndex:
         slot = self._slots.get(key)
         if slot is None:
             if self._free:
-                slot = min(self._free)
-                self._free.remove(slot)
+                slot = heapq.heappop(self._free)
                 self._caches[slot] = EndpointCache(self._capacity, self._totals)
             else:
                 slot = len(self._bits)
@@ -429,7 +429,7 @@ class PrefixIndex:
             del self._clearing[slot]
             if slot in self._leaving:
                 self._leaving.discard(slot)
-                self._free.append(slot)
+                heapq.heappush(self._free, slot)
 
     def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
         """Evict all that an endpoint holds behind the first blocks of a run, leaves first."""

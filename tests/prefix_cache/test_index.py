@@ -506,3 +506,26 @@ def test_what_lingers_takes_no_memory_beyond_the_bound():
         free.record(A, chain(b"%03d." % number))
         assert index.bytes_estimate() <= 40_000
     assert free.bytes_estimate() < 3 * (free.held(A) * 400)
+
+
+def test_slots_of_endpoints_that_left_are_reused_without_a_search():
+    """The lowest first; thousands may come back at once, to the first request behind them."""
+
+    class CountedSlots(list):
+        """Free slots, and how often all of them were looked at."""
+
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    index = PrefixIndex(10)
+    index._free = free = CountedSlots()
+    keys = [(f"10.0.0.{number}:80", 1) for number in range(100)]
+    for key in keys:
+        index.slot(key)
+    for key in reversed(keys):
+        index.forget(key)
+    assert [index.slot(key) for key in keys] == [*range(100)]
+    assert not free.passes
