@@ -202,6 +202,17 @@ def test_chart_policy_lets_peer_sync_out(url, port):
     assert sorted(ports) == sorted([*usual, *([port] if port else [])])
 
 
+@pytest.mark.parametrize(("replicas", "peers"), [(1, False), (2, True)])
+def test_no_peer_of_metrics_is_none(replicas, peers):
+    """An empty list leaves the port of metrics to other replicas, where there are any."""
+    values = ("--set", f"replicaCount={replicas}", "--set-json", "networkPolicy.monitoring=[]")
+    policy = parts.only(tools.charted(*values), "NetworkPolicy")["spec"]
+    opened = [
+        rule for rule in policy["ingress"] if {"port": 9090, "protocol": "TCP"} in rule["ports"]
+    ]
+    assert [rule["from"] for rule in opened] == ([[{"podSelector": policy["podSelector"]}]] * peers)
+
+
 def test_chart_policy_has_the_port_of_metrics():
     """The policy lets metrics be read where the configuration names their port."""
 
