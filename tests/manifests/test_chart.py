@@ -202,6 +202,21 @@ def test_chart_policy_lets_peer_sync_out(url, port):
     assert sorted(ports) == sorted([*usual, *([port] if port else [])])
 
 
+def test_names_that_look_like_numbers_stay_names():
+    """YAML would read them as numbers, which the API server refuses."""
+    names = (
+        *("nameOverride=101", "fullnameOverride=extproc", "serviceAccount.name=102"),
+        *("tls.secretName=103", "adminToken.secretName=104", "priorityClassName=105"),
+        *("config.autoscaling.state=106", "pool.create.matchLabels.app=107"),
+    )
+    switches = "engineAutoscaling.enabled=true,leaderElection.enabled=true,pool.create.enabled=true"
+    flags = [part for name in names for part in ("--set-string", name)]
+    documents = tools.charted(*flags, "--set", switches, release="20261130")
+    assert not list(rules.wrong(documents))
+    assert parts.only(documents, "InferencePool")["metadata"]["name"] == "20261130"
+    assert rules.named(documents) == [["106"]]
+
+
 @pytest.mark.parametrize(("replicas", "peers"), [(1, False), (2, True)])
 def test_no_peer_of_metrics_is_none(replicas, peers):
     """An empty list leaves the port of metrics to other replicas, where there are any."""
@@ -428,6 +443,7 @@ def _in_values(values, at=()):
         ("replicaCount=0", "replicaCount"),
         ("image.tags=1", "tags"),
         ("image.digest=sha256:1", "digest"),
+        ("fullnameOverride=7-extproc", "fullnameOverride"),
         ("pool.targetPorts={}", "targetPorts"),
         ("pool.targetPorts={70000}", "targetPorts"),
         ("pool.group=example.com", "group"),

@@ -72,14 +72,14 @@ def refusal(folder: Path) -> str:
 
 
 @functools.cache
-def charted(*arguments: str) -> Sequence[Document]:
+def charted(*arguments: str, release: str = "release") -> Sequence[Document]:
     """Objects that the chart renders with these arguments of `helm template`."""
-    return documents(_run(template(*arguments)))
+    return documents(_run(template(*arguments, release=release)))
 
 
-def template(*arguments: str) -> Sequence[str]:
+def template(*arguments: str, release: str = "release") -> Sequence[str]:
     """The command that renders the chart."""
-    where = ("release", str(CHART), "--namespace", "models", "--kube-version", KUBERNETES)
+    where = (release, str(CHART), "--namespace", "models", "--kube-version", KUBERNETES)
     return [*need("helm template"), *where, *arguments]
 
 

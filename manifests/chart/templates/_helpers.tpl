@@ -13,8 +13,8 @@
 {{- end -}}
 
 {{- define "extproc.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "extproc.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "extproc.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "extproc.labels" -}}
