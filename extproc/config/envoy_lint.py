@@ -290,13 +290,14 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
         else:
             yield finding.fine("route_timeout", spot, "timeout is off")
         idle_s = seconds(route, "idle_timeout", 0.0, where=where)
-        if idle_s and idle_s <= hold_s:
-            yield finding.cut(
+        if idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
+            yield Finding(
+                "cut" if idle_s <= hold_s else "warning",
                 "route_idle_timeout",
                 spot,
                 f"idle_timeout is {idle_s:g} s, before stream_idle_timeout: it ends requests "
-                f"that wait up to {hold_s:g} s",
-                wanted=f"more than {hold_s:g} s",
+                f"that wait up to {hold_s:g} s, and answers that say nothing for that long",
+                wanted=f"more than {max(hold_s, _STREAM_IDLE_S):g} s",
                 fix="remove idle_timeout of the route",
             )
         longest = route.get("max_stream_duration") or {}

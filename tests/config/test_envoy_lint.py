@@ -496,6 +496,16 @@ def test_short_limits_without_flow_control_are_no_cut():
     assert [finding.severity for finding in findings(tree, settings.Settings())] == ["warning"]
 
 
+def test_short_idle_limits_of_a_route_without_flow_control_are_warnings():
+    """An answer may say nothing for as long as its prompt is computed."""
+    tree = load()
+    route(tree)["idle_timeout"] = "5s"
+    (result,) = findings(tree, settings.Settings())
+    assert (result.severity, result.check) == ("warning", "route_idle_timeout")
+    route(tree)["idle_timeout"] = "600s"
+    assert findings(tree, settings.Settings()) == []
+
+
 def test_limits_are_compared_with_the_longest_wait():
     """Of all the configuration allows, within what a request may ask for."""
     longest = envoy_lint.longest_wait_s
