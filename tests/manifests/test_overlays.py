@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -94,6 +95,13 @@ def test_engines_are_reachable(documents):
     for policy in parts.of_kind(documents, "NetworkPolicy"):
         out = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
         assert wanted <= out
+
+
+def test_collectors_of_traces_are_reachable(documents):
+    """Each policy lets spans out, to any address: those of the picker, and of an Envoy of ours."""
+    for policy in parts.of_kind(documents, "NetworkPolicy"):
+        anywhere = [rule["ports"] for rule in policy["spec"]["egress"] if "to" not in rule]
+        assert {"port": 4317, "protocol": "TCP"} in itertools.chain(*anywhere)
 
 
 def test_network_policy_admits_data_planes(documents):
