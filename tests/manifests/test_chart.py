@@ -202,6 +202,23 @@ def test_chart_policy_lets_peer_sync_out(url, port):
     assert sorted(ports) == sorted([*usual, *([port] if port else [])])
 
 
+def test_releases_that_select_pods_have_leases_of_their_own():
+    """A Lease for all of them would let the replicas of one release alone be ready."""
+
+    def lease(*flags, release="release"):
+        values = ("--set", "leaderElection.enabled=true", *BY_SELECTOR, *flags)
+        documents = tools.charted(*values, release=release)
+        ((pod, container),) = parts.pickers(documents)
+        return parts.resolved(documents, pod, container).cluster.lease.name
+
+    assert lease() == "epp-models-release-extproc.llm-d.ai"
+    assert lease(release="other") == "epp-models-other-extproc.llm-d.ai"
+    assert lease("--set", "config.cluster.lease.name=mine") == "mine"
+    assert (
+        lease("--set", "config.pool.name=vllm") == ""
+    )  # the name of the pool is in that of the Lease
+
+
 def test_names_that_look_like_numbers_stay_names():
     """YAML would read them as numbers, which the API server refuses."""
     names = (
