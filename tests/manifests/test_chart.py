@@ -539,6 +539,19 @@ def test_a_pool_is_named_or_selected():
         assert "one of name, selector and every" in refusal("--set", more, *BY_SELECTOR)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ("pool.matchRules[0].pools={a/*}", "pool.matchRules: they are for"),
+        ("pool.group=inference.networking.x-k8s.io,pool.every=cluster", "pool.group: inference"),
+        ("pool.group=inference.networking.x-k8s.io,pool.selector.a=b", "pool.group: inference"),
+    ],
+)
+def test_values_of_another_source_of_engines_are_refused(values, says):
+    """They would do nothing: the error says what they are for."""
+    assert says in refusal("--set", values)
+
+
 def test_helm_lint_passes():
     """Warnings are errors here."""
     command = [

@@ -56,6 +56,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or (and .Values.pool.selector $named) (and .Values.pool.selector $every) (and $every $named) -}}
 {{- fail "pool: give one of name, selector and every" -}}
 {{- end -}}
+{{- if and .Values.pool.matchRules (not $every) -}}
+{{- fail "pool.matchRules: they are for InferencePools of pool.every; set it, or remove them" -}}
+{{- end -}}
+{{- if and (ne .Values.pool.group "inference.networking.k8s.io") (or .Values.pool.selector $every) -}}
+{{- fail (printf "pool.group: %s is for the InferencePool pool.name; remove it" .Values.pool.group) -}}
+{{- end -}}
 {{- if not (or .Values.pool.selector $every) -}}
 {{- default .Release.Name .Values.pool.name -}}
 {{- end -}}
