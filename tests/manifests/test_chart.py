@@ -273,6 +273,22 @@ def test_chart_policy_lets_kv_events_in():
     assert ports("enabled=true", "replay_port=5600", "ranks=8") == [(5557, 5564), (5600, 5607)]
 
 
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("http://render:8100", 8100), ("http://[fd00::1]/a:1", 80), ("https://render/base", 443)],
+)
+def test_chart_policy_lets_prompts_be_rendered(url, port):
+    """The policy has the port of the server that the configuration names, if events are on."""
+
+    def ports(enabled):
+        flags = f"config.kv_events.enabled={enabled},config.kv_events.render_url={url}"
+        policy = parts.only(tools.charted("--set", flags), "NetworkPolicy")
+        return [rule["ports"] for rule in policy["spec"]["egress"] if "to" not in rule]
+
+    assert [{"port": port, "protocol": "TCP"}] in ports("true")
+    assert len(ports("false")) == len(ports("true")) - 1
+
+
 def test_chart_lets_engines_connect_to_the_one_replica_that_listens():
     """Service and policy have a port for each rank, and several replicas without a leader are refused."""
     flags = [
