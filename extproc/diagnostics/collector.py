@@ -28,6 +28,7 @@ from extproc.diagnostics.pages import (
 )
 from extproc.endpoint import Endpoint, find_metrics_ports, join_host_port
 from extproc.errors import TOO_MANY_FILES, ConfigError
+from extproc.pool.store import PoolStore
 from extproc.scrape import client, model_list
 from extproc.scrape.client import FetchedPage, ScrapeClient
 from extproc.supervision import Supervisor
@@ -35,6 +36,10 @@ from extproc.supervision import Supervisor
 #: Time limit of everything (seconds), and engines read at once (count).
 TOTAL_S: Final = 60.0
 _AT_ONCE: Final = 32
+
+#: Time limit of files and names (seconds). The resolver leaves a name that hangs, and the other
+#: endpoints of its pool stay, if it may take its own limit of 5 s.
+_DISCOVERY_S: Final = 10.0
 
 #: Engines that are read (count); pools that large have the same mistake everywhere.
 MAX_ENGINES: Final = 1000
@@ -261,7 +266,8 @@ class Collector:
                 ]
                 for name, members in rows.items()
             }
-        endpoints: dict[str, Sequence[Endpoint]] = {}
+        stores: dict[str, PoolStore] = {}
+        starts: list[Awaitable[None]] = []
         for plan in pools.pool_plans(self._settings):
             parts = factory.build(plan.settings)
             discovery = factory.build_discovery(
@@ -271,11 +277,15 @@ class Collector:
                 supervisor=Supervisor(clock=self._clock),
             )
             if discovery is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._timeout_s):
-                        await discovery.start()
-                endpoints[plan.name] = [member.endpoint for member in parts.store.pool.members]
-        return endpoints
+                stores[plan.name] = parts.store
+                starts.append(discovery.start())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCOVERY_S):
+                await asyncio.gather(*starts)
+        return {
+            name: [member.endpoint for member in store.pool.members]
+            for name, store in stores.items()
+        }
 
     async def _read_engines(
         self, listed: Sequence[tuple[str, Endpoint, int]], deadline: float

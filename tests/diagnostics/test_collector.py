@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 
 import pytest
@@ -12,9 +13,11 @@ from extproc.cli import main
 from extproc.config.pool_sections import PoolSource
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.diagnostics import collector
+from extproc.discovery import static_discovery
 from extproc.errors import ConfigError
 from extproc.simulator import profiles
 from extproc.simulator.http import server
+from tests.support.virtual_loop import VirtualLoop
 
 
 @contextlib.asynccontextmanager
@@ -155,6 +158,31 @@ def test_an_engine_that_hangs_is_left_after_the_time_limit():
     result = asyncio.run(scene())
     assert paths == ["/metrics"]
     assert [finding.check for finding in result.findings] == ["engine_reachable"]
+
+
+def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
+    """The resolver's own limit ends its lookup, however short that of a page is."""
+
+    async def look_up(name):
+        if name == "hanging.example":
+            await asyncio.get_running_loop().create_future()
+        return ["127.0.0.2"]
+
+    resolver = functools.partial(static_discovery.DnsResolver, look_up=look_up)
+    monkeypatch.setattr(static_discovery, "DnsResolver", resolver)
+    listed = ("127.0.0.1:1", "known.example:2", "hanging.example:3")
+
+    async def scene():
+        reader = collector.Collector(
+            Settings(pool=PoolSource(endpoints=listed)),
+            timeout_s=1.0,
+            clock=asyncio.get_running_loop().time,
+        )
+        return await reader.collect(envoy=None, picker=None)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        pages = runner.run(scene())
+    assert [member.address for member in pages.endpoints[""]] == ["127.0.0.1:1", "127.0.0.2:2"]
 
 
 def test_engines_beyond_the_deadline_are_counted(monkeypatch):
