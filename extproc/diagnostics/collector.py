@@ -194,8 +194,8 @@ class Collector:
             ConfigError: An endpoints file cannot be read.
         """
         deadline = self._clock() + TOTAL_S
-        envoy_pages = await self._read_envoy(envoy) if envoy else None
-        picker_pages = await self._read_picker(picker, token) if picker else None
+        envoy_pages = await self._read_envoy(envoy, deadline) if envoy else None
+        picker_pages = await self._read_picker(picker, token, deadline) if picker else None
         endpoints = await self._find_endpoints(picker_pages)
         listed = [
             (pool, member, ports[member.host_port])
@@ -210,8 +210,8 @@ class Collector:
             endpoints=endpoints,
         )
 
-    async def _read_envoy(self, url: AdminUrl) -> EnvoyPages:
-        get = self._open(url, cap_bytes=_ENVOY_BYTES)
+    async def _read_envoy(self, url: AdminUrl, deadline: float) -> EnvoyPages:
+        get = self._open(url, deadline, cap_bytes=_ENVOY_BYTES)
         pages = EnvoyPages(url=url.text, server_info=await get("/server_info", accept=_JSON))
         if pages.server_info.failure:
             return pages
@@ -225,27 +225,33 @@ class Collector:
 
     async def read_configuration(self, url: AdminUrl, token: str = "") -> Mapping[str, object]:
         """Read the settings of a running extproc; see `picker_diagnosis.read_configuration`."""
-        page = await self._open_picker(url, token)("/debug/configuration", accept=_JSON)
+        get = self._open_picker(url, token, self._clock() + self._timeout_s)
+        page = await get("/debug/configuration", accept=_JSON)
         return picker_diagnosis.read_configuration(page)
 
-    def _open_picker(self, url: AdminUrl, token: str) -> Callable[..., Awaitable[FetchedPage]]:
+    def _open_picker(
+        self, url: AdminUrl, token: str, deadline: float
+    ) -> Callable[..., Awaitable[FetchedPage]]:
         more = f"authorization: Bearer {token}\r\n" if token else ""
-        return self._open(url, cap_bytes=_PICKER_BYTES, more=more)
+        return self._open(url, deadline, cap_bytes=_PICKER_BYTES, more=more)
 
-    async def _read_picker(self, url: AdminUrl, token: str) -> PickerPages:
-        get = self._open_picker(url, token)
+    async def _read_picker(self, url: AdminUrl, token: str, deadline: float) -> PickerPages:
+        get = self._open_picker(url, token, deadline)
         pages = PickerPages(url=url.text, ready=await get("/readyz"))
         if pages.ready.failure in _GONE:
             return pages
         return msgspec.structs.replace(pages, pools=await get("/debug/pools", accept=_JSON))
 
     def _open(
-        self, url: AdminUrl, *, cap_bytes: int, more: str = ""
+        self, url: AdminUrl, deadline: float, *, cap_bytes: int, more: str = ""
     ) -> Callable[..., Awaitable[FetchedPage]]:
         tls = client.build_tls() if url.is_tls else None
-        http = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=cap_bytes, tls=tls)
 
         async def get(path: str, *, accept: str = client.PROMETHEUS) -> FetchedPage:
+            timeout_s = min(self._timeout_s, deadline - self._clock())
+            if timeout_s <= 0.0:
+                return FetchedPage(failure="timeout")
+            http = ScrapeClient(timeout_s=timeout_s, cap_bytes=cap_bytes, tls=tls)
             where = client.target(url.host, url.port, path=path, accept=accept, more=more)
             try:
                 return await http.get_page(where)

@@ -185,6 +185,28 @@ def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
     assert [member.address for member in pages.endpoints[""]] == ["127.0.0.1:1", "127.0.0.2:2"]
 
 
+def test_pages_of_envoy_and_extproc_share_the_deadline():
+    """No page is asked for once the time of all is over."""
+    paths = []
+
+    async def respond(path, writer):
+        paths.append(path)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def scene():
+        async with serving(respond) as address:
+            url = collector.parse_url(address, where="--envoy", port=1)
+            slow_s = collector.TOTAL_S / 2.5
+            reader = collector.Collector(
+                Settings(), timeout_s=30.0, clock=lambda: slow_s * len(paths)
+            )
+            return await reader.collect(envoy=url, picker=url)
+
+    pages = asyncio.run(scene())
+    assert paths == ["/server_info", "/config_dump", "/clusters?format=json"]
+    assert (pages.envoy.stats.failure, pages.picker.ready.failure) == ("timeout", "timeout")
+
+
 def test_engines_beyond_the_deadline_are_counted(monkeypatch):
     """A pool of engines that hang does not hold the report up."""
     monkeypatch.setattr(collector, "TOTAL_S", 0.0)
