@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 import yaml
 
-from extproc.discovery.static_discovery import YAML_LOADER
+from extproc.discovery.yaml_loader import YAML_LOADER
 
 
 class BoundParameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 import yaml
 
 from extproc.config import validation
-from extproc.discovery.static_discovery import YAML_FAILURES
+from extproc.discovery.yaml_loader import YAML_FAILURES
 from extproc.errors import ConfigError
 
 #: Levels a tree may have; the deepest setting stands at seven.

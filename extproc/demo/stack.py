@@ -29,7 +29,7 @@ import yaml
 
 from extproc import distribution
 from extproc.autoscaling.runtime import process_actuator
-from extproc.discovery.static_discovery import YAML_FAILURES
+from extproc.discovery.yaml_loader import YAML_FAILURES, YAML_LOADER
 from extproc.errors import ConfigError, file_error
 
 #: Seconds a child has to become ready, and to end after a signal. An idle machine needs one for
@@ -47,9 +47,6 @@ _ACCESS_LOG_TYPE = "type.googleapis.com/envoy.extensions.access_loggers.%s.v3.%s
 
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
-
-#: The reader in C, where PyYAML has it.
-_YAML_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _leashed = process_actuator.with_parent_death_signal
 
@@ -342,7 +339,7 @@ def _move_access_log(manager: dict[str, Any], file: Path | None) -> None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         # Safe loaders only, so the rule against yaml.load does not apply.
-        document = yaml.load(path.read_bytes(), _YAML_LOADER)  # noqa: S506
+        document = yaml.load(path.read_bytes(), YAML_LOADER)  # noqa: S506
     except OSError as error:
         raise file_error(path, error) from None
     except (*YAML_FAILURES, ValueError):

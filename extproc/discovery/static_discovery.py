@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 import yaml
 
-from extproc.discovery import endpoint_list
+from extproc.discovery import endpoint_list, yaml_loader
 from extproc.endpoint import Endpoint, join_host_port
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
@@ -211,22 +211,6 @@ def _sort_key(ip: str) -> tuple[int, int, str]:
     return address.version, int(address), ip
 
 
-#: The C loader reads a list of 10,000 endpoints some ten times faster; not every wheel has it.
-YAML_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-#: What the safe loaders raise: their own errors, and bare ones on tagged nonsense (`!!int ""`) and
-#: dates that cannot be. The loader of the configuration goes by the same list.
-YAML_FAILURES = (
-    yaml.YAMLError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-
 class FileStamp(msgspec.Struct, frozen=True):
     """Stat fields that change with the file or its permissions; all zero for a missing file."""
 
@@ -293,8 +277,8 @@ def load_file(
         )
     try:
         # Safe loaders only, so the rule against yaml.load does not apply.
-        document = yaml.load(text, Loader=YAML_LOADER)  # noqa: S506
-    except YAML_FAILURES as error:
+        document = yaml.load(text, Loader=yaml_loader.YAML_LOADER)  # noqa: S506
+    except yaml_loader.YAML_FAILURES as error:
         raise ConfigError(
             where,
             wanted="YAML or JSON",

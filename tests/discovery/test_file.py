@@ -45,6 +45,9 @@ def test_yaml_and_json_are_read(tmp_path, text):
         (b"? 0x" + b"f" * 9_000 + b"\n: []", "got a huge number"),
         (b"", "expected a mapping"),
         (b"endpoints: [a]", "endpoints[0]: expected"),
+        (b"endpoints: " + b"[" * 101, "more than 100 levels of nesting"),
+        (b"endpoints: " + b"{a: " * 2_000, "more than 100 levels of nesting"),
+        (b"- " * 101, "more than 100 levels of nesting"),
         (b"#" * 10_001, "at most 10000 bytes"),
     ],
 )
