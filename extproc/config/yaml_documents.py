@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 import yaml
 
 from extproc.config import validation
-from extproc.discovery.yaml_loader import YAML_FAILURES
+from extproc.discovery.yaml_loader import YAML_FAILURES, LoaderLimits
 from extproc.errors import ConfigError
 
 #: Levels a tree may have; the deepest setting stands at seven.
@@ -122,7 +122,7 @@ def _syntax_error(error: Exception, where: str) -> ConfigError:
     return ConfigError(spot, wanted="YAML or JSON", got=problem, fix="correct the syntax there")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LoaderLimits, yaml.SafeLoader):
     """Safe YAML loader that rejects duplicate keys."""
 
     def __init__(self, text: str, *, where: str) -> None:

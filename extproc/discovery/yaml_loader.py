@@ -7,11 +7,17 @@ import yaml
 #: Collections within each other that a file may have (count); an endpoint's labels are the fourth.
 _MAX_NESTING = 100
 
+#: Keys that `<<` may copy from other mappings, all together (count).
+_MAX_MERGED = 1_000_000
 
-class _NestingLimit:
-    """Part of a loader that refuses deep nesting: the C loader would overflow the stack."""
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class LoaderLimits:
+    """Part of a loader that refuses what would take all memory, or the stack of the C loader."""
 
     _nesting = 0
+    _merged = 0
 
     def descend_resolver(self, _parent: object, _index: object) -> None:
         """Count a node that begins; no path of ours resolves tags."""
@@ -23,10 +29,23 @@ class _NestingLimit:
         """Count a node that ends."""
         self._nesting -= 1
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace `<<` by what it names; mappings that merge each other may mean billions of keys."""
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                continue
+            for part in value.value if isinstance(value, yaml.SequenceNode) else (value,):
+                if isinstance(part, yaml.MappingNode):
+                    self.flatten_mapping(part)
+                    self._merged += len(part.value)
+            if self._merged > _MAX_MERGED:
+                raise yaml.YAMLError(f"more than {_MAX_MERGED} keys by <<")
+        super().flatten_mapping(node)  # type: ignore[misc]  # of the loader
+
 
 #: The C loader reads a list of 10,000 endpoints some ten times faster; not every wheel has it.
 YAML_LOADER: type[yaml.SafeLoader] = type(
-    "YamlLoader", (_NestingLimit, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {}
+    "YamlLoader", (LoaderLimits, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {}
 )
 
 #: What the safe loaders raise: their own errors, and bare ones on tagged nonsense (`!!int ""`) and

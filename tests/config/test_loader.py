@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -112,6 +113,14 @@ WRONG = {
     "brackets without end": (
         "seed: " + "[" * 5000,
         ("pool.yaml", "YAML or JSON", "", "correct the syntax"),
+    ),
+    "mappings that merge each other": (
+        "a: &a {k: v}\n"
+        + "\n".join(
+            f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 9)}]}}"
+            for old, new in itertools.pairwise("abcdefghijk")
+        ),
+        ("pool.yaml", "YAML or JSON", "more than 1000000 keys by <<", "correct the syntax"),
     ),
     "two sources": (
         "pool: {endpoints: ['a:1'], endpoints_file: f}",

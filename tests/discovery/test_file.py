@@ -12,6 +12,13 @@ def load(path, limit_bytes=10_000):
     return static_discovery.load_file(path, limit_bytes=limit_bytes)
 
 
+#: Mappings that merge each other: the last of them would have a billion keys.
+MERGES = b"a: &a {k: v}\n" + b"".join(
+    b"%c: &%c {<<: [%s]}\n" % (at, at, b", ".join([b"*%c" % (at - 1)] * 9))
+    for at in range(ord("b"), ord("k"))
+)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -32,6 +39,20 @@ def test_yaml_and_json_are_read(tmp_path, text):
     )
 
 
+def test_merged_labels_are_read(tmp_path):
+    """Keys of the entry come before those that it merges."""
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        "endpoints:\n"
+        "- {address: 10.0.0.1, port: 1, labels: &common {gpu: h100, zone: a}}\n"
+        "- {address: 10.0.0.2, port: 1, labels: {<<: *common, zone: b}}\n"
+    )
+    assert [entry.labels for entry in load(path)] == [
+        {"gpu": "h100", "zone": "a"},
+        {"gpu": "h100", "zone": "b"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -48,6 +69,7 @@ def test_yaml_and_json_are_read(tmp_path, text):
         (b"endpoints: " + b"[" * 101, "more than 100 levels of nesting"),
         (b"endpoints: " + b"{a: " * 2_000, "more than 100 levels of nesting"),
         (b"- " * 101, "more than 100 levels of nesting"),
+        (MERGES, "more than 1000000 keys by <<"),
         (b"#" * 10_001, "at most 10000 bytes"),
     ],
 )
