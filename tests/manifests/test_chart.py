@@ -55,15 +55,6 @@ def clusterwide(documents):
     return parts.of_kind(documents, "ClusterRole")
 
 
-def refusal(*arguments):
-    """Message of helm about values that it must refuse."""
-    done = subprocess.run(
-        tools.template(*arguments), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode != 0, done.stdout
-    return done.stderr
-
-
 def test_objects_are_valid(documents):
     """They hold to the schemas, to each other and to what the program does."""
     assert not list(rules.wrong(documents))
@@ -164,44 +155,6 @@ def test_a_value_guards_metrics_by_tokens():
     assert "authorization" not in monitor["spec"]["endpoints"][0]
 
 
-@pytest.mark.parametrize(
-    ("values", "peers"),
-    [
-        ((), [{"podSelector": {}}]),
-        (("--set", "pool.every=cluster"), [{"namespaceSelector": {}}]),
-        (SETS["all on"], [{"podSelector": {"matchLabels": {"app": "vllm"}}}]),
-    ],
-    ids=["namespace", "cluster", "given"],
-)
-def test_engines_are_reachable(values, peers):
-    """The policy lets pickers out to the pools that they serve, on their ports."""
-    policy = parts.only(tools.charted(*values), "NetworkPolicy")
-    known = yaml.safe_load((tools.CHART / "values.yaml").read_text())
-    input_ = yaml.safe_load(ALL_ON.read_text()) if "--values" in values else known
-    rule = policy["spec"]["egress"][1]
-    assert rule["to"] == peers
-    assert [item["port"] for item in rule["ports"]] == input_["pool"]["targetPorts"]
-
-
-@pytest.mark.parametrize(
-    ("url", "port"),
-    [
-        ("", None),
-        ("redis://redis", 6379),
-        ("redis://user:secret@redis:6390/0", 6390),
-        ("rediss://[fd00::1]:6380/0", 6380),
-        ("unix:///run/redis", None),
-    ],
-)
-def test_chart_policy_lets_peer_sync_out(url, port):
-    """The policy has the port of the Redis that the configuration names, and of no other."""
-    policy = parts.only(tools.charted("--set", f"config.peer_sync.url={url}"), "NetworkPolicy")
-    ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
-    plain = parts.only(tools.charted(*(OFF if url else ())), "NetworkPolicy")
-    usual = [port["port"] for rule in plain["spec"]["egress"] for port in rule["ports"]]
-    assert sorted(ports) == sorted([*usual, *([port] if port else [])])
-
-
 def test_releases_that_select_pods_have_leases_of_their_own():
     """A Lease for all of them would let the replicas of one release alone be ready."""
 
@@ -232,86 +185,6 @@ def test_names_that_look_like_numbers_stay_names():
     assert not list(rules.wrong(documents))
     assert parts.only(documents, "InferencePool")["metadata"]["name"] == "20261130"
     assert rules.named(documents) == [["106"]]
-
-
-@pytest.mark.parametrize(("replicas", "peers"), [(1, False), (2, True)])
-def test_no_peer_of_metrics_is_none(replicas, peers):
-    """An empty list leaves the port of metrics to other replicas, where there are any."""
-    values = ("--set", f"replicaCount={replicas}", "--set-json", "networkPolicy.monitoring=[]")
-    policy = parts.only(tools.charted(*values), "NetworkPolicy")["spec"]
-    opened = [
-        rule for rule in policy["ingress"] if {"port": 9090, "protocol": "TCP"} in rule["ports"]
-    ]
-    assert [rule["from"] for rule in opened] == ([[{"podSelector": policy["podSelector"]}]] * peers)
-
-
-def test_chart_policy_has_the_port_of_metrics():
-    """The policy lets metrics be read where the configuration names their port."""
-
-    def ports(*flags):
-        policy = parts.only(tools.charted(*flags), "NetworkPolicy")
-        return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
-
-    assert sorted(ports("--set", "config.scrape.port=9400")) == sorted([*ports(), 9400])
-
-
-def test_chart_policy_lets_kv_events_in():
-    """The policy has the ports of events and replays, of every rank, where they are on."""
-
-    def ports(*values):
-        flags = [part for value in values for part in ("--set", f"config.kv_events.{value}")]
-        policy = parts.only(tools.charted(*flags), "NetworkPolicy")
-        return [
-            (port["port"], port["endPort"])
-            for rule in policy["spec"]["egress"]
-            for port in rule["ports"]
-            if "endPort" in port
-        ]
-
-    assert ports("enabled=false") == []
-    assert ports("enabled=true") == [(5557, 5557)]
-    assert ports("enabled=true", "replay_port=5600", "ranks=8") == [(5557, 5564), (5600, 5607)]
-
-
-@pytest.mark.parametrize(
-    ("url", "port"),
-    [("http://render:8100", 8100), ("http://[fd00::1]/a:1", 80), ("https://render/base", 443)],
-)
-def test_chart_policy_lets_prompts_be_rendered(url, port):
-    """The policy has the port of the server that the configuration names, if events are on."""
-
-    def ports(enabled):
-        flags = f"config.kv_events.enabled={enabled},config.kv_events.render_url={url}"
-        policy = parts.only(tools.charted("--set", flags), "NetworkPolicy")
-        return [rule["ports"] for rule in policy["spec"]["egress"] if "to" not in rule]
-
-    assert [{"port": port, "protocol": "TCP"}] in ports("true")
-    assert len(ports("false")) == len(ports("true")) - 1
-
-
-def test_chart_lets_engines_connect_to_the_one_replica_that_listens():
-    """Service and policy have a port for each rank, and several replicas without a leader are refused."""
-    flags = [
-        *("--set", "config.kv_events.enabled=true", "--set", "config.kv_events.ranks=2"),
-        *(
-            "--set",
-            "config.kv_events.bind=tcp://*:5600",
-            "--set",
-            "config.kv_events.replay_port=5558",
-        ),
-    ]
-    assert "an engine connects to one replica" in refusal(*flags)
-    for chosen in ("leaderElection.enabled=true", "replicaCount=1"):
-        documents = tools.charted(*flags, "--set", chosen)
-        service = parts.only(documents, "Service", "release-extproc")["spec"]
-        bound = {port["port"]: port["targetPort"] for port in service["ports"]}
-        assert (bound[5600], bound[5601]) == (5600, 5601)
-        policy = parts.only(documents, "NetworkPolicy")["spec"]
-        (rule,) = (rule for rule in policy["ingress"] if rule["ports"][0]["port"] == 5600)
-        assert rule["from"] == [{"podSelector": {}}]
-        assert [port["port"] for port in rule["ports"]] == [5600, 5601]
-        out = [port for rule in policy["egress"] for port in rule["ports"] if "endPort" in port]
-        assert [port["port"] for port in out] == [5558]
 
 
 def test_chart_mounts_extra_volumes():
@@ -491,7 +364,7 @@ def _in_values(values, at=()):
 )
 def test_values_outside_the_schema_are_refused(value, says):
     """The error names the value."""
-    assert says in refusal("--set", value)
+    assert says in tools.charted_refusal("--set", value)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +397,7 @@ def test_values_outside_the_schema_are_refused(value, says):
 )
 def test_fields_that_the_chart_fixes_are_refused(field, says):
     """The error names the value of the chart, or says that there is none."""
-    error = refusal("--set", f"config.{field}")
+    error = tools.charted_refusal("--set", f"config.{field}")
     assert field.startswith(re.search(r"config\.([\w.]+): ", error)[1])
     assert says in error
 
@@ -538,21 +411,23 @@ def test_other_sources_of_engines_are_taken():
 
 def test_null_sections_are_refused():
     """The error names the section."""
-    assert "missing property 'config'" in refusal("--set-json", "config=null")
-    assert "/config/peer_sync" in refusal("--set-json", 'config={"peer_sync": null}')
+    assert "missing property 'config'" in tools.charted_refusal("--set-json", "config=null")
+    assert "/config/peer_sync" in tools.charted_refusal("--set-json", 'config={"peer_sync": null}')
 
 
 def test_only_pools_of_the_stable_group_are_created():
     """The other group has no version v1."""
     create = "pool.create.enabled=true,pool.create.matchLabels.app=vllm"
-    error = refusal("--set", f"{create},pool.group=inference.networking.x-k8s.io")
+    error = tools.charted_refusal("--set", f"{create},pool.group=inference.networking.x-k8s.io")
     assert "expected pool.group inference.networking.k8s.io" in error
 
 
 def test_a_pool_is_named_or_selected():
     """Two at once are an error that says so."""
     for more in ("pool.name=vllm", "pool.every=cluster"):
-        assert "one of name, selector and every" in refusal("--set", more, *BY_SELECTOR)
+        assert "one of name, selector and every" in tools.charted_refusal(
+            "--set", more, *BY_SELECTOR
+        )
 
 
 @pytest.mark.parametrize(
@@ -565,7 +440,7 @@ def test_a_pool_is_named_or_selected():
 )
 def test_values_of_another_source_of_engines_are_refused(values, says):
     """They would do nothing: the error says what they are for."""
-    assert says in refusal("--set", values)
+    assert says in tools.charted_refusal("--set", values)
 
 
 def test_helm_lint_passes():

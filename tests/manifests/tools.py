@@ -77,6 +77,15 @@ def charted(*arguments: str, release: str = "release") -> Sequence[Document]:
     return documents(_run(template(*arguments, release=release)))
 
 
+def charted_refusal(*arguments: str) -> str:
+    """Message of helm about values that it must refuse."""
+    done = subprocess.run(
+        template(*arguments), capture_output=True, text=True, timeout=_RENDER_S, check=False
+    )
+    assert done.returncode != 0, done.stdout
+    return done.stderr
+
+
 def template(*arguments: str, release: str = "release") -> Sequence[str]:
     """The command that renders the chart."""
     where = (release, str(CHART), "--namespace", "models", "--kube-version", KUBERNETES)
