@@ -372,6 +372,8 @@ class StrategyComparison:
     def add(self, record: DecisionRecord) -> None:
         """Decide a recorded request by each strategy."""
         decision = record.decision
+        if not decision.candidates:  # a rescue, of which nothing else is known
+            return
         context = SchedulingContext(
             request=decision.request,
             now=record.at,

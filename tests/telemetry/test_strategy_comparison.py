@@ -7,7 +7,10 @@ import random
 import pytest
 
 from extproc.endpoint import Candidate, Endpoint, Load
-from extproc.request import InferenceRequest
+from extproc.pool.inflight import InflightLoad
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.request import HttpRequest, InferenceRequest
+from extproc.routing import eligibility
 from extproc.scheduling import registry
 from extproc.scheduling.framework import SchedulingContext
 from extproc.telemetry.decision_log import COMPARED, DecisionRecord, StrategyComparison
@@ -73,3 +76,14 @@ def test_results_say_what_another_strategy_would_have_chosen():
 def test_without_requests_there_is_nothing_to_compare():
     """No strategy has a row."""
     assert StrategyComparison().results() == []
+
+
+def test_a_rescued_request_is_left_out():
+    """After a bug in routing only its endpoint is known, and the others are still compared."""
+    member = EndpointSnapshot(IDLE, InflightLoad(IDLE))
+    rescued = eligibility.choose_rescue([member], HttpRequest({}, b""), why="KeyError")
+    comparison = StrategyComparison()
+    comparison.add(DecisionRecord("rescued", 0.0, rescued))
+    assert comparison.results() == []
+    comparison.add(record(1, strategy="adaptive"))
+    assert comparison.results()[0].num_endpoints == 1
