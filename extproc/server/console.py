@@ -190,6 +190,7 @@ class ConsolePages:
         for name, view in views.items():
             listed += problems.find_pool_problems(name, view, self._history, now)
             pools.append(await self._describe_pool(name, view, now))
+            await asyncio.sleep(0)  # many small pools are as much work as a large one
         return {
             "version": distribution.installed_version(),
             "profile": self._about().get("profile", ""),

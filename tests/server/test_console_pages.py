@@ -125,6 +125,41 @@ def test_overview_is_made_once_for_many_tabs():
     serving.run(test())
 
 
+def build_pages(subject, views):
+    """The pages of a picker at a fixed time."""
+    return console.ConsolePages(
+        counters=subject.counters,
+        views=views,
+        history=subject.history,
+        decisions=subject.decisions,
+        reloads=subject.reloads,
+        readiness=subject.readiness,
+        recording_error=str,
+        about=dict,
+        clock=lambda: 1.0,
+    )
+
+
+def test_other_work_has_its_turn_between_many_pools():
+    """However few endpoints each of them has."""
+
+    async def test() -> None:
+        async with picker() as (subject, _):
+            (view,) = subject.pool_registry.views().values()
+            views = {f"pool-{number}": view for number in range(100)}
+            pages, turns = build_pages(subject, lambda: views), 0
+            async with asyncio.TaskGroup() as tasks:
+                request = types.SimpleNamespace(query={})
+                answer = tasks.create_task(pages.overview(request))
+                while not answer.done():
+                    await asyncio.sleep(0)
+                    turns += 1
+            assert len(json.loads(answer.result().body)["pools"]) == len(views)
+            assert turns >= len(views)
+
+    serving.run(test())
+
+
 def test_tabs_that_ask_at_once_share_an_overview():
     """A large pool is described piece by piece; who asks meanwhile waits for the same."""
     looks = []
@@ -139,17 +174,7 @@ def test_tabs_that_ask_at_once_share_an_overview():
                 looks.append(1)
                 return subject.pool_registry.views()
 
-            pages = console.ConsolePages(
-                counters=subject.counters,
-                views=views,
-                history=subject.history,
-                decisions=subject.decisions,
-                reloads=subject.reloads,
-                readiness=subject.readiness,
-                recording_error=str,
-                about=dict,
-                clock=lambda: 1.0,
-            )
+            pages = build_pages(subject, views)
             request = types.SimpleNamespace(query={})
             answers = await asyncio.gather(*(pages.overview(request) for _ in range(5)))
             assert len({answer.body for answer in answers}) == 1
