@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
+from typing import get_args
 
 from extproc.pool.pool_step_times import find_slowness
 from extproc.pool.snapshot import EndpointSnapshot
-from extproc.scheduling.shadow import ShadowCounts
+from extproc.scheduling.shadow import ShadowCounts, ShadowResult
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.kv_event_metrics import kv_event_families
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
@@ -318,9 +319,9 @@ _POOL_ROWS: tuple[_PoolRow, ...] = (
         "Routed requests of the sample of the shadow, by what it preferred; absent without a shadow.",
         ("shadow", "result"),
         lambda view: [
-            ([name, result], count)
+            ([name, result], counts.results[result])
             for name, counts in _shadow_counts(view)
-            for result, count in counts.results.items()
+            for result in get_args(ShadowResult)  # all: none that agrees is an agreement of 0
         ],
     ),
     (

@@ -54,6 +54,9 @@ def test_the_shadow_decides_after_the_turn(monkeypatch):
     agreed = page["results"]["agreed"]
     labels = 'pool="",result="agreed",shadow="adaptive"'
     assert f"extproc_shadow_decisions_total{{{labels}}} {agreed}.0" in metrics
+    for result in ("rejected", "failed", "dropped"):
+        labels = f'pool="",result="{result}",shadow="adaptive"'
+        assert f"extproc_shadow_decisions_total{{{labels}}} 0.0" in metrics
     labels = 'choice="preferred",judge="shadow",pool="",shadow="adaptive"'
     assert f"extproc_shadow_expected_seconds_total{{{labels}}}" in metrics
     assert 'extproc_shadow_seconds_total{pool="",shadow="adaptive"}' in metrics
