@@ -999,12 +999,13 @@ SCALING = Board(
                 ),
                 Panel(
                     "Work over capacity",
-                    "Work that arrives over what the available engines do, by learned rates; above 1 the queue grows.",
+                    "Work that arrives over what the available engines do, by learned rates; above 1 the queue grows."
+                    " Empty while none is available.",
                     "percentunit",
                     [
                         Query(
                             f"{_scaling('work_per_second')}"
-                            f" / ({_scaling('replica_work_per_second')} * {_AVAILABLE})",
+                            f" / ({_scaling('replica_work_per_second')} * {_AVAILABLE} > 0)",
                             _POOL,
                             "autoscaling",
                         )

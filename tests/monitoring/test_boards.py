@@ -245,6 +245,20 @@ def test_pools_of_the_same_name_are_scaled_separately(title, in_a, in_b, tmp_pat
     check_panel(tmp_path, boards.SCALING, title, series, expected)
 
 
+def test_work_over_no_capacity_is_left_out(tmp_path):
+    """An infinite value would leave the axis without a scale."""
+    values = {
+        'replicas{state="available",': 0,
+        "work_per_second{": 40,
+        "replica_work_per_second{": 5,
+    }
+    series = {
+        f'extproc_scaling_{name}namespace="a",pool="vllm"}}': test_alerts.gauge(value)
+        for name, value in values.items()
+    }
+    check_panel(tmp_path, boards.SCALING, "Work over capacity", series, {})
+
+
 def test_a_loss_by_the_shadow_is_on_the_axis():
     """Its panel has values below 0 and no lower bound; others begin at 0."""
     bounds = {
