@@ -314,7 +314,12 @@ def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
 def _queue_families(
     pools: Mapping[str, PoolCounters], views: Mapping[str, PoolView]
 ) -> Iterator[MetricFamily]:
-    queues = {pool: pools[pool].queue for pool, view in views.items() if view.queue is not None}
+    # A pool may be removed since the views were read: no new counters of it are made.
+    queues = {
+        pool: pools[pool].queue
+        for pool, view in views.items()
+        if view.queue is not None and pool in pools
+    }
     for name, text in (
         ("size", "Requests in the queue."),
         ("bytes", "Bytes of the bodies of queued requests."),

@@ -528,3 +528,21 @@ def test_a_request_that_ends_while_the_page_is_rendered_is_counted():
     text += "".join(pieces)
     (line,) = [line for line in text.splitlines() if line.startswith("llm_d_epp_request_total{")]
     assert line.endswith(" 1.0")
+
+
+def test_a_pool_that_is_removed_while_the_page_is_rendered_stays_removed():
+    """The rest of the page makes no new counters for it, which would be there for good."""
+    counters = ProcessCounters(has_llmd_names=True)
+    counters.for_pool("pool")
+    view = PoolView(
+        PoolFixture({FIRST: None}).store.pool,
+        lambda _: PrefixCacheStats(0.0, 0.0, None),
+        queue=(0, 0),
+    )
+    exposition = Exposition(
+        counters, lambda: {"pool": view}, clock=lambda: 0.0, gauges={}, about=dict
+    )
+    for piece in exposition.pieces(is_openmetrics=False):
+        if "# TYPE llm_d_epp_request_total " in piece:
+            del counters.open_pools["pool"]
+    assert not counters.open_pools
