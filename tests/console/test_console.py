@@ -55,8 +55,8 @@ class ConsoleScene:
         self.picker = running.picker
         self.port = running.ports.pages
 
-    def route(self, request_id, *, model="demo", status="200", pool=""):
-        """Let a request be routed, answered and recorded; its endpoint.
+    def open(self, request_id, *, model="demo", status="200", pool=""):
+        """Let a request be routed and answered, but not end; what ends it, and its endpoint.
 
         Args:
             pool: Name of its pool, which is the host as well; empty for the only one.
@@ -78,9 +78,18 @@ class ConsoleScene:
         recorder.on_response_headers(
             0.05, elapsed_s=0.051, status=status, is_stream=False, is_shown=True
         )
-        recorder.on_usage({"prompt": 400, "completion": 20})
         address = decision.endpoints[0].address
-        recorder.on_finished(endpoint=address, status=status, duration_s=0.4)
+
+        def end():
+            recorder.on_usage({"prompt": 400, "completion": 20})
+            recorder.on_finished(endpoint=address, status=status, duration_s=0.4)
+
+        return end, address
+
+    def route(self, request_id, **about):
+        """Let a request be routed, answered and recorded; its endpoint."""
+        end, address = self.open(request_id, **about)
+        end()
         return address
 
 
@@ -300,6 +309,25 @@ async def test_keyboard_alone_is_enough(scene, chromium):
         await press("Enter")
         await page.page.wait_for_selector(".answer")
         assert await page.page.evaluate("document.activeElement.id") == "decision-title"
+
+
+async def test_focus_stays_on_a_row_when_those_before_it_go(scene, chromium):
+    """A list that is read again moves none of the rows that stay."""
+    end_first, _ = scene.open("focus-stays")
+    end_second, _ = scene.open("focus-before")
+    try:
+        async with chromium.page(scene.port) as page:
+            await page.open("#/decisions")
+            await page.page.get_by_label("Request id").fill("focus-")
+            await page.page.get_by_label("Result").select_option("open")
+            rows = "document.querySelectorAll('#decisions-list tbody tr').length"
+            await page.until(f"{rows} == 2")
+            await page.page.get_by_role("link", name="focus-stays").focus()
+            end_second()
+            await page.until(f"{rows} == 1")
+            assert await page.page.evaluate("document.activeElement.textContent") == "focus-stays"
+    finally:
+        end_first()
 
 
 async def test_a_dry_run_says_where_a_request_would_go(scene, chromium):

@@ -66,21 +66,21 @@ export function table(caption, columns) {
  */
 export function updateRows(body, items, key, create) {
   const before = body.rowsByKey ?? new Map();
-  const after = new Map();
+  const after = new Map(items.map((item) => [key(item), before.get(key(item)) ?? create(item)]));
+  // First, as those behind them would be moved, and a row that is moved loses the focus.
+  for (const [name, row] of before) {
+    if (!after.has(name)) {
+      row.node.remove();
+    }
+  }
   let place = body.firstChild;
   for (const item of items) {
-    const row = before.get(key(item)) ?? create(item);
-    after.set(key(item), row);
+    const row = after.get(key(item));
     row.update(item);
     if (row.node === place) {
       place = place.nextSibling;
     } else {
       body.insertBefore(row.node, place);
-    }
-  }
-  for (const [name, row] of before) {
-    if (!after.has(name)) {
-      row.node.remove();
     }
   }
   body.rowsByKey = after;
