@@ -330,6 +330,14 @@ async def test_focus_stays_on_a_row_when_those_before_it_go(scene, chromium):
         end_first()
 
 
+async def test_a_page_that_is_loaded_again_behind_the_skip_link_has_a_view(scene, chromium):
+    """The address names the content then, which is no view."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#main")
+        await page.page.wait_for_selector("#endpoints tbody tr")
+        assert page.complaints == []
+
+
 async def test_a_dry_run_says_where_a_request_would_go(scene, chromium):
     """The pasted body is explained as by `extproc explain`; what cannot be read has a reason."""
     async with chromium.page(scene.port) as page:

@@ -27,8 +27,8 @@ let numRefreshes = 0;
 
 /** Show the view of the address; `isFirst` leaves the focus where it is. */
 function showView(isFirst) {
-  if (location.hash === "#main") {
-    return; // the skip link
+  if (location.hash === "#main" && !isFirst) {
+    return; // the skip link; the address keeps it when the page is loaded again
   }
   const [, name, parameter, sequence] = location.hash.split("/", 4);
   current = Object.hasOwn(views, name) ? name : "overview";
