@@ -505,6 +505,22 @@ async def test_an_answer_that_breaks_off_is_read_again(scene, chromium):
         assert page.complaints == []
 
 
+async def test_an_answer_that_never_comes_is_not_waited_for(scene, chromium):
+    """A connection that broke without a word is reported, and the next one is live."""
+    async with chromium.page(scene.port) as page:
+        await page.page.clock.install()
+        await page.open()
+        await page.page.wait_for_selector("#state[data-state=live]")
+        async with page.page.expect_request("**/debug/overview*"):
+            await page.page.route("**/debug/**", lambda _: None)
+        await page.page.clock.fast_forward(20_000)
+        await page.page.wait_for_selector("#state[data-state=lost]")
+        assert "does not answer" in await page.text("#failure")
+        await page.page.unroute("**/debug/**")
+        await page.page.wait_for_selector("#state[data-state=live]")
+        assert page.complaints == []
+
+
 async def test_a_view_that_failed_is_read_again(scene, chromium):
     """Views that are read once are read until they have their data; a pause stops that."""
     async with chromium.page(scene.port) as page:

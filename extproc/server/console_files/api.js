@@ -1,5 +1,8 @@
 // Data of the picker, as JSON.
 
+/** Time in which a whole answer must be there (ms): a connection that broke may never say so. */
+const TIMEOUT_MS = 20_000;
+
 let token = "";
 
 /** An answer that is no success; `status` is 0 where there was none, or not all of it. */
@@ -24,6 +27,8 @@ export function setToken(value) {
 export async function fetchJson(path, request = {}) {
   const authorization = token ? { authorization: `Bearer ${token}` } : {};
   const headers = new Headers({ ...request.headers, ...authorization });
+  const abort = new AbortController();
+  const timer = setTimeout(() => abort.abort(), TIMEOUT_MS);
   let response;
   let text;
   try {
@@ -33,6 +38,7 @@ export async function fetchJson(path, request = {}) {
       cache: "no-store",
       credentials: "omit",
       redirect: "error",
+      signal: abort.signal,
     });
     text = await response.text();
     if (response.ok) {
@@ -40,6 +46,8 @@ export async function fetchJson(path, request = {}) {
     }
   } catch {
     throw new RequestError(0, "the picker does not answer");
+  } finally {
+    clearTimeout(timer);
   }
   throw new RequestError(response.status, messageOf(text));
 }
