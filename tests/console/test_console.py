@@ -330,6 +330,26 @@ async def test_focus_stays_on_a_row_when_those_before_it_go(scene, chromium):
         end_first()
 
 
+async def test_what_is_opened_stays_open_while_its_request_is(scene, chromium):
+    """Only what came of the request is shown anew, until it has ended."""
+    end, _ = scene.open("being-answered")
+    async with chromium.page(scene.port) as page:
+        await page.open("#/decision/being-answered")
+        await page.page.get_by_text("Numbers").click()
+        await page.page.wait_for_selector("#state >> text=live")
+        for _ in range(2):
+            async with page.page.expect_response("**/debug/decision?*"):
+                pass
+        assert await page.page.locator("details").get_attribute("open") is not None
+        end()
+        await page.until(
+            "document.querySelector('#decision-explanation').textContent.includes('ok 200')"
+        )
+        assert await page.page.locator("details").get_attribute("open") is not None
+        await page.page.wait_for_selector("#state >> text=connected")
+        assert page.complaints == []
+
+
 async def test_a_page_that_is_loaded_again_behind_the_skip_link_has_a_view(scene, chromium):
     """The address names the content then, which is no view."""
     async with chromium.page(scene.port) as page:

@@ -2,7 +2,7 @@
 
 import { fetchJson } from "./api.js";
 import { byId, element, setClass, setText, table, updateRows } from "./dom.js";
-import { decisionAddress, explanationNodes, resultText } from "./explanation.js";
+import { decisionAddress, explanationNodes, resultText, updateResult } from "./explanation.js";
 import { UNKNOWN, duration } from "./format.js";
 
 const MAX_LISTED = 100;
@@ -98,6 +98,8 @@ export function createDecision() {
   let id = "";
   let query = "";
   let isOpen = false;
+  /** Sequence number of the decision that is shown; null where there is none. */
+  let shown = null;
   return {
     title: "Decision",
     /** Until the request has ended, what came of it is read again. */
@@ -108,6 +110,7 @@ export function createDecision() {
       id = parameter;
       query = sequence ? `&sequence=${sequence}` : "";
       isOpen = false;
+      shown = null;
       setText(byId("decision-title"), `Request ${id}`);
       byId("decision-explanation").replaceChildren();
     },
@@ -117,7 +120,13 @@ export function createDecision() {
       const outcome = await fetchJson(`../debug/decision?id=${wanted}`);
       if (wanted === `${encodeURIComponent(id)}${query}`) {
         isOpen = outcome.result === "open";
-        byId("decision-explanation").replaceChildren(...explanationNodes(outcome));
+        const node = byId("decision-explanation");
+        if (shown === outcome.sequence) {
+          updateResult(node, outcome); // what was opened below stays open
+        } else {
+          node.replaceChildren(...explanationNodes(outcome));
+        }
+        shown = outcome.outcome === "decision" ? outcome.sequence : null;
       }
     },
   };

@@ -23,6 +23,11 @@ export function explanationNodes(outcome) {
   ].filter((node) => node !== null);
 }
 
+/** Show what came of a recorded decision by now; the rest of its explanation never changes. */
+export function updateResult(node, outcome) {
+  node.querySelector(".result").replaceWith(resultCard(outcome));
+}
+
 /** The address of a request in the console; several may have its id. */
 export function decisionAddress(id, sequence) {
   return `#/decision/${encodeURIComponent(id)}/${sequence}`;
@@ -122,7 +127,7 @@ function resultCard(outcome) {
   const usage = Object.entries(outcome.usage).map(([kind, tokens]) => `${kind} ${count(tokens)}`);
   return element(
     "section",
-    { class: "card" },
+    { class: "card result" },
     element("h2", {}, "What came of it"),
     element(
       "dl",
