@@ -377,12 +377,15 @@ async def test_a_dry_run_takes_the_headers_that_were_written(scene, chromium):
     async with chromium.page(scene.port) as page:
         await page.open("#/dry-run")
         headers = page.page.get_by_label("Headers")
-        await headers.fill("\n:authority: chat.example:80\nx-tenant : a: b")
+        await headers.fill(
+            "\n:authority: chat.example:80\nx-tenant : a: b\nContent-Type: text/json"
+        )
         async with page.page.expect_request("**/debug/explain") as sent:
             await page.page.get_by_role("button", name="Explain").click()
         request = await sent.value
         assert request.headers["x-explain-header-host"] == "chat.example:80"
         assert request.headers["x-explain-header-x-tenant"] == "a: b"
+        assert request.headers["x-explain-header-content-type"] == "text/json"
         await page.page.wait_for_selector("#dry-run-explanation .answer")
         for line in ("x-tenant", ":path: /v1/models"):
             await headers.fill(line)

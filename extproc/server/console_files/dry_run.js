@@ -40,12 +40,17 @@ export function createDryRun() {
   };
 }
 
-/** Lines of `name: value` as headers of a dry run; HTTP/1 calls the authority `host`. */
+/** Lines of `name: value` as headers of a dry run, in lower case: one may replace that of the form. */
 function parseHeaders(lines) {
   const pairs = lines.map((line) => HEADER_LINE.exec(line)).filter((match) => match !== null);
   return Object.fromEntries(
-    pairs.map(([, name, value]) => [`x-explain-header-${name === ":authority" ? "host" : name}`, value]),
+    pairs.map(([, name, value]) => [`x-explain-header-${nameOf(name.toLowerCase())}`, value]),
   );
+}
+
+/** The name of a header in HTTP/1, which calls the authority `host`. */
+function nameOf(name) {
+  return name === ":authority" ? "host" : name;
 }
 
 async function explain(path, headers, body) {
