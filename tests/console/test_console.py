@@ -501,6 +501,39 @@ async def test_a_token_is_wanted_and_sent(chromium, tmp_path):
         assert not any(text.startswith("exception") for text in page.complaints)
 
 
+async def test_a_token_that_was_replaced_is_asked_for_by_every_view(chromium, tmp_path):
+    """Also by those that read nothing until a button is pressed, and none takes it for a decision."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    async with (
+        picker(admin_token_file=str(file)) as running,
+        chromium.page(running.ports.pages) as page,
+    ):
+
+        async def send(token):
+            await page.page.get_by_label("Token").fill(token)
+            await page.page.get_by_role("button", name="Continue").click()
+            await page.page.wait_for_selector("#state[data-state=connected]")
+            assert not await page.page.locator("#token-form").is_visible()
+
+        await page.open("#/strategies")
+        await send("old")
+        for token, view, button in (
+            ("new one", "Strategies", "Compare"),
+            ("x", "Dry run", "Explain"),
+        ):
+            await page.page.get_by_role("link", name=view).click()
+            await page.page.wait_for_selector("#state[data-state=connected]")
+            file.write_text(token)
+            await page.page.get_by_role("button", name=button).click()
+            await page.page.wait_for_selector("#token-form", state="visible")
+            await send(token)
+        assert "The client" not in await page.text("#dry-run-explanation")
+        await page.page.get_by_role("button", name="Explain").click()
+        await page.page.wait_for_selector("#dry-run-explanation >> text=The client would get")
+        assert not any(text.startswith("exception") for text in page.complaints)
+
+
 @pytest.mark.slow
 async def test_a_picker_that_goes_away_is_told(chromium):
     """The page says that the connection is lost, and keeps what it has."""

@@ -3,7 +3,10 @@
 /** Time in which a whole answer must be there (ms): a connection that broke may never say so. */
 const TIMEOUT_MS = 20_000;
 
+const UNAUTHORIZED = 401;
+
 let token = "";
+let onUnauthorized = () => {};
 
 /** An answer that is no success; `status` is 0 where there was none, or not all of it. */
 export class RequestError extends Error {
@@ -18,6 +21,11 @@ export function setToken(value) {
   token = value;
 }
 
+/** Call a function whenever the token is missing or wrong, as it may be replaced while a page is open. */
+export function whenUnauthorized(call) {
+  onUnauthorized = call;
+}
+
 /**
  * Read a page of the picker.
  *
@@ -25,7 +33,8 @@ export function setToken(value) {
  * @param request Method, headers and body; a GET without any.
  */
 export async function fetchJson(path, request = {}) {
-  const authorization = token ? { authorization: `Bearer ${token}` } : {};
+  const sent = token;
+  const authorization = sent ? { authorization: `Bearer ${sent}` } : {};
   const headers = new Headers({ ...request.headers, ...authorization });
   const abort = new AbortController();
   const timer = setTimeout(() => abort.abort(), TIMEOUT_MS);
@@ -48,6 +57,9 @@ export async function fetchJson(path, request = {}) {
     throw new RequestError(0, "the picker does not answer");
   } finally {
     clearTimeout(timer);
+  }
+  if (response.status === UNAUTHORIZED && sent === token) {
+    onUnauthorized();
   }
   throw new RequestError(response.status, messageOf(text));
 }

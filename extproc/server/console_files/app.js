@@ -1,6 +1,6 @@
 // The console: shows the view that the address names, and keeps it up to date.
 
-import { RequestError, setToken } from "./api.js";
+import { RequestError, setToken, whenUnauthorized } from "./api.js";
 import { createConfiguration } from "./configuration.js";
 import { createDecision, createDecisions } from "./decisions.js";
 import { byId, setText } from "./dom.js";
@@ -100,12 +100,10 @@ function onAnswer() {
 
 function onFailure(error) {
   hasFailed = true;
-  byId("state").dataset.state = "lost";
   if (error.status === 401) {
-    setText(byId("state"), "token needed");
-    byId("token-form").hidden = false;
-    return;
+    return; // `askForToken` says so
   }
+  byId("state").dataset.state = "lost";
   setText(byId("state"), error.status === 0 ? "connection lost" : "error");
   const lost = `The picker does not answer. ${isPaused ? "Press Pause again to go on." : "Trying again."}`;
   setText(byId("failure"), error.status === 0 ? lost : error.message);
@@ -115,6 +113,14 @@ function onFailure(error) {
   }
 }
 
+function askForToken() {
+  byId("state").dataset.state = "lost";
+  setText(byId("state"), "token needed");
+  byId("token-form").hidden = false;
+  byId("failure").hidden = true;
+}
+
+whenUnauthorized(askForToken);
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setToken(byId("token").value.trim());

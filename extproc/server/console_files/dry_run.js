@@ -68,7 +68,8 @@ async function explain(path, headers, body) {
     return explanationNodes(outcome);
   } catch (error) {
     if (error instanceof RequestError) {
-      const word = error.status > 0 ? `The client would get status ${error.status}: ` : "";
+      const isOfRequest = error.status > 0 && error.status !== 401 && error.status !== 403;
+      const word = isOfRequest ? `The client would get status ${error.status}: ` : "";
       return [element("p", { class: "card failure" }, word + error.message)];
     }
     if (error instanceof TypeError) {
