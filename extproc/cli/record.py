@@ -155,8 +155,6 @@ def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
                 if is_output:
                     file.flush()  # its reader waits for rows
                 lines += piece.count(b"\n")
-        if is_new and not lines:
-            path.unlink()
     except BrokenPipeError:
         raise  # as of any other command whose reader is gone
     except OSError as error:
@@ -172,6 +170,10 @@ def write_recording(path: Path, pieces: Iterator[bytes]) -> int:
             got=str(error),
             fix="record from an extproc of this version, or as JSON lines",
         ) from None
+    finally:
+        if is_new and not lines:
+            with contextlib.suppress(OSError):  # where it could not be opened
+                path.unlink()
     return lines
 
 

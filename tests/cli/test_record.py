@@ -65,6 +65,10 @@ def test_other_answers_leave_the_older_file(answer, got, file, capsys):
     assert got in message
     assert server in message
     assert file.read_bytes() == OLDER
+    file.unlink()
+    with answering(answer) as server:
+        assert run(file, server) == 1
+    assert not file.exists()
 
 
 def test_the_error_of_another_server_is_a_line(file, capsys):
