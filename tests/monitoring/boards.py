@@ -490,9 +490,15 @@ ONE_POOL = Board(
                 ),
                 Panel(
                     "Age of metrics",
-                    "Seconds since the last successful scrape. Idle engines are scraped seldom.",
+                    "Seconds since the last successful scrape. Idle engines are scraped seldom; those that never"
+                    " were are left out.",
                     "s",
-                    _gauge("extproc_endpoint_metrics_age_seconds", "endpoint", fold="max"),
+                    [
+                        Query(
+                            "max by (endpoint) (extproc_endpoint_metrics_age_seconds{<pool>} < Inf)",
+                            "{{endpoint}}",
+                        )
+                    ],
                 ),
             ],
         ),

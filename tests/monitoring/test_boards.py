@@ -245,6 +245,13 @@ def test_pools_of_the_same_name_are_scaled_separately(title, in_a, in_b, tmp_pat
     check_panel(tmp_path, boards.SCALING, title, series, expected)
 
 
+def test_engines_that_were_never_scraped_have_no_age(tmp_path):
+    """An infinite one would leave the axis of the others without a scale."""
+    series = series_of("extproc_endpoint_metrics_age_seconds", "a", {"a:1": 2, "b:1": 2})
+    series[next(iter(series))] = " ".join(["Inf"] * 40)
+    check_panel(tmp_path, boards.ONE_POOL, "Age of metrics", series, {'{endpoint="b:1"}': 2})
+
+
 def test_work_over_no_capacity_is_left_out(tmp_path):
     """An infinite value would leave the axis without a scale."""
     values = {
