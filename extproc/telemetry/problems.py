@@ -81,7 +81,8 @@ def find_pool_problems(
                 kind="no-endpoint",
                 severity="critical",
                 title=f"{label[0].upper()}{label[1:]} has no endpoint",
-                advice="Look at its selector, list or names; requests get 503.",
+                advice="Look at its selector, list or names; requests "
+                f"{'get 503' if view.queue is None else 'wait for one, and get 503 in the end'}.",
                 pool=name,
             )
         )

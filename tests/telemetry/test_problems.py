@@ -93,6 +93,10 @@ def test_a_pool_without_endpoints_is_named(scene):
     """It cannot serve at all."""
     scene.store.set_endpoints([], scene.now)
     assert scene.kinds() == [("no-endpoint", "")]
+    for queue, what in ((None, "get 503"), ((3, 30), "wait for one, and get 503 in the end")):
+        view = replace(scene.view, queue=queue)
+        (problem,) = problems.find_pool_problems("", view, scene.history, scene.now)
+        assert problem.advice.endswith(f"; requests {what}.")
 
 
 def test_many_alike_are_counted(scene):
