@@ -416,7 +416,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         load: Its last scrape. Where there is none, or it is stale, it has the means of the other
             candidates; `NO_LOAD` while nothing is known of any.
         age_s: Seconds since the last scrape, stale or not; infinity if never.
-        in_flight: Requests this picker has open there.
+        in_flight: Requests that this picker, and others that share theirs, have open there.
         estimated_requests: Dead-reckoned requests on the engine: own now + max(0, scraped - own at scrape),
             where scraped = running + waiting. Equals `in_flight` while no load is known.
         prompt_tokens: Estimated prompt tokens of the requests this picker has open there.

@@ -18,7 +18,7 @@ _LEGEND = {
     "WAITING": "requests in the engine's queue",
     "RUNNING": "requests in the engine's batch",
     "KV": "share of its KV cache blocks in use, 0 to 1",
-    "IN FLIGHT": "requests in flight there from this EPP process",
+    "IN FLIGHT": "requests in flight there from this EPP process, and from peers that share theirs",
     "REQUESTS": "all requests there: scraped ones, and ours sent since",
     "CACHED": "predicted prefix cache hit of this request, in prompt tokens",
     "QUEUED": "prompt tokens sent there and not yet computed",

@@ -50,7 +50,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ejections: Times in a row (count).
         distrusted: Reason to ignore its page: `frozen` or `understated`; empty for
             none.
-        in_flight: Open requests of this replica on it (count).
+        in_flight: Open requests on it of this replica, and of others that share theirs (count).
         prompt_tokens: Estimated prompt tokens of these.
         queued_tokens: Of these, uncached ones that are probably not computed yet.
         foreign: Requests of others at the last scrape (count); None when it is to be worked out of
