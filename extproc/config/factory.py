@@ -10,7 +10,6 @@ import msgspec
 from extproc.config import pool_sections, pools, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import endpoint_list, static_discovery
-from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
 from extproc.pool.snapshot import Pool
 from extproc.pool.store import PoolStore
@@ -66,7 +65,6 @@ def build(
     settings: Settings,
     *,
     where: str = "settings",
-    on_gone: Callable[[Endpoint], None] = lambda _: None,
     on_changed: Callable[[Pool, Pool], None] = lambda _, __: None,
     guards: plugin_guard.GuardFactory | None = None,
     prefix_budget: IndexBudget | None = None,
@@ -75,7 +73,6 @@ def build(
     """Build the parts of a picker.
 
     Args:
-        on_gone: Called with every removed endpoint, after its prefix blocks were dropped.
         on_changed: Called with the snapshots before and after endpoints or their health changed.
         guards: Times and counts calls of external plugins; None times nothing, so that no plugin
             is bypassed.
@@ -89,7 +86,7 @@ def build(
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
     index, model, exact = _build_prefix_cache(settings, prefix_budget)
     rng = random.Random(settings.seed)
-    store = _build_store(settings, model, rng, on_gone, on_changed)
+    store = _build_store(settings, model, rng, on_changed)
     shadow = build_shadow(settings, resolved, guards, on_shadow_pending)
     router = director.Director(
         store=store,
@@ -126,15 +123,10 @@ def _build_store(
     settings: Settings,
     model: cache_model.CacheModel,
     rng: random.Random,
-    on_gone: Callable[[Endpoint], None],
     on_changed: Callable[[Pool, Pool], None],
 ) -> PoolStore:
-    def forget(endpoint: Endpoint) -> None:
-        model.forget(endpoint)
-        on_gone(endpoint)
-
     return PoolStore(
-        on_gone=forget,
+        on_gone=model.forget,
         on_observed=lambda page: model.observe_load(
             page.before.endpoint,
             before=page.before.load,

@@ -228,18 +228,15 @@ def test_equal_seeds_give_equal_draws():
     assert first == second
 
 
-def test_a_removed_endpoint_loses_its_prefix_blocks_before_the_callback():
-    """The prefix blocks of a removed endpoint are dropped before the caller is notified."""
-    received = []
-    parts = factory.build(
-        scheduling(), on_gone=lambda gone: received.append((gone.address, parts.index.blocks_total))
-    )
+def test_a_removed_endpoint_loses_its_prefix_blocks():
+    """At once, and not when an endpoint of its address comes."""
+    parts = factory.build(scheduling())
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
     decision = parts.director.route(CHAT, 0.0)
     parts.director.reserve(decision, 0.0).close(0.0)
     assert parts.index.blocks_total
     parts.store.set_endpoints([], 1.0)
-    assert received == [("10.0.0.1:8000", 0)]
+    assert not parts.index.blocks_total
 
 
 def test_scrape_tls():
