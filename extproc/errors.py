@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import ssl
 from typing import Final
 
 #: User and password of a URL, with the slashes in front of them.
@@ -73,3 +74,10 @@ def describe_connection_error(error: OSError) -> str:
     """Return the reason of a connection that failed otherwise than refused or timed out."""
     is_ours = error.errno in (errno.EMFILE, errno.ENFILE)
     return TOO_MANY_FILES if is_ours else "unreachable"
+
+
+def is_passing_error(error: BaseException) -> bool:
+    """Check if files may be readable soon without a change, such as once others are closed."""
+    cause = error.__cause__ or error
+    # What OpenSSL finds in a file stays until the file changes.
+    return isinstance(cause, OSError | MemoryError) and not isinstance(cause, ssl.SSLError)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, is_passing_error
 from extproc.scrape import client
 
 _log: Final = logging.getLogger("extproc.scrape")
@@ -60,9 +60,8 @@ class ClientTls:
             try:
                 self._context = self._build()
             except ConfigError as error:
-                cause = error.__cause__
-                is_passing = isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError)
-                if is_passing:  # the files may be readable soon, without a change
+                is_passing = is_passing_error(error)
+                if is_passing:
                     self._stamps = None
                 if not is_passing or str(error) != self._error:
                     _log.warning("certificates for engines stay as they were: %s", error)

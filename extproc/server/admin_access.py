@@ -26,7 +26,7 @@ from aiohttp.typedefs import Middleware
 from extproc.config import kubernetes_plan, pools
 from extproc.config.settings import Settings
 from extproc.discovery.static_discovery import FileStamp, file_stamp, open_regular
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, is_passing_error
 from extproc.server.metrics_access import KubernetesReviewer, MetricsAccess
 
 _log = logging.getLogger("extproc.server")
@@ -112,8 +112,8 @@ class AdminToken:
             try:
                 self._token = read_token(self.path)
             except ConfigError as error:
-                is_passing = isinstance(error.__cause__, OSError)
-                if is_passing:  # it may be readable soon, without a change
+                is_passing = is_passing_error(error)
+                if is_passing:
                     self._stamp = None
                 if not is_passing or str(error) != self._error:
                     _log.warning("the token in force stays: %s", error)

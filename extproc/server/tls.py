@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from extproc.discovery.static_discovery import FileStamp, file_stamp, open_regular
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, is_passing_error
 
 _log = logging.getLogger("extproc.server")
 
@@ -283,11 +283,8 @@ class KeyPair(Generic[_Served]):
 
     def _log_error(self, error: Exception) -> None:
         text = str(error) if isinstance(error, ConfigError) else type(error).__name__
-        cause = error.__cause__ or error
-        is_passing = isinstance(cause, OSError | MemoryError) and not isinstance(
-            cause, ssl.SSLError
-        )
-        if is_passing:  # the files may be readable soon, without a change
+        is_passing = is_passing_error(error)
+        if is_passing:
             self._stamps = ()
         if not is_passing or text != self._error:
             _log.warning("the certificate in force stays: %s", text)
