@@ -81,7 +81,7 @@ class EqualEnginesScene:
         settings = Settings()
         scheduling = msgspec.structs.replace(settings.scheduling, strategy=strategy)
         settings = msgspec.structs.replace(settings, scheduling=scheduling)
-        self.parts = factory.build(settings, on_gone=lambda _: None)
+        self.parts = factory.build(settings)
         self.parts.rng.seed(seed)
         self.rng = random.Random(seed)
         self.now = 100.0
