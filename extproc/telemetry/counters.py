@@ -21,7 +21,6 @@ from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.telemetry.queue_counters import QueueCounters
 from extproc.telemetry.request_series import (
     OTHER,
-    TOKEN_KINDS,
     MetricHistogram,
     RequestSeriesTable,
 )
@@ -240,8 +239,8 @@ class PoolCounters:
         """Tokens the engines reported, by kind: `prompt`, `completion`, `cached`."""
         totals: Counter[str] = Counter()
         for series in self.series:
-            for kind in TOKEN_KINDS:
-                totals[kind] += int(series.total(kind))
+            for kind, tokens in series.tokens.items():
+                totals[kind] += int(tokens)
         return +totals
 
     def forget(self, *addresses: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 from extproc import distribution
 from extproc.supervision import LOOPS
@@ -19,9 +18,9 @@ from extproc.telemetry.counters import PoolCounters, ProcessCounters
 from extproc.telemetry.metric_family import MetricFamily
 from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
-    OTHER,
     TOKEN_KINDS,
     CountsReader,
+    HistogramSet,
     RequestSeries,
     SeriesCounts,
     Timing,
@@ -288,10 +287,6 @@ def _counter(name: str, text: str, label: str, counts: Mapping[str, float]) -> M
     return MetricFamily("counter", name, text, (label,), samples)
 
 
-#: Models of a pool that have histograms, the first ones; those of all others are added up (count).
-#: Names may have 512 bytes, and the histograms of a model take 50 lines of the page.
-MAX_HISTOGRAM_MODELS: Final = 64
-
 #: Series with the same values of some labels, by these values.
 GroupedSeries = Mapping[tuple[str, ...], Sequence[RequestSeries]]
 
@@ -349,39 +344,28 @@ def request_families(
     """Yield the families of requests by model, tenant and status, by name of the pool."""
     by_model: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
     by_tenant: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
+    histograms: defaultdict[tuple[str, str], list[HistogramSet]] = defaultdict(list)
     for pool, counters in pools.items():
+        for some in counters.series.histograms:
+            histograms[pool, some.model].append(some)
         for series in counters.series:
             labels = series.labels
             by_model[pool, labels.target_model].append(series)
             by_tenant[pool, labels.tenant, labels.target_model].append(series)
     yield from _count_families(by_model, read_counts)
-    by_model = _merge_later_models(by_model)
     for name, text, histogram_name in _HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model"))
-        for values, members in by_model.items():
-            family.add_histogram(values, merge_histogram(members, histogram_name))
+        for values, sets in histograms.items():
+            family.add_histogram(values, merge_histogram(sets, histogram_name))
         yield family
     for name, text, label, names in _LABELED_HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model", label))
-        for values, members in by_model.items():
-            statuses = name_statuses(map(read_counts, members))
+        for values, sets in histograms.items():
+            statuses = name_statuses(sets)
             for value, named in (names or {status: status for status in statuses}).items():
-                family.add_histogram((*values, value), merge_histogram(members, named))
+                family.add_histogram((*values, value), merge_histogram(sets, named))
         yield family
     yield from _tenant_families(by_tenant, read_counts)
-
-
-def _merge_later_models(
-    by_model: Mapping[tuple[str, ...], list[RequestSeries]],
-) -> defaultdict[tuple[str, ...], list[RequestSeries]]:
-    """The series of the first models of each pool by model, and of all others as `other`."""
-    merged: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
-    num_models: Counter[str] = Counter()
-    for (pool, model), series in by_model.items():
-        num_models[pool] += model != OTHER
-        is_early = num_models[pool] <= MAX_HISTOGRAM_MODELS
-        merged[pool, model if is_early else OTHER] += series
-    return merged
 
 
 def _count_families(by_model: GroupedSeries, read_counts: CountsReader) -> Iterator[MetricFamily]:

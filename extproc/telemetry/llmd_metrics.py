@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -24,9 +24,11 @@ from extproc.telemetry.metric_family import MetricFamily, Sample
 from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.queue_counters import QueueCounters
 from extproc.telemetry.request_series import (
+    MAX_HISTOGRAMS,
     OTHER,
     TOKEN_BOUNDS,
     CountsReader,
+    HistogramSet,
     MetricHistogram,
     RequestSeries,
     SeriesCounts,
@@ -64,9 +66,7 @@ _OUTCOMES: Final = {
 }
 _EVICTED_OTHER: Final = "EvictedOther"
 
-#: Labels that have histograms, the first ones; those of all others are added up (count). Each takes
-#: up to 300 lines of the page.
-_MAX_HISTOGRAMS: Final = 64
+#: Labels of the histograms of all series but the first ones.
 _ALL_OTHER: Final = (OTHER, OTHER, OTHER, "0")
 
 #: Series by the values of `_REQUEST_LABELS`.
@@ -174,12 +174,12 @@ def _request_families(
         for series in counters.series:
             by_labels[_request_values(series.labels)].append(series)
     yield from _count_families(by_labels, read_counts)
-    by_labels = _merge_later_labels(by_labels)
+    histograms = _group_histograms(by_labels)
 
-    def read(members: Sequence[RequestSeries], histogram: str | None) -> MetricHistogram | None:
+    def read(sets: Collection[HistogramSet], histogram: str | None) -> MetricHistogram | None:
         if histogram is None:
-            return merge_histogram(members, *name_statuses(map(read_counts, members)))
-        merged = merge_histogram(members, histogram)
+            return merge_histogram(sets, *name_statuses(sets))
+        merged = merge_histogram(sets, histogram)
         return rebucket(merged, _OUTPUT_BOUNDS) if histogram == "completion" else merged
 
     for name, text, histogram in _REQUEST_HISTOGRAMS:
@@ -187,40 +187,41 @@ def _request_families(
             name,
             text,
             _REQUEST_LABELS,
-            ((values, read(members, histogram)) for values, members in by_labels.items()),
+            ((values, read(sets, histogram)) for values, sets in histograms.items()),
         )
     yield from build_histograms(
         "request_ttft_seconds",
         "Seconds from the start of a request to its first token, or to response headers where chunks are not shown.",
         (*_REQUEST_LABELS, "streaming"),
         (
-            ((*values, streaming), merge_histogram(members, name))
-            for values, members in by_labels.items()
+            ((*values, streaming), merge_histogram(sets, name))
+            for values, sets in histograms.items()
             for streaming, name in (("true", "stream_ttft"), ("false", "complete_ttft"))
         ),
     )
-    by_models: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
-    for (client_model, target_model, *_), members in by_labels.items():
-        by_models[profile, profile, client_model, target_model] += members
+    by_models: defaultdict[tuple[str, ...], list[HistogramSet]] = defaultdict(list)
+    for (client_model, target_model, *_), sets in histograms.items():
+        by_models[profile, profile, client_model, target_model] += sets
     yield from build_histograms(
         "request_predicted_ttft_seconds",
         "Predicted seconds from the choice of the endpoint to the first token of a stream.",
         ("plugin_name", "plugin_type", *_REQUEST_LABELS[:2]),
-        (
-            (values, merge_histogram(members, "predicted_ttft"))
-            for values, members in by_models.items()
-        ),
+        ((values, merge_histogram(sets, "predicted_ttft")) for values, sets in by_models.items()),
     )
 
 
-def _merge_later_labels(
-    by_labels: Mapping[tuple[str, ...], list[RequestSeries]],
-) -> defaultdict[tuple[str, ...], list[RequestSeries]]:
-    """The series of the first labels by label, and of all others as `other`."""
-    merged: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
-    for number, (values, series) in enumerate(by_labels.items()):
-        merged[values if number < _MAX_HISTOGRAMS else _ALL_OTHER] += series
-    return merged
+def _group_histograms(
+    by_labels: _SeriesByLabels,
+) -> Mapping[tuple[str, ...], Collection[HistogramSet]]:
+    """The histograms of the first labels by label, and of all others as `other`."""
+    # Each set once, in a dictionary without values: later series of a model share one.
+    grouped: defaultdict[tuple[str, ...], dict[HistogramSet, None]] = defaultdict(dict)
+    for number, (values, members) in enumerate(by_labels.items()):
+        for series in members:
+            some = series.histograms
+            is_own = number < MAX_HISTOGRAMS and not some.is_shared
+            grouped[values if is_own else _ALL_OTHER][some] = None
+    return grouped
 
 
 def _count_families(

@@ -179,7 +179,16 @@ _BOUNDS: Final[Mapping[str, tuple[float, ...]]] = {
 #: Statuses of one combination of labels (count); further ones are `OTHER`.
 _MAX_STATUSES: Final = 24
 
-#: Combinations of labels in one pool (count), 1 to 2 kB each. The EPP of llm-d bounds each of its
+#: Models of a pool that have histograms, the first ones; those of all others are added up (count).
+#: Names may have 512 bytes, and the histograms of a model take 50 lines of the page.
+MAX_HISTOGRAM_MODELS: Final = 64
+
+#: Combinations of labels in one pool that have histograms of their own, the first ones; all others
+#: share those of their model (count). Each takes 1 to 2 kB, and with the names of llm-d up to 300
+#: lines of the page.
+MAX_HISTOGRAMS: Final = 64
+
+#: Combinations of labels in one pool (count), some 0.5 kB each. The EPP of llm-d bounds each of its
 #: labels by as much.
 MAX_SERIES: Final = 1000
 
@@ -202,14 +211,12 @@ class SeriesCounts(msgspec.Struct, frozen=True):
 
     Attributes:
         by_status: Requests that ended, by status (count).
-        statuses: Statuses of the routed ones.
         total: Requests that ended (count).
         running: Requests that were routed and whose stream is open (count).
         tokens: Tokens that responses reported (count), in the order of `TOKEN_KINDS`.
     """
 
     by_status: Mapping[str, int]
-    statuses: Sequence[str]
     total: int
     running: int
     tokens: Sequence[float]
@@ -219,28 +226,21 @@ class SeriesCounts(msgspec.Struct, frozen=True):
 CountsReader = Callable[["RequestSeries"], SeriesCounts]
 
 
-class RequestSeries(msgspec.Struct, eq=False, gc=False):
-    """Counts of the requests with the same labels, in little memory: a client can fill the table.
+class HistogramSet(msgspec.Struct, eq=False, gc=False):
+    """Histograms of the requests of one series, or of all later series of a model.
 
     Attributes:
-        running: Requests that were routed and whose stream is open.
-        refused: Refused requests by HTTP status; None before there was one.
+        model: Model by which they are on the page; `OTHER` for those of later models.
+        is_shared: Whether they are of several series.
     """
 
-    labels: RequestLabels
-    running: int = 0
-    refused: dict[str, int] | None = None
+    model: str
+    is_shared: bool
     #: Sum of the values and values by bucket, up to the last one that has any, by name: durations
     #: of routed requests have their status as name.
     _values: dict[str, list[float]] = {}
     #: Exemplars of histograms, by name.
     _exemplars: dict[str, Exemplars] | None = None
-
-    def record_refused(self, status: int) -> None:
-        """Counts a refused request."""
-        text, refused = str(status), self.refused or {}
-        refused[text] = refused.get(text, 0) + 1
-        self.refused = refused
 
     def name_status(self, status: str) -> str:
         """Name of the histogram of the durations of routed requests with a status.
@@ -273,34 +273,10 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
         bucket = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value)
         self._exemplars.setdefault(name, {})[bucket] = (trace_id, value)
 
-    def change_running(self, change: int) -> None:
-        """Counts requests that were routed, or less those whose streams ended."""
-        self.running += change
-
-    def total(self, name: str) -> float:
-        """Sum of the values of a histogram."""
-        values = self._values.get(name)
-        return values[0] if values else 0.0
-
-    @property
-    def requests(self) -> Mapping[str, int]:
-        """Requests that ended, by status (count)."""
-        return self.read_counts().by_status
-
     @property
     def statuses(self) -> Sequence[str]:
-        """Statuses of the routed requests that ended."""
+        """Statuses of the routed requests that ended: names of the histograms of durations."""
         return [name for name in self._values if name not in _BOUNDS]
-
-    def read_counts(self) -> SeriesCounts:
-        """The counts as they are now."""
-        values, statuses = self._values, self.statuses
-        by_status = dict(self.refused or {})
-        for status in statuses:
-            by_status[status] = by_status.get(status, 0) + int(sum(values[status][1:]))
-        tokens = [values[kind][0] if kind in values else 0.0 for kind in TOKEN_KINDS]
-        total = sum(by_status.values())
-        return SeriesCounts(by_status, statuses, total, self.running, tokens)
 
     def add_to(self, counts: list[float], name: str) -> Exemplars | None:
         """Add the sum and the counts of a histogram to others, and return its exemplars."""
@@ -310,21 +286,72 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
         return None if self._exemplars is None else self._exemplars.get(name)
 
 
-def name_statuses(members: Iterable[SeriesCounts]) -> Collection[str]:
-    """Statuses of routed requests that ended: names of the histograms of their durations."""
-    return dict.fromkeys(itertools.chain.from_iterable(counts.statuses for counts in members))
+class RequestSeries(msgspec.Struct, eq=False, gc=False):
+    """Counts of the requests with the same labels, in little memory: a client can fill the table.
+
+    Attributes:
+        histograms: Histograms that they are counted in.
+        running: Requests that were routed and whose stream is open.
+        refused: Refused requests by HTTP status; None before there was one.
+        tokens: Tokens that responses reported, by `TOKEN_KINDS`; absent before there were any.
+    """
+
+    labels: RequestLabels
+    histograms: HistogramSet
+    running: int = 0
+    refused: dict[str, int] | None = None
+    tokens: dict[str, float] = {}
+    #: Routed requests that ended, by name of their histogram.
+    _ended: dict[str, int] = {}
+
+    def record_refused(self, status: int) -> None:
+        """Counts a refused request."""
+        text, refused = str(status), self.refused or {}
+        refused[text] = refused.get(text, 0) + 1
+        self.refused = refused
+
+    def record(self, name: str, values: Sequence[float]) -> None:
+        """Counts values in the histogram of that name; those of durations count as ended requests."""
+        self.histograms.record(name, values)
+        if name in TOKEN_KINDS:
+            self.tokens[name] = self.tokens.get(name, 0.0) + sum(values)
+        elif name not in _BOUNDS:
+            self._ended[name] = self._ended.get(name, 0) + len(values)
+
+    def change_running(self, change: int) -> None:
+        """Counts requests that were routed, or less those whose streams ended."""
+        self.running += change
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """Requests that ended, by status (count)."""
+        by_status = dict(self.refused or {})
+        for status, count in self._ended.items():
+            by_status[status] = by_status.get(status, 0) + count
+        return by_status
+
+    def read_counts(self) -> SeriesCounts:
+        """The counts as they are now."""
+        by_status = self.requests
+        tokens = [self.tokens.get(kind, 0.0) for kind in TOKEN_KINDS]
+        return SeriesCounts(by_status, sum(by_status.values()), self.running, tokens)
 
 
-def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHistogram | None:
-    """The sum of histograms of the same bounds over series; None where all are empty."""
+def name_statuses(sets: Iterable[HistogramSet]) -> Collection[str]:
+    """Statuses of routed requests that ended, over sets."""
+    return dict.fromkeys(itertools.chain.from_iterable(some.statuses for some in sets))
+
+
+def merge_histogram(sets: Iterable[HistogramSet], *names: str) -> MetricHistogram | None:
+    """The sum of histograms of the same bounds over sets; None where all are empty."""
     if not names:
         return None
     bounds = _BOUNDS.get(names[0], DURATION_BOUNDS_S)
     merged: list[float] = [0] * (len(bounds) + 2)
     exemplars: Exemplars = {}
-    for member in series:
+    for some in sets:
         for name in names:
-            traced = member.add_to(merged, name)
+            traced = some.add_to(merged, name)
             if traced is not None:
                 exemplars.update(traced)
     total, *counts = merged
@@ -347,12 +374,21 @@ class RequestSeriesTable:
         self._read_configured: Callable[[], Collection[str]] = frozenset
         self._by_labels: dict[RequestLabels, RequestSeries] = {}
         self._overflow: dict[RequestLabels, RequestSeries] = {}
+        # Sets of histograms in the order of their first series, and the shared ones by their model.
+        self._histograms: list[HistogramSet] = []
+        self._shared: dict[str, HistogramSet] = {}
+        self._early_models: set[str] = set()
         self._models = {UNNAMED}
         self._num_unanswered = 0
 
     def __iter__(self) -> Iterator[RequestSeries]:
         yield from self._by_labels.values()
         yield from self._overflow.values()
+
+    @property
+    def histograms(self) -> Sequence[HistogramSet]:
+        """Histograms of all series."""
+        return self._histograms
 
     def read_known_models(
         self,
@@ -397,7 +433,7 @@ class RequestSeriesTable:
             is_known = True
         if is_known and len(by_labels) < MAX_SERIES:
             self._models.add(model)
-            series = by_labels[labels] = RequestSeries(labels)
+            series = by_labels[labels] = self._create_series(labels)
             return series
         return self._find_overflow(labels)
 
@@ -414,8 +450,24 @@ class RequestSeriesTable:
             merged = _ALL_OTHER
         series = overflow.get(merged)
         if series is None:
-            series = overflow[merged] = RequestSeries(merged)
+            series = overflow[merged] = self._create_series(merged)
         return series
+
+    def _create_series(self, labels: RequestLabels) -> RequestSeries:
+        """A series without requests; the first ones have histograms of their own."""
+        model, early = labels.target_model, self._early_models
+        if model != OTHER and len(early) < MAX_HISTOGRAM_MODELS:
+            early.add(model)
+        model = model if model in early else OTHER
+        if len(self._by_labels) + len(self._overflow) < MAX_HISTOGRAMS:
+            histograms = HistogramSet(model, is_shared=False)
+            self._histograms.append(histograms)
+        elif model in self._shared:
+            histograms = self._shared[model]
+        else:
+            histograms = self._shared[model] = HistogramSet(model, is_shared=True)
+            self._histograms.append(histograms)
+        return RequestSeries(labels, histograms)
 
 
 class WaitingValues:
@@ -432,7 +484,7 @@ class WaitingValues:
             series.record(name, values)
             values.clear()
         if trace_id:
-            series.set_exemplar(name, value, trace_id)
+            series.histograms.set_exemplar(name, value, trace_id)
 
     def settle(self) -> None:
         """Count what waits."""

@@ -288,12 +288,12 @@ class StreamRecorder:
                 status = NO_STATUS if is_watched else UNOBSERVED_STATUS
             duration_s = request.seconds or 0.0
             if request.trace_id:
-                name = series.name_status(status)
+                name = series.histograms.name_status(status)
                 self.values.add(series, name, duration_s, request.trace_id)
             else:
                 seconds[status].append(duration_s)
         for status, durations_s in seconds.items():
-            series.record(series.name_status(status), durations_s)
+            series.record(series.histograms.name_status(status), durations_s)
 
     def _count_tpot(self, series: RequestSeries, request: RequestRecorder) -> None:
         """Count the time that each token of a stream took, if it reported how many there are."""

@@ -277,13 +277,12 @@ def _point(
 
 
 def _sum_totals(counters: PoolCounters) -> _Totals:
-    series = list(counters.series)
-    ttft = merge_histogram(series, "stream_ttft")
-    complete = merge_histogram(series, "complete_ttft")
+    ttft = merge_histogram(counters.series.histograms, "stream_ttft")
+    complete = merge_histogram(counters.series.histograms, "complete_ttft")
     return _Totals(
         routed=counters.routed_total,
         refused=sum(counters.rejections.values()),
-        failed=sum(map(_count_failed, series)),
+        failed=sum(map(_count_failed, counters.series)),
         ttft_counts=() if ttft is None else ttft.counts,
         complete_counts=() if complete is None else complete.counts,
     )

@@ -247,7 +247,7 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
             pool = counters.for_pool("")
             assert fixture.in_flight == 0
             (series,) = pool.series
-            duration_s = merge_histogram([series], *series.statuses)
+            duration_s = merge_histogram([series.histograms], *series.histograms.statuses)
             assert (series.running, duration_s.count, duration_s.counts[0]) == (0, 1, 1)
             assert pool.responses.total() + pool.without_response.total() == 1
             assert counters.streams.total() == 1

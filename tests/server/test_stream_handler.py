@@ -30,6 +30,7 @@ from extproc.simulator import api_responses
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_log import LoggedRequestRecorder
+from extproc.telemetry.request_series import merge_histogram
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.parsing.builders import field, frame
 from tests.support.canary import AUTHORIZATION, CANARY
@@ -166,9 +167,11 @@ def test_sizes_of_bodies_count_where_metrics_have_the_names_of_llmd(has_llmd_nam
             )
         stream.finish()
     (series,) = scene.counters.for_pool("").series
-    sizes = [series.total("request_bytes"), series.total("response_bytes")]
+    sizes = [
+        merge_histogram([series.histograms], f"{kind}_bytes") for kind in ("request", "response")
+    ]
     expected = [2.0 * len(BODY.body), TAIL_BYTES + 11.0]
-    assert sizes == (expected if has_llmd_names else [0.0, 0.0])
+    assert [size and size.total for size in sizes] == (expected if has_llmd_names else [None, None])
 
 
 @pytest.mark.parametrize("has_llmd_names", [False, True])

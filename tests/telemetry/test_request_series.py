@@ -13,8 +13,13 @@ from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.exposition import MAX_HISTOGRAM_MODELS, Exposition
-from extproc.telemetry.request_series import MAX_SERIES, MAX_UNANSWERED_MODELS
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.request_series import (
+    MAX_HISTOGRAM_MODELS,
+    MAX_HISTOGRAMS,
+    MAX_SERIES,
+    MAX_UNANSWERED_MODELS,
+)
 from extproc.telemetry.stream_recorder import StreamRecorder
 
 ADDRESS = "10.0.0.1:8000"
@@ -443,6 +448,25 @@ def test_the_first_models_have_histograms():
     assert len(traffic.page("extproc_requests_total")) == MAX_HISTOGRAM_MODELS + 10
 
 
+def test_later_tenants_share_the_histograms_of_their_model():
+    """The page has them once: as those of the model, and as those of all later labels of llm-d."""
+    traffic = TrafficFixture()
+    for number in range(MAX_HISTOGRAMS + 10):
+        traffic.serve(labels_of("a", f"tenant-{number}"), usage={"prompt": 7, "completion": 3})
+    traffic.serve(labels_of("b", "tenant-0"), status="500")
+    table = traffic.counters.for_pool("p").series
+    assert len(table.histograms) == MAX_HISTOGRAMS + 2
+    durations = traffic.page("extproc_request_duration_seconds_count")
+    assert durations['model="a",status="200"'] == MAX_HISTOGRAMS + 10
+    assert durations['model="b",status="500"'] == 1
+    tenants = traffic.page("extproc_tenant_tokens_total")
+    assert set(tenants.values()) == {7, 3}
+    assert len(tenants) == 2 * (MAX_HISTOGRAMS + 10)
+    theirs = traffic.page("llm_d_epp_request_input_tokens_count")
+    assert len(theirs) == MAX_HISTOGRAMS + 1
+    assert sum(theirs.values()) == MAX_HISTOGRAMS + 10
+
+
 def test_memory_and_series_are_bounded_whatever_clients_name():
     """100,000 models, tenants, statuses and priorities take no more than the first thousands."""
     traffic = TrafficFixture()
@@ -458,7 +482,7 @@ def test_memory_and_series_are_bounded_whatever_clients_name():
     def flood(numbers):
         for number in numbers:
             series = counters.series.find(name(number), is_served=True)
-            series.record(series.name_status(str(100 + number % 900)), [float(number)])
+            series.record(series.histograms.name_status(str(100 + number % 900)), [float(number)])
             series.record("prompt", [float(number)])
             counters.record_queued(1.0, priority=number)
 

@@ -50,7 +50,7 @@ class HistoryFixture:
             self.counters.streams["ok"] += 1
             self.pool.record_headers(address, [headers_s])
             series.record("stream_ttft" if is_stream else "complete_ttft", [headers_s])
-            series.record(series.name_status(status), [headers_s])
+            series.record(series.histograms.name_status(status), [headers_s])
 
     def report(self, address, **load):
         """Let a scrape of an endpoint read these values."""
