@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from extproc import distribution
@@ -19,10 +18,8 @@ from extproc.telemetry.metric_family import MetricFamily
 from extproc.telemetry.pool_state import PoolView
 from extproc.telemetry.request_series import (
     TOKEN_KINDS,
-    CountsReader,
     HistogramSet,
     RequestSeries,
-    SeriesCounts,
     Timing,
     merge_histogram,
     name_statuses,
@@ -88,8 +85,7 @@ class Exposition:
             [(tuple(about.values()), 1)],
         )
         yield from self._streams()
-        read_counts = functools.cache(RequestSeries.read_counts)
-        yield from request_families(self._counters.pools, read_counts)
+        yield from request_families(self._counters.pools)
         yield from pool_metrics.request_families(self._counters.pools)
         yield from control_plane_metrics.xds_families(self._counters.xds)
         yield from control_plane_metrics.scaling_families(self._scaling())
@@ -106,7 +102,6 @@ class Exposition:
             yield from llmd_metrics.llmd_families(
                 self._counters.pools,
                 views,
-                read_counts=read_counts,
                 now=self._clock(),
                 routing_s=self._counters.routing_duration_s,
                 profile=about.get("profile", ""),
@@ -338,9 +333,7 @@ _LABELED_HISTOGRAMS: tuple[tuple[str, str, str, Mapping[str, str] | None], ...] 
 )
 
 
-def request_families(
-    pools: Mapping[str, PoolCounters], read_counts: CountsReader
-) -> Iterator[MetricFamily]:
+def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
     """Yield the families of requests by model, tenant and status, by name of the pool."""
     by_model: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
     by_tenant: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
@@ -352,7 +345,7 @@ def request_families(
             labels = series.labels
             by_model[pool, labels.target_model].append(series)
             by_tenant[pool, labels.tenant, labels.target_model].append(series)
-    yield from _count_families(by_model, read_counts)
+    yield from _count_families(by_model)
     for name, text, histogram_name in _HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model"))
         for values, sets in histograms.items():
@@ -365,10 +358,10 @@ def request_families(
             for value, named in (names or {status: status for status in statuses}).items():
                 family.add_histogram((*values, value), merge_histogram(sets, named))
         yield family
-    yield from _tenant_families(by_tenant, read_counts)
+    yield from _tenant_families(by_tenant)
 
 
-def _count_families(by_model: GroupedSeries, read_counts: CountsReader) -> Iterator[MetricFamily]:
+def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:
     """The families of requests and tokens by model."""
     yield MetricFamily(
         "counter",
@@ -378,7 +371,7 @@ def _count_families(by_model: GroupedSeries, read_counts: CountsReader) -> Itera
         (
             ((*values, status), count)
             for values, members in by_model.items()
-            for status, count in _sum_statuses(map(read_counts, members)).items()
+            for status, count in _sum_counts(series.requests for series in members).items()
         ),
     )
     yield MetricFamily(
@@ -387,7 +380,7 @@ def _count_families(by_model: GroupedSeries, read_counts: CountsReader) -> Itera
         "Routed requests whose stream is open.",
         ("pool", "model"),
         (
-            (values, sum(counts.running for counts in map(read_counts, members)))
+            (values, sum([series.running for series in members]))
             for values, members in by_model.items()
         ),
     )
@@ -396,11 +389,11 @@ def _count_families(by_model: GroupedSeries, read_counts: CountsReader) -> Itera
         "extproc_usage_tokens",
         "Tokens that responses reported, by kind.",
         ("pool", "model", "kind"),
-        _usage_samples(by_model, read_counts),
+        _usage_samples(by_model),
     )
 
 
-def _tenant_families(by_tenant: GroupedSeries, read_counts: CountsReader) -> Iterator[MetricFamily]:
+def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
     """The families of usage by tenant and model."""
     yield MetricFamily(
         "counter",
@@ -408,7 +401,7 @@ def _tenant_families(by_tenant: GroupedSeries, read_counts: CountsReader) -> Ite
         "Requests that ended, by tenant.",
         ("pool", "tenant", "model"),
         (
-            (values, sum(counts.total for counts in map(read_counts, members)))
+            (values, sum([sum(series.requests.values()) for series in members]))
             for values, members in by_tenant.items()
         ),
     )
@@ -417,23 +410,21 @@ def _tenant_families(by_tenant: GroupedSeries, read_counts: CountsReader) -> Ite
         "extproc_tenant_tokens",
         "Tokens that responses reported, by tenant and kind.",
         ("pool", "tenant", "model", "kind"),
-        _usage_samples(by_tenant, read_counts),
+        _usage_samples(by_tenant),
     )
 
 
-def _usage_samples(
-    grouped: GroupedSeries, read_counts: CountsReader
-) -> Iterator[tuple[Sequence[str], float]]:
+def _usage_samples(grouped: GroupedSeries) -> Iterator[tuple[Sequence[str], float]]:
     for values, members in grouped.items():
-        by_kind = zip(*[read_counts(series).tokens for series in members], strict=True)
-        for kind, tokens in zip(TOKEN_KINDS, map(sum, by_kind), strict=True):
+        for kind, tokens in _sum_counts(series.tokens for series in members).items():
             if tokens:
                 yield (*values, kind), tokens
 
 
-def _sum_statuses(members: Iterable[SeriesCounts]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for counts in members:
-        for status, count in counts.by_status.items():
-            total[status] += count
+def _sum_counts(counts: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
+    """The sums of counts by name."""
+    total: dict[str, float] = {}
+    for by_name in counts:
+        for name, count in by_name.items():
+            total[name] = total.get(name, 0) + count
     return total

@@ -27,11 +27,9 @@ from extproc.telemetry.request_series import (
     MAX_HISTOGRAMS,
     OTHER,
     TOKEN_BOUNDS,
-    CountsReader,
     HistogramSet,
     MetricHistogram,
     RequestSeries,
-    SeriesCounts,
     merge,
     merge_histogram,
     name_statuses,
@@ -133,7 +131,6 @@ def llmd_families(
     pools: Mapping[str, PoolCounters],
     views: Mapping[str, PoolView],
     *,
-    read_counts: CountsReader,
     now: float,
     routing_s: MetricHistogram,
     profile: str,
@@ -144,7 +141,7 @@ def llmd_families(
     Args:
         profile: Name of the scheduling profile, which stands for all plugins.
     """
-    yield from _request_families(pools, profile, read_counts)
+    yield from _request_families(pools, profile)
     yield from _pool_families(views)
     yield from _queue_families(pools, views)
     saturation = {pool: _saturation(view, now) for pool, view in views.items()}
@@ -166,14 +163,12 @@ def llmd_families(
     yield from build_values("gauge", "info", "Version of extproc.", labels, samples)
 
 
-def _request_families(
-    pools: Mapping[str, PoolCounters], profile: str, read_counts: CountsReader
-) -> Iterator[MetricFamily]:
+def _request_families(pools: Mapping[str, PoolCounters], profile: str) -> Iterator[MetricFamily]:
     by_labels: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
     for counters in pools.values():
         for series in counters.series:
             by_labels[_request_values(series.labels)].append(series)
-    yield from _count_families(by_labels, read_counts)
+    yield from _count_families(by_labels)
     histograms = _group_histograms(by_labels)
 
     def read(sets: Collection[HistogramSet], histogram: str | None) -> MetricHistogram | None:
@@ -224,23 +219,18 @@ def _group_histograms(
     return grouped
 
 
-def _count_families(
-    by_labels: _SeriesByLabels, read_counts: CountsReader
-) -> Iterator[MetricFamily]:
+def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
     yield from build_values(
         "counter",
         "request",
         "Requests that were routed or refused.",
         _REQUEST_LABELS,
-        (
-            (values, sum(_count_routed(series, read_counts(series)) for series in members))
-            for values, members in by_labels.items()
-        ),
+        ((values, sum(map(_count_routed, members))) for values, members in by_labels.items()),
     )
     errors: Counter[tuple[str, ...]] = Counter()
     for values, members in by_labels.items():
         for series in members:
-            for status, count in read_counts(series).by_status.items():
+            for status, count in series.requests.items():
                 if status[:1] in {"4", "5"}:
                     code, _ = CANONICAL_CODES.get(int(status), UNKNOWN_CODE)
                     errors[*values, code] += count
@@ -257,17 +247,17 @@ def _count_families(
         "Requests that are running.",
         _REQUEST_LABELS,
         (
-            (values, sum(counts.running for counts in map(read_counts, members)))
+            (values, sum([series.running for series in members]))
             for values, members in by_labels.items()
         ),
     )
 
 
-def _count_routed(series: RequestSeries, counts: SeriesCounts) -> int:
+def _count_routed(series: RequestSeries) -> int:
     """Requests that ended, and those that run: the EPP counts them when they are routed."""
     # Those of `other` may move to a series of their own while they run: the count would fall.
     is_other = OTHER in (series.labels.target_model, series.labels.tenant)
-    return counts.total + (0 if is_other else counts.running)
+    return sum(series.requests.values()) + (0 if is_other else series.running)
 
 
 def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:

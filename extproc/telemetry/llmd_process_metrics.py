@@ -85,8 +85,8 @@ def process_families(
         for series in pool.series:
             client, target = series.labels.client_model, series.labels.target_model
             if client != target:
-                counts, refused = series.read_counts(), sum((series.refused or {}).values())
-                rewrites["", client, target] += counts.total - refused + counts.running
+                routed = sum(series.requests.values()) - sum(series.refused.values())
+                rewrites["", client, target] += routed + series.running
     yield from build_values(
         "counter",
         "model_rewrite_decisions",

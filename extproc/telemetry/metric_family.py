@@ -50,8 +50,7 @@ class MetricFamily:
         self.documentation = text
         self.labels = tuple(labels)
         self._label_format, self._in_order = _label_format(self.labels)
-        format_labels = self.format_labels
-        self.samples = [(format_labels(values), value) for values, value in samples]
+        self.samples = self._format_samples(samples)
         self.histograms: list[tuple[str, MetricHistogram]] = []
         self._columns: list[tuple[Sequence[str], Sequence[float | None]]] = []
 
@@ -62,6 +61,17 @@ class MetricFamily:
         if text.count('"') != 2 * len(in_order) or "\\" in text or "\n" in text:
             return self._label_format % tuple([value.translate(_ESCAPES) for value in in_order])
         return text
+
+    def _format_samples(self, samples: Iterable[Sample]) -> list[tuple[str, float]]:
+        """Samples with the text of their labels; what needs escapes is found in all at once."""
+        label_format, in_order = self._label_format, self._in_order
+        samples = list(samples)
+        formatted = [(label_format % in_order(values), value) for values, value in samples]
+        text = "".join([labels for labels, _ in formatted])
+        num_quotes = 2 * len(self.labels) * len(formatted)
+        if text.count('"') != num_quotes or "\\" in text or "\n" in text:
+            return [(self.format_labels(values), value) for values, value in samples]
+        return formatted
 
     def add(self, values: Sequence[str], value: float) -> None:
         """Adds a sample."""

@@ -206,26 +206,6 @@ UNPARSED: Final = RequestLabels(UNNAMED, UNNAMED, UNNAMED, 0)
 _ALL_OTHER: Final = RequestLabels(OTHER, OTHER, OTHER, 0)
 
 
-class SeriesCounts(msgspec.Struct, frozen=True):
-    """Counts of requests with the same labels, as they were at a time.
-
-    Attributes:
-        by_status: Requests that ended, by status (count).
-        total: Requests that ended (count).
-        running: Requests that were routed and whose stream is open (count).
-        tokens: Tokens that responses reported (count), in the order of `TOKEN_KINDS`.
-    """
-
-    by_status: Mapping[str, int]
-    total: int
-    running: int
-    tokens: Sequence[float]
-
-
-#: Reads the counts of series: on one page, each series is read once.
-CountsReader = Callable[["RequestSeries"], SeriesCounts]
-
-
 class HistogramSet(msgspec.Struct, eq=False, gc=False):
     """Histograms of the requests of one series, or of all later series of a model.
 
@@ -292,23 +272,23 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
     Attributes:
         histograms: Histograms that they are counted in.
         running: Requests that were routed and whose stream is open.
-        refused: Refused requests by HTTP status; None before there was one.
+        requests: Requests that ended, by status (count).
+        refused: Those of them that were refused.
         tokens: Tokens that responses reported, by `TOKEN_KINDS`; absent before there were any.
     """
 
     labels: RequestLabels
     histograms: HistogramSet
     running: int = 0
-    refused: dict[str, int] | None = None
+    requests: dict[str, int] = {}
+    refused: dict[str, int] = {}
     tokens: dict[str, float] = {}
-    #: Routed requests that ended, by name of their histogram.
-    _ended: dict[str, int] = {}
 
     def record_refused(self, status: int) -> None:
         """Counts a refused request."""
-        text, refused = str(status), self.refused or {}
-        refused[text] = refused.get(text, 0) + 1
-        self.refused = refused
+        text = str(status)
+        for counts in (self.requests, self.refused):
+            counts[text] = counts.get(text, 0) + 1
 
     def record(self, name: str, values: Sequence[float]) -> None:
         """Counts values in the histogram of that name; those of durations count as ended requests."""
@@ -316,25 +296,11 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
         if name in TOKEN_KINDS:
             self.tokens[name] = self.tokens.get(name, 0.0) + sum(values)
         elif name not in _BOUNDS:
-            self._ended[name] = self._ended.get(name, 0) + len(values)
+            self.requests[name] = self.requests.get(name, 0) + len(values)
 
     def change_running(self, change: int) -> None:
         """Counts requests that were routed, or less those whose streams ended."""
         self.running += change
-
-    @property
-    def requests(self) -> Mapping[str, int]:
-        """Requests that ended, by status (count)."""
-        by_status = dict(self.refused or {})
-        for status, count in self._ended.items():
-            by_status[status] = by_status.get(status, 0) + count
-        return by_status
-
-    def read_counts(self) -> SeriesCounts:
-        """The counts as they are now."""
-        by_status = self.requests
-        tokens = [self.tokens.get(kind, 0.0) for kind in TOKEN_KINDS]
-        return SeriesCounts(by_status, sum(by_status.values()), self.running, tokens)
 
 
 def name_statuses(sets: Iterable[HistogramSet]) -> Collection[str]:

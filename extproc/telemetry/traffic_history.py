@@ -313,9 +313,8 @@ def _merge_totals(totals: Collection[_Totals]) -> _Totals:
 
 def _count_failed(series: RequestSeries) -> int:
     """Routed requests of a series that failed; refused ones are another matter."""
-    refused = series.refused or {}
     return sum(
-        count - refused.get(status, 0)
+        count - series.refused.get(status, 0)
         for status, count in series.requests.items()
         if status == NO_STATUS or (len(status) == 3 and status >= "500")
     )

@@ -19,7 +19,7 @@ from extproc.request import HttpRequest, InferenceRequest, RequestLabels
 from extproc.telemetry import explanation, exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, RejectionRecord
-from extproc.telemetry.request_series import MAX_UNANSWERED_MODELS, RequestSeries
+from extproc.telemetry.request_series import MAX_UNANSWERED_MODELS
 from extproc.telemetry.stream_recorder import StreamRecorder
 from tests.support import recordings
 from tests.support.pool_fixture import PoolFixture
@@ -28,7 +28,7 @@ from tests.support.pool_fixture import PoolFixture
 def page(counters):
     """The samples of requests on the metrics page, by name and labels."""
     families = (
-        *exposition.request_families(counters.pools, RequestSeries.read_counts),
+        *exposition.request_families(counters.pools),
         *pool_metrics.request_families(counters.pools),
     )
     lines = "".join(
