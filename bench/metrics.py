@@ -84,6 +84,7 @@ class NoObserver:
     on_pool_selected = on_direct_response = on_rejected = on_abandoned = staticmethod(_ignore)
     on_traced = on_dequeued = on_model_rewritten = on_response_headers = staticmethod(_ignore)
     on_response_chunk = on_finished = on_usage = on_answer_ids = staticmethod(_ignore)
+    on_described = staticmethod(_ignore)
     #: Decision of the request, which others charge its usage by.
     decision: Decision | None = None
 

@@ -117,6 +117,9 @@ class RequestObserver(Protocol):
             body_bytes: Bytes of the body of the request; 0 where it was not shown or cut.
         """
 
+    def on_described(self, description: str) -> None:
+        """The data plane gets this description of the decision."""
+
     def on_model_rewritten(self, *, edited: bool) -> None:
         """The model name was rewritten; `edited` if the body could be."""
 

@@ -84,8 +84,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     @property
     def is_waiting(self) -> bool:
         """True while its request waits for a parse, for tokens or for admission."""
-        waits = self.unparsed, self.unrendered, self.queued
-        return any(wait is not None for wait in waits)
+        return (self.unparsed, self.unrendered, self.queued) != (None, None, None)
 
     def end(self) -> None:
         """Send no further response."""
@@ -343,8 +342,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         if format_decision is not None:
             headers = *decision.answer_headers, ("x-extproc-decision", format_decision(decision))
             decision = msgspec.structs.replace(decision, answer_headers=headers)
-        if self._reservation is None:
-            self._reservation = director.reserve(decision, now)
+        self._reservation = self._reservation or director.reserve(decision, now)
         self.address = decision.endpoints[0].address
         self._routed_s = context.clock()
         trace_id = self._traceparent[3:35] if self._traceparent else sampled_trace_id(raw.headers)
@@ -367,9 +365,11 @@ class StreamHandler(msgspec.Struct, eq=False):
         if decision.model_rewrite:
             self._observer.on_model_rewritten(edited=exchange.edited)
         describe = context.settings.describe_decision
-        if describe is None:
-            return replies
-        return messages.attach_decision(replies, describe(decision))
+        if describe is not None:
+            description = describe(decision)
+            self._observer.on_described(description)
+            replies = messages.attach_decision(replies, description)
+        return replies
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director, and an id of the engine's to the observer."""

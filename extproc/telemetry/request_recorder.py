@@ -57,6 +57,7 @@ class RequestRecorder(DecisionRecord):
         tokens: Tokens that the response reported, by `TOKEN_KINDS`; None for those it did not.
         queue_s: Seconds in the queue; None without.
         number: Number of its decision in recordings; 0 for none.
+        description: Decision as it is logged, where the data plane has it; empty elsewhere.
         prompt_hashes: Result of `Recordings.hash_prompt` of a request to be recorded; None elsewhere.
         trace: Trace of a sampled request whose spans are sent; None elsewhere.
         endpoint: The endpoint that served; None if it left the pool, or before the end.
@@ -75,6 +76,7 @@ class RequestRecorder(DecisionRecord):
     __slots__ = (
         "_series",
         "_streams",
+        "description",
         "endpoint",
         "first_chunk_s",
         "is_chunked",
@@ -112,7 +114,7 @@ class RequestRecorder(DecisionRecord):
         self._streams = streams
         self.pool_counters = pool_counters
         self.labels = UNPARSED
-        self.trace_id = self.status = self.refusal_status = ""
+        self.trace_id = self.status = self.refusal_status = self.description = ""
         self.usage, self.tokens = NO_USAGE, _NO_TOKENS
         self.answer_ids = ()
         self.number = self.request_bytes = 0
@@ -230,8 +232,12 @@ class RequestRecorder(DecisionRecord):
             self.pool_counters.record_unlisted()
         streams = self._streams
         self.decision = decision.without_prompt(self.pool_counters.name)
-        if streams.recordings is not None:
-            streams.hash_prompt(self, decision)
+        recordings = streams.recordings
+        if recordings is not None:
+            try:
+                self.prompt_hashes = recordings.hash_prompt(decision)
+            except Exception as error:  # noqa: BLE001 - a bug there must not cost the request
+                streams.on_exception(error)
         if self.trace is not None:
             self.trace.on_routed(self.decision)
         routed = streams.routed
@@ -239,9 +245,9 @@ class RequestRecorder(DecisionRecord):
         if len(routed) >= _BATCH:
             streams.settle()
 
-    def hash_prompt(self, recordings: Recordings, decision: Decision) -> None:
-        """Hash the prompt of a decision that is to be recorded."""
-        self.prompt_hashes = recordings.hash_prompt(decision)
+    def on_described(self, description: str) -> None:
+        """Note the description of the decision: to make it again would take a third of a log line."""
+        self.description = description
 
     def record(self, recordings: Recordings) -> None:
         """Record the decision, if its prompt was hashed."""
@@ -342,7 +348,7 @@ class RequestRecorder(DecisionRecord):
             self.headers_s,
             self.first_token_s if self.first_chunk_s >= 0.0 else None,
             self.seconds,
-            explanation.format_short(decision),
+            self.description or explanation.format_short(decision),
         )
 
     def build_end(self) -> EndRow:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from extproc.decision import Decision
 from extproc.parsing import surfaces
 from extproc.recording.rows import EndRow
 from extproc.supervision import ExceptionLog
@@ -79,11 +78,6 @@ class StreamRecorder:
         """Put requests into recordings from the next decision on; None ends that."""
         self.settle()
         self.recordings = recordings
-
-    def hash_prompt(self, request: RequestRecorder, decision: Decision) -> None:
-        """Hash the prompt of a decision to be recorded; a bug there must not cost the request."""
-        if self.recordings is not None:
-            self._attempt(request.hash_prompt, self.recordings, decision)
 
     def _record(self, recordings: Recordings, requests: Sequence[RequestRecorder]) -> None:
         """Put decisions into recordings, all but those that a bug prevents."""

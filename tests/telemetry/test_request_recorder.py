@@ -97,6 +97,16 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     assert not scene.counters.for_pool("default").routed_total
 
 
+def test_a_log_line_has_the_description_that_the_data_plane_got():
+    """It is made for the line only where the data plane gets none."""
+    requests = [RecorderFixture().route() for _ in range(2)]
+    requests[0].on_described("adaptive; chose=it")
+    for request in requests:
+        request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=1.0)
+    picks = [request.build_line().pick for request in requests]
+    assert picks == ["adaptive; chose=it", explanation.format_short(requests[1].decision)]
+
+
 def test_requests_for_unlisted_models_are_counted_at_once():
     """Model lists are polled for them; to ask how many there are settles nothing."""
     scene = RecorderFixture()
