@@ -340,7 +340,7 @@ class Reservation(msgspec.Struct, eq=False):
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         at: Monotonic seconds at which it was opened.
         blocks: The prompt's chain while it may have to be taken back; empty when it stands.
-        sole_endpoint: Whether no other endpoint was named that may answer in its place.
+        fallbacks: Other endpoints that were named and may answer in its place.
         refused: Whether it was answered, and not served.
         context: Its share of the cache; None while no plugin needs it.
         last_turn: Marked when it ends; None where no plugin needs it.
@@ -367,7 +367,7 @@ class Reservation(msgspec.Struct, eq=False):
     last_turn: Turn | None = None
     has_media: bool = False
     estimated_tokens: int | None = None
-    sole_endpoint: bool = True
+    fallbacks: Sequence[Endpoint] = ()
     refused: bool = False
     context: ContextShare | None = None
     parts: tuple[Reservation, ...] = ()
@@ -421,9 +421,9 @@ class Reservation(msgspec.Struct, eq=False):
             self.prefilled_at = now
         return parts
 
-    def allow_fallbacks(self) -> None:
-        """Record that other endpoints were named that may answer in place of the first."""
-        self.sole_endpoint = False
+    def allow_fallbacks(self, fallbacks: Sequence[Endpoint]) -> None:
+        """Record other endpoints that were named and may answer in place of the first."""
+        self.fallbacks = fallbacks
 
     def set_estimated_tokens(self, tokens: int) -> None:
         """Record what the estimate alone predicted as cached."""

@@ -295,6 +295,11 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         at = self.positions.get(address)
         return None if at is None else self.members[at]
 
+    def has_incarnation(self, endpoint: Endpoint) -> bool:
+        """True while this incarnation of an endpoint is a member."""
+        member = self.find(endpoint.address)
+        return member is not None and member.endpoint.incarnation == endpoint.incarnation
+
     def ranks_at(self, host_port: str) -> Sequence[EndpointSnapshot]:
         """The members behind `ip:port`: an engine, or its data-parallel ranks in order; else none."""
         at = self.positions.get(host_port)
@@ -306,14 +311,27 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         rank = self.members[at].endpoint.rank
         return self.members[at : at + (1 if rank is None else rank.count)]
 
-    def find_served(self, host_port: str, rank: DataParallelRank | None) -> EndpointSnapshot | None:
-        """The member behind `ip:port` that took a request; None for an address of no member.
+    def find_served(
+        self,
+        host_port: str,
+        rank: DataParallelRank | None,
+        *,
+        fallbacks: Sequence[Endpoint] = (),
+    ) -> EndpointSnapshot | None:
+        """The member behind `ip:port` that took a request; None for an unknown address.
 
         Args:
             rank: Rank that was sent along. None: an engine with ranks chose by itself, and the one
                 with the fewest requests of ours stands for it.
+            fallbacks: Endpoints that were named with the request; one that left the pool since then
+                has an account of its own, which no other request sees.
         """
         ranks = self.ranks_at(host_port)
+        for fallback in fallbacks:
+            if fallback.host_port != host_port:
+                continue
+            if not ranks or ranks[0].endpoint.engine != fallback.engine:
+                return EndpointSnapshot(fallback, InflightLoad(fallback))
         if rank is not None and rank.index < len(ranks):
             return ranks[rank.index]
         return min(ranks, key=lambda member: member.account.in_flight, default=None)

@@ -172,7 +172,7 @@ class Director:
         stage: Stage = "" if split is None else disaggregation.find_serving_stage(split)
         reservation = self._reserve_stage(decision, endpoint, stage, now)
         if len(decision.endpoints) > 1:
-            reservation.allow_fallbacks()
+            reservation.allow_fallbacks(decision.endpoints[1:])
         if self.routing.shadow is not None:
             self.routing.shadow.on_routed(decision)
         if split is not None:
@@ -349,12 +349,13 @@ class Director:
         outcome = classify_status(status)
         known = served == chosen.host_port
         # An unknown name is an address that the data plane writes in another way.
-        other = self._store.pool.find_served(served, chosen.rank) if not known else None
+        find, fallbacks = self._store.pool.find_served, reservation.fallbacks
+        other = find(served, chosen.rank, fallbacks=fallbacks) if not known else None
         # A sidecar answers with the failure of another stage: those endpoints are blamed first.
         of_part = bool(reservation.parts) and outcome is _FAILED
         result, sent_at = (_NO_RESPONSE, now) if of_part else (outcome, reservation.at)
         if other is None:
-            sole = known or (reservation.sole_endpoint and not served)
+            sole = known or not (fallbacks or served)
             self._store.record_outcome(chosen, result, sent_at=sent_at, now=now, sole=sole)
         else:
             self._move(reservation, other, result, sent_at, now)
@@ -382,7 +383,9 @@ class Director:
         )
         self._retract_prefix(reservation)
         chain, target, size = reservation.blocks, reservation.target, reservation.prompt_size
-        cached = self.estimate_cached_tokens(served, chain, target=target, size=size)
+        cached, is_member = 0, self.pool.has_incarnation(served.endpoint)
+        if is_member:
+            cached = self.estimate_cached_tokens(served, chain, target=target, size=size)
         credited = cached if self.routing.credits_prefixes else 0
         context = reservation.context
         reservation.move(served.account, now, cached_tokens=credited)
@@ -391,7 +394,7 @@ class Director:
             served.account.track_context(
                 reservation, context.blocks, self._tokens, growth=context.growth
             )
-        if self.routing.hashes_prompts and size.tokens:
+        if is_member and self.routing.hashes_prompts and size.tokens:
             self._cache_model.record_sent(
                 served.endpoint,
                 chain,

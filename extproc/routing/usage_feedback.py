@@ -52,8 +52,7 @@ def compare_prefixes(
         return
     if decision.kv_cache_source is not None:
         return
-    member = store.pool.find(served.address)
-    if member is None or member.endpoint.incarnation != served.incarnation:
+    if not store.pool.has_incarnation(served):
         return  # it left, and its cache model with it: a late response makes no new one
     predicted = _find_predicted(decision, served)
     if predicted is None:

@@ -268,6 +268,34 @@ def test_an_unknown_serving_endpoint_is_ignored():
     assert pool_fixture.in_flight == 0
 
 
+@pytest.mark.parametrize("successor", [False, True])
+@pytest.mark.parametrize("status", ["200", "503", "429"])
+def test_a_fallback_that_left_gets_no_credit(status: str, successor: bool):  # noqa: FBT001
+    """Neither the endpoint that was passed over nor another pod at its address is charged for it."""
+    third = "10.0.0.3:8000"
+    addresses = dict.fromkeys((FIRST, SECOND, third))
+    pool_fixture = PoolFixture(addresses, fallbacks=1, profile="adaptive")
+    sent = Sent(pool_fixture)
+    left = sent.decision.endpoints[1]
+    fallback = left.address
+    listed = [Endpoint(address) for address in addresses if address != fallback]
+    if successor:
+        listed.append(Endpoint(fallback, uid="another"))
+    pool_fixture.store.set_endpoints(listed, pool_fixture.now)
+    sent.respond(status, served=fallback)
+    named = member(pool_fixture, sent.address)
+    assert named.condition.state is HealthState.SUSPECT
+    assert blocks_at(pool_fixture, sent.address, sent.decision.block_hashes) == 0
+    assert pool_fixture.in_flight == 0
+    assert sent.ticket.endpoint == left
+    sent.complete()
+    accounts = [snapshot.account for snapshot in pool_fixture.store.pool.members]
+    assert {account.answered for account in accounts} == {0}
+    assert pool_fixture.index.blocks_total == 0
+    cached_at = pool_fixture.index.keys()
+    assert (left.address, left.incarnation) not in cached_at
+
+
 def test_outcomes_of_a_removed_endpoint_are_dropped():
     """Evidence about a former life of an address is dropped."""
     pool_fixture = PoolFixture({FIRST: None, SECOND: None})
