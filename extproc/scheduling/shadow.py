@@ -86,7 +86,7 @@ class ShadowScheduler:
         sample_ratio: Share of routed requests that it looks at, 0..1.
         rng: Chance of sampling and of the profile; not that of routing.
         stopwatch: Seconds from any start, never going back.
-        on_pending: Called when a request waits and none did before; `run_pending` is due soon.
+        on_pending: Called when a request is to wait and none did before; `run_pending` is due soon.
 
     Attributes:
         profile: The profile.
@@ -123,20 +123,29 @@ class ShadowScheduler:
         self._context = context
 
     def on_routed(self, decision: Decision) -> None:
-        """Queue a request whose decision was taken last, if it is of the sample."""
+        """Queue a request whose decision was taken last, if it is of the sample.
+
+        An exception is counted and goes no further: the request must not depend on the shadow.
+        """
         context, self._context = self._context, None
         if context is None or context.request is not decision.request:
             return
+        try:
+            self._enqueue(context, decision)
+        except Exception:  # noqa: BLE001 - counted; the request is routed
+            self.counts.results["failed"] += 1
+
+    def _enqueue(self, context: SchedulingContext, decision: Decision) -> None:
         if self.sample_ratio < 1.0 and self._rng.random() >= self.sample_ratio:
             return
         size = context.request.prompt_bytes
         if len(self._pending) >= MAX_PENDING or self._pending_bytes + size > MAX_PENDING_BYTES:
             self.counts.results["dropped"] += 1
             return
+        if not self._pending:
+            self._on_pending()
         self._pending.append((context, decision))
         self._pending_bytes += size
-        if len(self._pending) == 1:
-            self._on_pending()
 
     def run_pending(self, limit_s: float) -> bool:
         """Decide on the requests that wait.

@@ -234,6 +234,30 @@ def test_an_exception_of_a_shadow_is_counted():
     assert second.counts.results["failed"] == 1
 
 
+def test_a_request_does_not_depend_on_the_shadow():
+    """An exception where it is to wait for the shadow is counted, and its accounts are closed."""
+    calls = []
+
+    def schedule():
+        calls.append(None)
+        if len(calls) == 1:
+            raise RuntimeError
+
+    parts = build(second="adaptive", on_pending=schedule)
+    run(parts, seed=1, num_requests=1)
+    counts = parts.director.routing.shadow.counts
+    assert counts.results == {"failed": 1}
+    decision = parts.director.route(chat(random.Random(1)), 1.0)
+    reservation = parts.director.reserve(decision, 1.0)
+    account = parts.store.pool.find(decision.endpoints[0].address).account
+    before = account.in_flight
+    parts.director.release(reservation, 2.0)
+    assert account.in_flight == before - 1
+    assert not parts.director.routing.shadow.run_pending(1.0)
+    assert counts.results["agreed"] == 1
+    assert len(calls) == 2
+
+
 def reload(parts, section, running):
     settings = msgspec.structs.replace(parts.settings, scheduling=section)
     return factory.rebuild_routing(
