@@ -321,19 +321,28 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         self, context: SchedulingContext, chosen: Endpoint, errors: list[str]
     ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
         """Collect the keys and the response headers of plugins."""
-        keys: dict[str, str] = {}
+        keys = self.find_keys(context, errors)
         headers: dict[str, str] = {}
-        for keyed in self.request_key_providers:
-            try:
-                keys |= keyed.keys(context)
-            except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-                errors.append(_describe_error("keys of", keyed, error))
         for answerer in self.response_header_providers:
             try:
                 headers |= answerer.answer_headers(context, chosen)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 errors.append(_describe_error("answer of", answerer, error))
         return keys, tuple(headers.items())
+
+    def find_keys(self, context: SchedulingContext, errors: list[str]) -> Mapping[str, str]:
+        """Find the keys by which plugins with a memory recognize the request.
+
+        Args:
+            errors: A note of each plugin that raises is added.
+        """
+        keys: dict[str, str] = {}
+        for keyed in self.request_key_providers:
+            try:
+                keys |= keyed.keys(context)
+            except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+                errors.append(_describe_error("keys of", keyed, error))
+        return keys
 
 
 class HeaderProfiles(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from extproc.decision import CostResult, Decision
+from extproc.decision import CostResult, Decision, Rejection
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.framework import SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
@@ -168,11 +168,14 @@ class ShadowScheduler:
         return bool(self._pending)
 
     def _decide(self, context: SchedulingContext, decision: Decision) -> None:
-        """Decide on a request, compare, and notify the plugins of what was routed."""
+        """Decide on a request, notify the plugins of what was routed, and compare."""
         counts, routed = self.counts, decision.endpoints[0]
         outcome = self.profile.run(
             msgspec.structs.replace(context, rng=self._rng), decision.candidates
         )
+        committed = self._describe_routed(context, decision, outcome)
+        for observer in self.profile.observers:
+            observer.on_committed(committed, context.now)
         if not isinstance(outcome, Decision):
             counts.results["rejected"] += 1
             self._record(context, routed, preferred=None, saved_s={})
@@ -189,11 +192,24 @@ class ShadowScheduler:
         else:
             counts.results["differed"] += 1
             self._record(context, routed, preferred=preferred, saved_s=saved_s)
-        committed = msgspec.structs.replace(
-            outcome, endpoints=decision.endpoints, matched_tokens=decision.matched_tokens
+
+    def _describe_routed(
+        self, context: SchedulingContext, decision: Decision, outcome: Decision | Rejection
+    ) -> Decision:
+        """The routed decision for the plugins of the shadow, also of a request that it rejected."""
+        replace = msgspec.structs.replace
+        if isinstance(outcome, Decision):
+            endpoints, matched_tokens = decision.endpoints, decision.matched_tokens
+            return replace(outcome, endpoints=endpoints, matched_tokens=matched_tokens)
+        return replace(
+            decision,
+            profile=self.profile.name,
+            scored_candidates=decision.candidates,
+            scores=(),
+            cost=None,
+            totals=(),
+            plugin_keys=self.profile.find_keys(context, []),
         )
-        for observer in self.profile.observers:
-            observer.on_committed(committed, context.now)
 
     def _record(
         self,

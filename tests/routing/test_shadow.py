@@ -14,6 +14,9 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
 from extproc.scheduling import plugin_guard, registry, shadow
+from extproc.scheduling.pickers import RoundRobin
+from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.session_affinity import SessionAffinityScorer
 
 ENDPOINTS = [Endpoint(f"10.0.0.{n}:8000") for n in range(1, 6)]
 STRATEGIES = sorted(registry.profiles())
@@ -231,7 +234,39 @@ def test_an_exception_of_a_shadow_is_counted():
     parts.director.reconfigure(routing)
     parts.director.reserve(parts.director.route(chat(random.Random(1)), 1.0), 1.0)
     second.run_pending(1.0)
-    assert second.counts.results["failed"] == 1
+    assert second.counts.results == {"failed": 1}
+
+
+class Unwilling:
+    """A filter that leaves no candidate."""
+
+    kind = "unwilling"
+    needs = frozenset()
+
+    def filter(self, context, candidates):
+        return []
+
+
+def test_plugins_of_a_shadow_follow_what_it_rejects():
+    """A session stays with the endpoint that was routed to, though the shadow would reject it."""
+    affinity = SessionAffinityScorer(strategy="session_id")
+    profile = SchedulerProfile("p", (Unwilling(),), ((affinity, 1.0),), RoundRobin())
+    parts = build("round-robin")
+    second = shadow.ShadowScheduler(
+        profile,
+        sample_ratio=1.0,
+        rng=random.Random(1),
+        stopwatch=lambda: 0.0,
+        on_pending=lambda: None,
+    )
+    parts.director.reconfigure(msgspec.structs.replace(parts.director.routing, shadow=second))
+    raw = chat(random.Random(1))
+    headers = {**raw.headers, "x-session-id": "s"}
+    decision = parts.director.route(HttpRequest(headers, raw.body), 1.0)
+    parts.director.reserve(decision, 1.0)
+    second.run_pending(1.0)
+    assert second.counts.results == {"rejected": 1}
+    assert affinity.affinity.memory.find("s", 1.0) == decision.endpoints[0].address
 
 
 def test_a_request_does_not_depend_on_the_shadow():
