@@ -170,8 +170,8 @@ class ConsolePages:
         for record in reversed(records):
             comparison.add(record)
             await asyncio.sleep(0)  # requests are routed in between
-        results = comparison.results()
-        return _json(msgspec.json.encode({"num_requests": len(records), "strategies": results}))
+        body = {"num_requests": comparison.num_requests, "strategies": comparison.results()}
+        return _json(msgspec.json.encode(body))
 
     async def configuration(self, _: web.Request) -> web.Response:
         """Settings that differ from their defaults, and the reloads of this process."""

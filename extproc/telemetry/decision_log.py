@@ -398,6 +398,11 @@ class StrategyComparison:
             if address:
                 self._tallies[name].add(address, decision, *by_address[address])
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that were compared: those of which more than the endpoint is known."""
+        return self._actual.choices.total()
+
     def results(self) -> list[StrategyResult]:
         """Results of the recorded choices, then of all strategies; none without requests."""
         if not self._names:

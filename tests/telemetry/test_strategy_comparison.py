@@ -84,6 +84,7 @@ def test_a_rescued_request_is_left_out():
     rescued = eligibility.choose_rescue([member], HttpRequest({}, b""), why="KeyError")
     comparison = StrategyComparison()
     comparison.add(DecisionRecord("rescued", 0.0, rescued))
-    assert comparison.results() == []
+    assert (comparison.num_requests, comparison.results()) == (0, [])
     comparison.add(record(1, strategy="adaptive"))
+    assert comparison.num_requests == 1
     assert comparison.results()[0].num_endpoints == 1

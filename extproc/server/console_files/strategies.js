@@ -76,7 +76,7 @@ function signedDuration(seconds) {
 
 function comparison({ num_requests: numRequests, strategies }) {
   if (numRequests === 0) {
-    return element("p", { class: "card" }, "No request was routed yet.");
+    return element("p", { class: "card" }, "No request can be compared yet.");
   }
   const { node, body } = table("Strategies", [
     { title: "Strategy" },
