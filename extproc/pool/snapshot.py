@@ -300,6 +300,10 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         member = self.find(endpoint.address)
         return member is not None and member.endpoint.incarnation == endpoint.incarnation
 
+    def count_requests(self) -> int:
+        """Open requests (count); one whose stages have endpoints of their own counts once."""
+        return sum([m.account.in_flight - m.account.count_parts() for m in self.members])
+
     def ranks_at(self, host_port: str) -> Sequence[EndpointSnapshot]:
         """The members behind `ip:port`: an engine, or its data-parallel ranks in order; else none."""
         at = self.positions.get(host_port)

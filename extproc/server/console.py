@@ -214,7 +214,8 @@ class ConsolePages:
         queue = None
         if view.queue is not None:
             queue = {"requests": view.queue[0], "capacity": view.queue_capacity}
-        return {"name": name, "queue": queue, "endpoints": endpoints}
+        in_flight = view.pool.count_requests()
+        return {"name": name, "queue": queue, "in_flight": in_flight, "endpoints": endpoints}
 
 
 def _serve(request: web.Request, name: str) -> web.Response:

@@ -262,7 +262,6 @@ def _point(
     span_s = max(now - since, 1e-3)
     first_tokens = _subtract_counts(after.ttft_counts, before.ttft_counts)
     complete = _subtract_counts(after.complete_counts, before.complete_counts)
-    members = (member for view in views for member in view.pool.members)
     return TrafficPoint(
         at=now,
         routed=max(0, after.routed - before.routed) / span_s,
@@ -272,7 +271,7 @@ def _point(
         ttft_p95_s=quantile(TTFT_BOUNDS_S, first_tokens, 0.95),
         complete_p95_s=quantile(TTFT_BOUNDS_S, complete, 0.95),
         queued=sum(view.queue[0] for view in views if view.queue is not None),
-        in_flight=sum(m.account.in_flight - m.account.count_parts() for m in members),
+        in_flight=sum(view.pool.count_requests() for view in views),
     )
 
 

@@ -114,6 +114,21 @@ def test_overview_has_endpoints_traffic_and_problems():
     serving.run(test())
 
 
+def test_overview_counts_a_request_in_stages_once():
+    """Each of its endpoints has it in flight, and the pool has one request."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            members = process.pool_registry.by_name[""].parts.store.pool.members
+            for member, stage in zip(members, ("decode", "prefill"), strict=True):
+                member.account.open("demo", 10, cached_tokens=0, now=0.0, stage=stage)
+            (pool,) = (await http1.ask(port, "/debug/overview")).json()["pools"]
+            assert [item["state"]["in_flight"] for item in pool["endpoints"]] == [1, 1]
+            assert pool["in_flight"] == 1
+
+    serving.run(test())
+
+
 def test_overview_is_made_once_for_many_tabs():
     """Within a second all get the same bytes."""
 

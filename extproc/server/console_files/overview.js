@@ -168,7 +168,7 @@ function drawFigures({ traffic }, pools) {
     ...descriptions([
       ["Healthy endpoints", `${healthy} of ${states.length}`],
       ["Requests / s", rate(point?.routed)],
-      ["In flight", count(states.reduce((total, state) => total + state.in_flight, 0))],
+      ["In flight", count(pools.reduce((total, pool) => total + pool.in_flight, 0))],
       ["TTFT median", duration(point?.ttft_p50_s)],
       ["TTFT p95", duration(point?.ttft_p95_s)],
       ["Queued", queues.length === 0 ? "" : `${count(queued)} of ${count(capacity)}`],
