@@ -171,21 +171,24 @@ class Director:
         split, endpoint = decision.disaggregation, decision.endpoints[0]
         stage: Stage = "" if split is None else disaggregation.find_serving_stage(split)
         reservation = self._reserve_stage(decision, endpoint, stage, now)
-        if len(decision.endpoints) > 1:
-            reservation.allow_fallbacks(decision.endpoints[1:])
-        if self.routing.shadow is not None:
-            self.routing.shadow.on_routed(decision)
-        if split is not None:
-            try:
+        try:
+            observers, notify = self.routing.observers, self._counts.notify_committed
+            notify(observers.get(decision.profile, ()), decision, now)
+            if len(decision.endpoints) > 1:
+                reservation.allow_fallbacks(decision.endpoints[1:])
+            if self.routing.shadow is not None:
+                self.routing.shadow.on_routed(decision)
+            if split is not None:
                 for stage, part in split.parts.items():
                     for endpoint in part.endpoints:
                         reserved = self._reserve_stage(part, endpoint, stage, now)
                         reservation.add_part(reserved)
                         if stage == "prefill" and split.encode is None:
                             reserved.watch()
-            except BaseException:
-                self.unreserve(reservation, now)  # no other object holds it
-                raise
+                    notify(observers.get(part.profile, ()), part, now)
+        except BaseException:
+            self.unreserve(reservation, now)  # no other object holds it
+            raise
         return reservation
 
     def _reserve_stage(
@@ -195,8 +198,6 @@ class Director:
         member = self._store.pool.find(endpoint.address)
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
-        observers = self.routing.observers.get(decision.profile, ())
-        self._counts.notify_committed(observers, decision, now)
         request = decision.request
         reservation = self.charge(
             member,
@@ -347,10 +348,9 @@ class Director:
         """
         chosen = reservation.endpoint
         outcome = classify_status(status)
-        known = served == chosen.host_port
+        known, fallbacks = served == chosen.host_port, reservation.fallbacks
         # An unknown name is an address that the data plane writes in another way.
-        find, fallbacks = self._store.pool.find_served, reservation.fallbacks
-        other = find(served, chosen.rank, fallbacks=fallbacks) if not known else None
+        other = None if known else self.pool.find_served(served, chosen.rank, fallbacks=fallbacks)
         # A sidecar answers with the failure of another stage: those endpoints are blamed first.
         of_part = bool(reservation.parts) and outcome is _FAILED
         result, sent_at = (_NO_RESPONSE, now) if of_part else (outcome, reservation.at)

@@ -70,10 +70,11 @@ EXTERNAL = """import msgspec
 class Last(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind = "last"
     needs = frozenset()
+    max_num_of_endpoints: int = 1
     notes: list = msgspec.field(default_factory=list)
 
     def pick(self, context, candidates, totals, *, count):
-        return [len(candidates) - 1]
+        return list(range(len(candidates)))[::-1][:count]
 
     def on_committed(self, decision, now):
         self.notes.append((decision.profile, decision.endpoints[0].address))

@@ -14,6 +14,8 @@ from extproc.routing import peer_sync
 from tests.routing.test_disaggregation import (
     DECODE,
     ENCODE,
+    ENCODE_TOO,
+    EXTERNAL,
     NATIVE,
     PREFILL,
     ROLES,
@@ -186,6 +188,19 @@ def test_both_endpoints_are_charged_for_their_stage():
     assert (decode.in_flight, prefill.in_flight, account(parts, ENCODE).in_flight) == (1, 0, 0)
     parts.director.release(reservation, 3.0)
     assert decode.in_flight == 0
+
+
+def test_plugins_of_a_stage_with_several_endpoints_learn_of_it_once(tmp_path):
+    """Its endpoints are charged singly, and its decision is one."""
+    (tmp_path / "mine.py").write_text(EXTERNAL)
+    picker = "{kind: last, params: {max_num_of_endpoints: 2}}"
+    text = NATIVE.replace("{kind: max-score-picker, params: {maxNumOfEndpoints: 2}}", picker)
+    parts = build(native(text=f"{text}  plugin_files: ['{tmp_path}/mine.py']\n"))
+    _, reservation = send(parts, images=1)
+    charged = [part.endpoint.address for part in reservation.parts if part.stage == "encode"]
+    assert charged == [ENCODE_TOO, ENCODE]
+    plugin = parts.profiles.stages.encode.profile.picker.plugin
+    assert plugin.notes == [("encode", ENCODE_TOO)]
 
 
 @pytest.mark.parametrize("status", ["400", "503"])
