@@ -99,20 +99,25 @@ class EncoderCaches:
     ) -> Mapping[str, float]:
         """Prompt tokens that take as long as what each endpoint has to encode, by address.
 
-        Items that a cached prefix covers, and those that it was sent, are not encoded there.
+        Items that a cached prefix covers, and those that it was sent, are not encoded there; an item
+        that comes twice is encoded once.
         """
         per_byte = request.prompt_tokens / max(1, request.stable_bytes)
-        spans = [
-            (span.digest, span.tokens, (span.start + span.size) * per_byte - _TOLERANCE_TOKENS)
-            for span in request.media
-        ]
+        spans: dict[int, tuple[int, float]] = {}
+        for number, span in enumerate(request.media, start=1):
+            end = (span.start + span.size) * per_byte - _TOLERANCE_TOKENS
+            spans[span.digest or -number] = span.tokens, end  # the end of the last one
         encoding: dict[str, float] = {}
         for candidate in candidates:
             address, matched = candidate.endpoint.address, candidate.matched_tokens
             known = self._by_address.get(address)
             items = known.items if known is not None else {}
             encoding[address] = self._share * sum(
-                [tokens for item, tokens, end in spans if end > matched and item not in items]
+                [
+                    tokens
+                    for item, (tokens, end) in spans.items()
+                    if end > matched and item not in items
+                ]
             )
         return encoding
 

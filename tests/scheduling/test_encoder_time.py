@@ -38,6 +38,17 @@ def test_an_image_costs_the_time_of_its_encoder_once():
     assert len(set(costs(model, media=(other,)))) == 1
 
 
+def test_an_image_that_comes_twice_is_encoded_once():
+    """Its second copy costs the time of a prefix alone; items without identity may differ."""
+    model, blind = EstimatedTime(), EstimatedTime(encoder_share=0.0)
+    prefill_s = builders.candidate("a").rates.prefill_s
+    for digest, tokens in ((7, 250), (0, 500)):
+        images = [msgspec.structs.replace(IMAGE, start=at, digest=digest) for at in (0, 4000)]
+        fields = {"prompt_tokens": 2200, "prompt_bytes": 8400, "media": tuple(images)}
+        added = costs(model, **fields)[0] - costs(blind, **fields)[0]
+        assert added == pytest.approx(tokens * prefill_s, rel=1e-2)
+
+
 def test_a_cached_prefix_covers_its_images():
     """An image whose KV blocks are cached is not encoded; behind the cached prefix it is."""
     shares = {}
