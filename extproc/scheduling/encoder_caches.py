@@ -5,6 +5,7 @@ Engines keep what their encoder made of an item, and do not publish of which one
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -109,14 +110,16 @@ class EncoderCaches:
             spans[span.digest or -number] = span.tokens, end  # the end of the last one
         encoding: dict[str, float] = {}
         for candidate in candidates:
-            address, matched = candidate.endpoint.address, candidate.matched_tokens
+            address = candidate.endpoint.address
+            # Without a prompt, as where an endpoint encodes alone, no prefix has an item.
+            covered = (candidate.matched_tokens if per_byte else 0) or -math.inf
             known = self._by_address.get(address)
             items = known.items if known is not None else {}
             encoding[address] = self._share * sum(
                 [
                     tokens
                     for item, (tokens, end) in spans.items()
-                    if end > matched and item not in items
+                    if end > covered and item not in items
                 ]
             )
         return encoding

@@ -62,6 +62,17 @@ def test_a_cached_prefix_covers_its_images():
     assert shares[800] > 0.0
 
 
+@pytest.mark.parametrize("prompt_tokens", [60, 0])
+def test_an_empty_prefix_covers_no_image(prompt_tokens: int):
+    """Not at the beginning of a prompt, nor where an endpoint encodes for another one."""
+    small = msgspec.structs.replace(IMAGE, size=200, tokens=50)
+    fields = {"prompt_tokens": prompt_tokens, "prompt_bytes": 4 * prompt_tokens, "media": (small,)}
+    prefill_s = builders.candidate("a").rates.prefill_s
+    blind = costs(EstimatedTime(encoder_share=0.0), **fields)
+    added = [a - b for a, b in zip(costs(EstimatedTime(), **fields), blind, strict=True)]
+    assert added == pytest.approx([12.5 * prefill_s] * 2, rel=1e-2)
+
+
 def test_the_longest_unused_images_are_forgotten():
     """An endpoint keeps 16,384 tokens: two of these images, or one that is larger."""
     model = EstimatedTime()
