@@ -88,6 +88,7 @@ class _SotwTypeState:
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
         self.wildcard = False
+        self._has_named = False
         self.nonce = ""
         self.version = ""
         self.in_flight: _Versions | None = None
@@ -99,7 +100,8 @@ class _SotwTypeState:
 
         No names at all mean everything, for types that can be listed and while none were named.
         """
-        self.wildcard = WILDCARD in names or (lists_all and not names and not self.names)
+        self._has_named = self._has_named or bool(names)
+        self.wildcard = WILDCARD in names or (lists_all and not self._has_named)
         self.names = frozenset(names) - {WILDCARD}
         if self.acked is not None and not self.wildcard:
             # What is no longer subscribed to is forgotten, and subscribed again if it comes back.

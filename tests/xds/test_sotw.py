@@ -179,6 +179,8 @@ def test_unsubscribing_from_all_clusters_is_not_a_wildcard():
     script.envoy(CLUSTER, "b")
     assert script.envoy(CLUSTER, nonce="1") == []
     assert script.pool(a="1", c="1") == []
+    assert script.envoy(CLUSTER, nonce="1") == [(CLUSTER, "2", {})]
+    assert script.envoy(CLUSTER, nonce="2") == []
 
 
 def test_other_resource_types_are_not_answered(script):
