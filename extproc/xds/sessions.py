@@ -221,6 +221,9 @@ class DeltaResponse(msgspec.Struct, frozen=True):
 #: Stands for a resource that does not exist.
 _ABSENT = ""
 
+#: Stands for a resource of which Envoy cannot know whether it still has it; no version is like it.
+_UNKNOWN = "?"
+
 
 class _DeltaTypeState:
     """State of one resource type on one stream.
@@ -259,26 +262,37 @@ class _DeltaTypeState:
             if name not in request.initial_versions:
                 self.acked.pop(name, None)
                 self.nacked.pop(name, None)
-        for name in request.unsubscribe:
-            if name == WILDCARD:
-                self.wildcard = False
+        if WILDCARD in request.unsubscribe:
+            self.wildcard = False
+        for name in self.names.intersection(request.unsubscribe):
             self.names.discard(name)
+            self._forget(name)
+            if self.wildcard:
+                # Envoy waits to learn whether the name is one of all.
+                self.acked[name] = _UNKNOWN
         if not self.wildcard:
-            self.acked = {
-                name: version for name, version in self.acked.items() if name in self.names
-            }
+            for name in self.acked.keys() - self.names:
+                self._forget(name)
 
     def acknowledge(self, error: str) -> None:
         """Records the ACK or NACK of the response in flight."""
-        if error:
-            rejected = self.nacked if len(self.in_flight) == 1 else self.isolate_next
-            rejected.update(self.in_flight)
-        else:
-            for name, version in self.in_flight.items():
+        is_alone = len(self.in_flight) == 1
+        for name, version in self.in_flight.items():
+            is_named = name in self.names
+            if error and not is_alone and (is_named or self.wildcard):
+                self.isolate_next[name] = version
+            elif not is_named and (version == _ABSENT or not self.wildcard):
+                self._forget(name)
+            elif error:
+                self.nacked[name] = version
+            else:
+                self._forget(name)
                 self.acked[name] = version
-                self.nacked.pop(name, None)
-                self.isolate_next.pop(name, None)
         self.nonce, self.in_flight = "", {}
+
+    def _forget(self, name: str) -> None:
+        for versions in (self.acked, self.nacked, self.isolate_next):
+            versions.pop(name, None)
 
     def pending_changes(self, available: Mapping[str, XdsResource]) -> dict[str, str]:
         """Returns versions of the resources to send next, by name."""

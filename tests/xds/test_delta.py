@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,6 +127,41 @@ def test_an_unknown_name_is_removed(script):
     assert script.envoy(ASSIGNMENT, nonce="3") == []
     responses = script.pool(a="1", b="1", c="1")
     assert responses == [(CLUSTER, "4", {"c": "1"}, set()), (ASSIGNMENT, "5", {"c": "1"}, set())]
+
+
+def test_a_name_that_is_unsubscribed_under_a_wildcard_is_answered(script):
+    """Envoy learns whether the name is still one of all clusters, or exists no longer."""
+    assert script.envoy(CLUSTER, "a", "c") == [(CLUSTER, "3", {"a": "1"}, {"c"})]
+    assert script.envoy(CLUSTER, nonce="3") == []
+    assert script.envoy(CLUSTER, unsubscribe=("a", "c")) == [(CLUSTER, "4", {"a": "1"}, {"c"})]
+    assert script.envoy(CLUSTER, nonce="4") == []
+    assert script.envoy(CLUSTER, unsubscribe=("a", "c", "d")) == []
+    assert script.pool(a="1", b="1", c="1") == [(CLUSTER, "5", {"c": "1"}, set())]
+
+
+@pytest.mark.parametrize("error", ["", "no"])
+@pytest.mark.parametrize("type_url", [CLUSTER, ASSIGNMENT])
+def test_unsubscribed_names_leave_nothing(type_url, error):
+    """A stream that asks for ever other names, of which none exists, takes no more memory."""
+    script = DeltaScript(snapshot())
+    script.envoy(type_url)
+    script.envoy(type_url, nonce="1")
+
+    def ask_for_names(num_names):
+        for at in range(num_names):
+            name = f"n{at}"
+            for request in ({"subscribe": (name,)}, {"unsubscribe": (name,)}):
+                for reply in script.conversation.request(DeltaRequest(type_url, **request)):
+                    script.envoy(type_url, nonce=reply.nonce, error=error)
+
+    ask_for_names(1)
+    tracemalloc.start()
+    try:
+        ask_for_names(1000)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 30_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_reconnected_envoy_receives_only_differences():
