@@ -383,7 +383,7 @@ class KvEventListener:
 
     def on_closed(self, connection: EngineConnection, why: str | None) -> None:
         """Forget a connection that is closed."""
-        self._release_later(self.connections.pop(connection))
+        self._forget(connection)
         self.num_refused += bool(why)
         subscription = self._subscriptions.pop(connection, None)
         if subscription is not None and why is not None:
@@ -406,7 +406,7 @@ class KvEventListener:
             self._num_at[ip] += 1
             task = self._loop.create_task(self._open(accepted, ip), name="KV event connection")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._on_opened, accepted=accepted))
         self._timer = self._loop.call_later(_ACCEPT_PAUSE_S, self._watch)
 
     def _find_subscription(self, connection: EngineConnection) -> EngineSubscription | None:
@@ -435,14 +435,21 @@ class KvEventListener:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, accepted)
         except BaseException as error:
-            if self.connections.pop(connection, None) is not None:
-                self._release_later(ip)
+            # asyncio reports the end of a transport later, and uvloop does not.
+            self._forget(connection)
             accepted.close()
             if not isinstance(error, OSError):  # the peer may be gone already
                 raise
 
-    def _release_later(self, ip: str) -> None:
-        self._loop.call_later(_RELEASE_S, self._release, ip)
+    def _on_opened(self, task: asyncio.Task[None], *, accepted: socket.socket) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # perhaps before it began
+            accepted.close()
+
+    def _forget(self, connection: EngineConnection) -> None:
+        ip = self.connections.pop(connection, None)
+        if ip is not None:
+            self._loop.call_later(_RELEASE_S, self._release, ip)
 
     def _release(self, ip: str, count: int = 1) -> None:
         self._num_at[ip] -= count

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.scrape import kv_event_connection
-from extproc.scrape.kv_event_connection import plain_ip
+from extproc.scrape.kv_event_connection import KvEventListener, plain_ip
 from tests.scrape.kv_event_engines import HOST, PublishingEngine, Subscriber, depth, run_async, text
 from tests.scrape.test_kv_event_connection import BROKEN, GREETING, READY
 
@@ -266,6 +267,27 @@ def test_a_peer_that_is_silent_is_given_up(monkeypatch):
                 assert subscriber.state == "catching_up"
 
     run_async(test())
+
+
+def test_a_listener_that_closes_while_it_accepts_reports_no_error():
+    """On asyncio's own loop, at any step of a connection that is being made."""
+
+    async def close_after(num_steps):
+        errors = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        listener = KvEventListener(HOST, 0, find=lambda _: [None], clock=loop.time)
+        with socket.create_connection((HOST, listener.port)):
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            listener.close("shutdown")
+            for _ in range(10):
+                await asyncio.sleep(0)
+        assert errors == []
+        assert not listener.connections
+
+    for num_steps in range(8):
+        asyncio.run(close_after(num_steps))
 
 
 def test_what_a_peer_sends_waits_in_its_socket():
