@@ -50,6 +50,25 @@ def test_other_paths_are_opaque(path):
     assert surfaces.surface_of(path) is surfaces.OPAQUE
 
 
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/%63hat/completions", "chat"),
+        ("/v1%2Fchat%2fcompletions/%2F?a=%3F", "chat"),
+        ("/v1/%e9%FF/comp%6Cetions", "completions"),
+        ("/v1//chat/completions", "chat"),
+        ("/v1/chat/completions%3Fa", "opaque"),
+        ("/v1/%2563ompletions", "opaque"),
+        ("/v1/%zzcompletions", "opaque"),
+        ("/v1/" + "%41" * 100 + "/completions", "completions"),
+        ("/v1/" + "%41" * 100 + "/%63ompletions", "opaque"),
+    ],
+)
+def test_encoded_paths_are_decoded_once(path, api):
+    """As engines do, up to a length; what is decoded to a question mark begins no query."""
+    assert surfaces.surface_of(path).api == api
+
+
 def test_longest_suffix_wins():
     """The generate path of vLLM is not mistaken for SGLang's, nor chat for completions."""
     assert surfaces.surface_of("/inference/v1/generate").api == "generate"
