@@ -10,11 +10,15 @@ _MAX_NESTING = 100
 #: Keys that `<<` may copy from other mappings, all together (count).
 _MAX_MERGED = 1_000_000
 
+#: Characters of a number; `1:1:1` is one with base 60, whose parts take quadratic time.
+_MAX_NUMBER_LENGTH = 1000
+
 _MERGE = "tag:yaml.org,2002:merge"
+_NUMBERS = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})
 
 
 class LoaderLimits:
-    """Part of a loader that refuses what would take all memory, or the stack of the C loader."""
+    """Part of a loader that refuses what would take all memory or time, or the stack of the C loader."""
 
     _nesting = 0
     _merged = 0
@@ -28,6 +32,13 @@ class LoaderLimits:
     def ascend_resolver(self) -> None:
         """Count a node that ends."""
         self._nesting -= 1
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        """Read a scalar that becomes a number, or any other."""
+        if node.tag in _NUMBERS and len(node.value) > _MAX_NUMBER_LENGTH:
+            problem = f"a number of more than {_MAX_NUMBER_LENGTH} characters"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_scalar(node)  # type: ignore[misc, no-any-return]  # of the loader
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace `<<` by what it names; mappings that merge each other may mean billions of keys."""

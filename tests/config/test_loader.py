@@ -114,6 +114,10 @@ WRONG = {
         "seed: " + "[" * 5000,
         ("pool.yaml", "YAML or JSON", "", "correct the syntax"),
     ),
+    "number of many parts": (
+        "seed: 1" + ":1" * 500,
+        ("pool.yaml, line 3, column 7", "YAML or JSON", "a number of more than 1000", "correct"),
+    ),
     "mappings that merge each other": (
         "a: &a {k: v}\n"
         + "\n".join(
