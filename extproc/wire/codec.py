@@ -366,10 +366,12 @@ def has_large_head(data: bytes | bytearray) -> bool:
         return False
     # Without a length of several bytes there is no large body.
     if _KINDS.get(data[0]) in _BODIES and data[1] > 0x7F:
-        _, at = _read_varint(data, 1)
-        if data[at] == 0x0A and data[at + 1] > 0x7F:
-            body_bytes, _ = _read_varint(data, at + 1)
-            return size - body_bytes > MAX_HEAD_BYTES
+        field_bytes, start = _read_varint(data, 1)
+        if data[start] == 0x0A and data[start + 1] > 0x7F:
+            body_bytes, at = _read_varint(data, start + 1)
+            # A length that leads behind the field is a lie.
+            if at + body_bytes <= start + field_bytes:
+                return size - body_bytes > MAX_HEAD_BYTES
     return True
 
 

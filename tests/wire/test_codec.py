@@ -319,6 +319,7 @@ def test_bytes_besides_a_body_are_bounded(message, is_large):
         b"\x22\x05\x0a\x03abc",  # a short body, and what follows it
         b"\x22\x7f\xff\xff\xff\x7f\x0a",  # a short field, whose content reads like a length
         b"\x22\x80\x80\x80\x01\x0a\x03abc",  # a short body in a long field
+        b"\x22\x86\x00\x0a\x80\x80\x80\x01",  # a body that is longer than its field
         b"\x22\x80\x80\x80\x01\x10\x01",  # something else before the body
         b"\x42\x00\x22\x80\x80\x80\x01\x0a\x80\x80\x80\x01",  # a body after metadata
         b"",
