@@ -72,6 +72,7 @@ class ModelNameRestorer:
         "_inside",
         "_key",
         "_left",
+        "_longest_bytes",
         "_names",
         "_over",
         "_wrapped",
@@ -80,6 +81,10 @@ class ModelNameRestorer:
     def __init__(self, engine_model: str, client_model: str, *, events: bool) -> None:
         # As most engines write it, and as those that keep to ASCII do.
         self._names = tuple({msgspec.json.encode(engine_model), json.dumps(engine_model).encode()})
+        # Bytes that can be the beginning of a model, and one more, which shows that they are not.
+        self._longest_bytes = (
+            len(_KEY) + _MAX_SPACES + len(b":") + _MAX_SPACES + max(map(len, self._names)) + 1
+        )
         self._client_model = msgspec.json.encode(client_model)
         self._events = events
         self._held = b""
@@ -147,7 +152,8 @@ class ModelNameRestorer:
                     start = self._change(_before, text, at, end, start=start, changed=changed)
                     if self._over:
                         break
-                    if not complete and self._undecided(text[at:end]):
+                    rest = text[at : min(end, at + self._longest_bytes)]
+                    if not complete and self._undecided(rest):
                         changed.append(text[start:at])
                         return at
                     # Another name stands there: it is the engine's own affair.

@@ -211,3 +211,38 @@ def test_restorer_leaves_a_document_after_many_members():
     assert restored(SSE, few + b"\n" + body + b"\n" + few) == restored(
         SSE, few
     ) + b"\n" + body + b"\n" + restored(SSE, few)
+
+
+class CountingBytes(bytes):
+    """Bytes that count what is copied of them."""
+
+    num_copied = 0
+
+    def __getitem__(self, place):
+        copied = super().__getitem__(place)
+        if isinstance(place, slice):
+            CountingBytes.num_copied += len(copied)
+        return copied
+
+
+def test_work_on_an_answer_follows_its_size():
+    """However many members stand before what is long, a piece is not copied for each of them."""
+    piece = CountingBytes(b'{"usage":{}' + b',"a":1' * 5000 + b',"b":"' + b"x" * 500_000)
+    restorer = model_name_restorer.for_response(JSON, "big-v2", "big")
+    CountingBytes.num_copied = 0
+    assert restorer.pass_on(piece, last=False) == piece
+    assert CountingBytes.num_copied < 4 * len(piece)
+
+
+@pytest.mark.parametrize("name", ["big-v2", "x"])
+@pytest.mark.parametrize("spaces", [0, 15, 16, 17])
+def test_what_cannot_become_the_model_is_not_held_back(name, spaces):
+    """Bytes are held back as long as more of them could complete the name, and no longer."""
+    blanks = b" " * spaces
+    written = b'{"a":{},"model"' + blanks + b":" + blanks + b'"' + name.encode()
+    restorer = model_name_restorer.for_response(JSON, name, "big")
+    is_held = spaces < 17
+    assert restorer.pass_on(written, last=False) == (b'{"a":{},' if is_held else written)
+    rest = restorer.pass_on(b'",' + b"x" * 100, last=False)
+    expected = b'"model"' + blanks + b":" + blanks + b'"big",' if is_held else b'",'
+    assert rest == expected + b"x" * 100
