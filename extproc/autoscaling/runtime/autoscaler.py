@@ -105,7 +105,7 @@ class Autoscaler:
         #: Annotations of found pools that were refused (count), and why until an Event says it.
         self._refusals: Counter[str] = Counter()
         self._unreported: dict[str, str] = {}
-        #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
+        #: Saved states of pools that are not scaled since the start.
         self._saved_states: dict[str, LoopState] = {}
         self._is_state_loaded = False
         self._registry = registry
@@ -318,6 +318,7 @@ class Autoscaler:
         self._remove_pool(name)
         del self._logged[name]
         self._last_states.pop(name, None)
+        self._saved_states.pop(name, None)
         self._counts.pop(name, None)
         self._numbers.pop(name, None)
         self._faults.pop(name, None)
@@ -382,15 +383,17 @@ class Autoscaler:
 
     def _drop_saved_states(self, store: state_store.StateStore) -> None:
         """Drop saved states without a pool: discovery is complete."""
-        if self._saved_states:
-            names = ", ".join(repr(name)[:80] for name in sorted(self._saved_states)[:_MAX_NAMES])
+        gone = sorted(self._saved_states.keys() - self._registry.by_name.keys())
+        if gone:
+            names = ", ".join(repr(name)[:80] for name in gone[:_MAX_NAMES])
             message = (
-                f"autoscaling: expected saved state of scaled pools, got also that of "
-                f"{len(self._saved_states)} others ({names}); it is dropped; where a pool was renamed, "
+                f"autoscaling: expected saved state of pools that exist, got also that of "
+                f"{len(gone)} others ({names}); it is dropped; where a pool was renamed, "
                 "rename its saved state as well"
             )
             _log.warning("%s%s", message, store.keep_copy())
-            self._saved_states.clear()
+            for name in gone:
+                del self._saved_states[name]
 
     def _on_step(self, loop: ControlLoop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:

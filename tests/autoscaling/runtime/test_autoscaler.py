@@ -356,6 +356,31 @@ async def test_the_state_of_a_pool_is_saved_while_its_annotation_is_invalid(reme
     assert remembered["saved"] == {}
 
 
+async def test_saved_state_outlasts_a_start_while_the_annotation_is_invalid(remembered, caplog):
+    """It is kept without a warning while its pool exists; a later pool of its name is a new one."""
+    other = AutoscalerFixture()
+    other.bring("a/x")
+    loop = other.subject.loops["a/x"]
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
+    remembered["load"] = ({"a/x": loop.state()}, 120.0)
+    fixture = AutoscalerFixture()
+    fixture.subject._cluster = StateCluster()
+    await fixture.subject.start()
+    fixture.bring("a/x", max="thre")
+    await fixture.subject.hand_over()
+    assert remembered["saved"] == {"a/x": msgspec.structs.replace(loop.state(), shift_s=120.0)}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    fixture.bring("a/x", max="3")
+    assert fixture.subject.loops["a/x"].state().scaler.at == loop.state().scaler.at + 120.0
+    again = AutoscalerFixture()
+    again.subject._cluster = StateCluster()
+    await again.subject.start()
+    again.bring("a/x", max="thre")
+    again.take_away("a/x")
+    again.bring("a/x", max="3")
+    assert again.subject.loops["a/x"].state().scaler.at == 0.0
+
+
 async def test_saved_state_without_a_pool_is_dropped_with_a_warning(tmp_path, caplog):
     """It is not counted as restored, and a copy of the file keeps it."""
     caplog.set_level("INFO", "extproc.server")
