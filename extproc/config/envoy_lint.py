@@ -166,13 +166,12 @@ def _waits(
         text = "each route has an idle_timeout of its own, which replaces stream_idle_timeout"
         yield finding.fine("stream_idle_timeout", place, text)
     elif idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
-        yield Finding(
-            "cut" if idle_s <= hold_s else "warning",
+        yield _short_idle_limit(
             "stream_idle_timeout",
             place,
-            f"stream_idle_timeout is {idle_s:g} s: it ends requests that wait up to {hold_s:g} s, "
-            "and answers that say nothing for that long",
-            wanted=f"more than {max(hold_s, _STREAM_IDLE_S):g} s",
+            f"stream_idle_timeout is {idle_s:g} s",
+            idle_s=idle_s,
+            hold_s=hold_s,
             fix="write stream_idle_timeout: 3600s",
         )
     else:
@@ -291,13 +290,12 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
             yield finding.fine("route_timeout", spot, "timeout is off")
         idle_s = seconds(route, "idle_timeout", 0.0, where=where)
         if idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
-            yield Finding(
-                "cut" if idle_s <= hold_s else "warning",
+            yield _short_idle_limit(
                 "route_idle_timeout",
                 spot,
-                f"idle_timeout is {idle_s:g} s, before stream_idle_timeout: it ends requests "
-                f"that wait up to {hold_s:g} s, and answers that say nothing for that long",
-                wanted=f"more than {max(hold_s, _STREAM_IDLE_S):g} s",
+                f"idle_timeout is {idle_s:g} s, before stream_idle_timeout",
+                idle_s=idle_s,
+                hold_s=hold_s,
                 fix="remove idle_timeout of the route",
             )
         longest = route.get("max_stream_duration") or {}
@@ -311,6 +309,21 @@ def _routes(manager: YamlTree, hold_s: float, *, place: str, where: str) -> Iter
                 fix="remove max_stream_duration of the route",
             )
         yield from _tries(route, spot=spot, where=where)
+
+
+def _short_idle_limit(
+    check: str, place: str, limit: str, *, idle_s: float, hold_s: float, fix: str
+) -> Finding:
+    """Finding about a limit that ends silent answers, and requests where they wait longer."""
+    waiting = f"requests that wait, which may take {hold_s:g} s, and " if idle_s <= hold_s else ""
+    return Finding(
+        "cut" if waiting else "warning",
+        check,
+        place,
+        f"{limit}: it ends {waiting}answers that say nothing for {idle_s:g} s",
+        wanted=f"more than {max(hold_s, _STREAM_IDLE_S):g} s",
+        fix=fix,
+    )
 
 
 def _unused_choices(

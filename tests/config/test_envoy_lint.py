@@ -502,6 +502,7 @@ def test_short_idle_limits_of_a_route_without_flow_control_are_warnings():
     route(tree)["idle_timeout"] = "5s"
     (result,) = findings(tree, settings.Settings())
     assert (result.severity, result.check) == ("warning", "route_idle_timeout")
+    assert "requests" not in result.got
     route(tree)["idle_timeout"] = "600s"
     assert findings(tree, settings.Settings()) == []
 
