@@ -183,7 +183,6 @@ class PoolRuntime:
     """Runtime of a pool.
 
     Attributes:
-        profile: Name of the scheduling profile in force.
         exists: True while the object that defines the pool exists.
         app_protocol: Protocol of its engines; empty where not set.
         annotations: Annotations of the object that defines it.
@@ -220,7 +219,6 @@ class PoolRuntime:
             listed=lambda: store.pool.serving.names,
             configured=lambda: director.preparer.configured_models,
         )
-        self.profile = self.parts.profile.name
         self._kv_events = self._build_kv_events()
         flow_control = plan.settings.flow_control
         self.flow_controller = (
@@ -243,6 +241,11 @@ class PoolRuntime:
             on_event=self._on_discovery_event,
             supervisor=shared.supervisor,
         )
+
+    @property
+    def profile(self) -> str:
+        """Name of the scheduling profile in force."""
+        return self.parts.profile.name
 
     @property
     def pool_route(self) -> PoolRoute:
@@ -381,7 +384,6 @@ class PoolRuntime:
             self.match = plan.match
             if self.flow_controller is not None:
                 self.flow_controller.reconfigure(plan.settings.flow_control)
-            self.profile = routing.profile.name
 
         return adopt
 
