@@ -79,5 +79,6 @@ def describe_connection_error(error: OSError) -> str:
 def is_passing_error(error: BaseException) -> bool:
     """Check if files may be readable soon without a change, such as once others are closed."""
     cause = error.__cause__ or error
-    # What OpenSSL finds in a file stays until the file changes.
-    return isinstance(cause, OSError | MemoryError) and not isinstance(cause, ssl.SSLError)
+    # What OpenSSL finds in a file, and who may read it, stays until the file changes.
+    lasting = ssl.SSLError | PermissionError
+    return isinstance(cause, OSError | MemoryError) and not isinstance(cause, lasting)

@@ -84,6 +84,25 @@ def test_files_that_could_not_be_opened_are_read_again(tmp_path, monkeypatch, ca
     assert caplog.text.count("stay as they were") == 1
 
 
+def test_files_without_permission_are_read_again_when_they_change(tmp_path, monkeypatch):
+    """To build a context takes long, and is not tried for each connection without a reason."""
+    authorities = write_certificate(tmp_path, "own")
+    tls = ClientTls(TlsFiles(ca_file=str(authorities)), verify=True)
+    before, reads = tls(), []
+
+    def build_tls(name):
+        reads.append(name)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "build_tls", build_tls)
+        authorities.write_bytes(authorities.read_bytes() + b"\n")
+        assert [tls(), tls(), tls()] == [before] * 3
+    assert len(reads) == 1
+    os.utime(authorities, ns=(0, 0))
+    assert tls() is not before
+
+
 def test_the_system_authorities_are_read_again(http, tmp_path, monkeypatch):
     """Those of `SSL_CERT_FILE`, which a platform may mount."""
     own, other = write_certificate(tmp_path, "own"), write_certificate(tmp_path, "other")
