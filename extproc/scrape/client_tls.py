@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,7 +92,7 @@ class ClientTls:
     def _build(self) -> ssl.SSLContext:
         files = self._files
         for key, name in msgspec.structs.asdict(files).items():
-            if name and not Path(name).is_file():
+            if name and not os.path.isfile(name):  # noqa: PTH113 - a Path raises what stat does
                 raise _refuse(key, f"no regular file at {name}")
         try:
             context = client.build_tls(files.ca_file if self._verify else "")

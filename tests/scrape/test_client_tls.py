@@ -103,6 +103,19 @@ def test_files_without_permission_are_read_again_when_they_change(tmp_path, monk
     assert tls() is not before
 
 
+def test_a_file_that_cannot_be_looked_at_leaves_the_certificates_in_force(tmp_path):
+    """As in a folder that may not be searched, or behind a link to a name that is too long."""
+    (tmp_path / "folder").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("folder")
+    authorities = write_certificate(tmp_path / "folder", "own")
+    tls = ClientTls(TlsFiles(ca_file=str(link / authorities.name)), verify=True)
+    before = tls()
+    link.unlink()
+    link.symlink_to("x" * 300)
+    assert tls() is before
+
+
 def test_the_system_authorities_are_read_again(http, tmp_path, monkeypatch):
     """Those of `SSL_CERT_FILE`, which a platform may mount."""
     own, other = write_certificate(tmp_path, "own"), write_certificate(tmp_path, "other")
