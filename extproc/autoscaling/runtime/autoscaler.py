@@ -382,12 +382,12 @@ class Autoscaler:
         await store.save(self._saved_states | self._last_states | states)
 
     def _drop_saved_states(self, store: state_store.StateStore) -> None:
-        """Drop saved states without a pool: discovery is complete."""
-        gone = sorted(self._saved_states.keys() - self._registry.by_name.keys())
+        """Drop saved states of pools that no annotation can scale again: discovery is complete."""
+        gone = sorted(self._saved_states.keys() - self._logged.keys())
         if gone:
             names = ", ".join(repr(name)[:80] for name in gone[:_MAX_NAMES])
             message = (
-                f"autoscaling: expected saved state of pools that exist, got also that of "
+                f"autoscaling: expected saved state of scaled pools, got also that of "
                 f"{len(gone)} others ({names}); it is dropped; where a pool was renamed, "
                 "rename its saved state as well"
             )
