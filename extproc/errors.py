@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import re
-import ssl
 from typing import Final
 
 #: User and password of a URL, with the slashes in front of them.
@@ -17,6 +16,15 @@ _USER_INFO: Final = re.compile(r"//\S*@")
 #: Reason of a failed connection: this process or machine may open no more files. It says nothing
 #: about the peer.
 TOO_MANY_FILES: Final = "too many open files"
+
+#: Errors of files that end without a change of the file; who may read it shows in its stat fields.
+_PASSING_ERRORS: Final = frozenset(
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        *(errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),
+        errno.ENOENT,  # while a link is replaced
+    }
+)
 
 
 class ExtprocError(Exception):
@@ -79,6 +87,6 @@ def describe_connection_error(error: OSError) -> str:
 def is_passing_error(error: BaseException) -> bool:
     """Check if files may be readable soon without a change, such as once others are closed."""
     cause = error.__cause__ or error
-    # What OpenSSL finds in a file, and who may read it, stays until the file changes.
-    lasting = ssl.SSLError | PermissionError
-    return isinstance(cause, OSError | MemoryError) and not isinstance(cause, lasting)
+    return isinstance(cause, MemoryError) or (
+        isinstance(cause, OSError) and cause.errno in _PASSING_ERRORS
+    )
