@@ -29,7 +29,8 @@ class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     Attributes:
         requests_per_s: Requests per second. Null: no limit.
         tokens_per_s: Tokens of prompts and responses per second. A response counts with the
-            `max_tokens` of its request, once for all its samples and prompts, until its usage is
+            `max_tokens` of its request, or the longest context of the pool's engines (2^20 where one
+            lists none) if that is less, once for all its samples and prompts, until its usage is
             known, where it is visible. Null: no limit.
         burst_s: Seconds of either rate that may be used at once after a pause. With 10, a handful
             of requests may be sent together.

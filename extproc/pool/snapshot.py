@@ -135,6 +135,16 @@ class ModelIndex:
         )
 
     @cached_property
+    def max_model_len(self) -> int | None:
+        """Longest context of any endpoint, in tokens; None where one of them lists none."""
+        longest = 0
+        for _, served in self._listed:
+            if served is None or served.max_model_len is None:
+                return None
+            longest = max(longest, served.max_model_len)
+        return longest or None
+
+    @cached_property
     def _unlisted(self) -> ModelMatch | None:
         """Match for a name that no engine lists: endpoints without a list, or all of them."""
         return self._split([served is None for _, served in self._listed])

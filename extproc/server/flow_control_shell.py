@@ -32,6 +32,10 @@ from extproc.telemetry.queue_counters import QueueCounters
 _MAX_LOOKS = 128
 _MAX_PUMP_S = 0.005
 
+#: Bound of `max_tokens` in rate limits where engines list no length of their context (tokens): the
+#: longest context of common models. What a client sends must not block its tenant for days.
+_MAX_ANSWER_TOKENS = 1 << 20
+
 
 class LoopTimer:
     """Timer of flow control on the running event loop."""
@@ -182,7 +186,8 @@ class AsyncFlowController:
         request, tenant = prepared.request, self.tenant(prepared)
         charge = None
         if self.rate_limiter.is_limiting:
-            tokens = request.prompt_tokens + (request.max_tokens or 0)
+            most = self._director.pool.serving.max_model_len or _MAX_ANSWER_TOKENS
+            tokens = request.prompt_tokens + min(request.max_tokens or 0, most)
             result = self.rate_limiter.take(tenant, tokens, now)
             if isinstance(result, Rejection):
                 return result

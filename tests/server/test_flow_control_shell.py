@@ -10,7 +10,7 @@ import pytest
 
 from extproc.config.settings import FlowControlSection
 from extproc.decision import NO_ENDPOINTS, Decision, Rejection
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, ServedModels
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.pool.endpoint_health import HealthState, RequestOutcome
 from extproc.request import HttpRequest, RequestLabels
@@ -381,6 +381,26 @@ async def test_usage_replaces_the_estimate():
     assert reserved.prompt_tokens == 1000
     fixture.flow_controller.record_usage(reserved, {"prompt": 1010, "completion": 5}, fixture.now)
     assert fixture.flow_controller.queue.fair_share.attained("", fixture.now) == pytest.approx(20.0)
+
+
+async def test_an_answer_counts_no_more_than_a_context():
+    """A huge `max_tokens` blocks its tenant no longer than an answer of the engines can."""
+    fixture = FlowControlFixture(A, B, limit=RateLimit(tokens_per_s=10.0, burst_s=10.0))
+    store = fixture.pool_fixture.store
+    body = b'{"model": "m", "prompt": "abcd", "max_tokens": 9999999999}'
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    prepared = fixture.pool_fixture.director.preparer.prepare(raw)
+
+    def charged():
+        fixture.pool_fixture.now += 1_000_000.0
+        return fixture.flow_controller.reserve(prepared, fixture.now).charge.tokens
+
+    assert charged() == 1 + 2**20
+    for member, length in zip(store.pool.members, (4096, 8192), strict=True):
+        assert charged() == 1 + 2**20
+        models = ServedModels(frozenset({"m"}), max_model_len=length)
+        store.observe_models(member.endpoint, models)
+    assert charged() == 1 + 8192
 
 
 async def test_an_answer_without_usage_counts_with_its_maximum():
