@@ -127,10 +127,12 @@ class PoolSelector:
             return RoutingResult(director.decide(prepared, now), only.name, director, prepared)
         return self._search(raw, now)
 
-    def route_again(self, result: RoutingResult, now: float) -> RoutingResult:
-        """Choose an endpoint for a prepared request anew, in the pool that it has."""
+    def route_again(self, result: RoutingResult, raw: HttpRequest, now: float) -> RoutingResult:
+        """Choose an endpoint for a prepared request anew, in its pool while that is served."""
         if result.director is None or result.prepared is None:
             return result
+        if all(route.director is not result.director for route in self.routes):
+            return self.route(raw, now)
         outcome: Outcome = result.director.decide(result.prepared, now)
         if isinstance(outcome, Decision) and self._only is None:
             outcome = msgspec.structs.replace(outcome, pool=result.pool)

@@ -256,7 +256,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         context = self._context
         now = context.clock()
         try:
-            result = context.pool_selector.route_again(waiting.result, now)
+            result = context.pool_selector.route_again(waiting.result, waiting.raw, now)
         except Exception as error:  # noqa: BLE001 - see `_route_fallback`
             return self._route_fallback(waiting.raw, now, error)
         return self._apply(result, waiting.raw, now)

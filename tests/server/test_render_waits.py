@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from extproc.endpoint import Endpoint
+from extproc.routing.pool_selector import PoolRoute
 from tests.server.test_stream_flow_control import A, WaitingStreamFixture, refusals, turned
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture
@@ -118,6 +119,22 @@ async def test_a_request_is_queued_behind_its_wait():
     assert refusals(stream.resume(await turned(stream))) == [429]
     stream.finish()
     assert fixture.pool_fixture.in_flight == 0
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_request_whose_pool_is_removed_is_routed_anew(others):
+    """It goes to a pool that is left, or gets the answer of a request that comes now."""
+    fixture, other = WaitingStreamFixture(A), PoolFixture({"10.0.0.9:8000": None})
+    removed = fixture.pool_fixture.director
+    removed.set_prompt_listener(RenderListener())
+    stream, _ = fixture.send()
+    fixture.shared.pool_selector.reconfigure([PoolRoute("other", other.director)][:others])
+    answers = list(stream.resume_rendered())
+    assert refusals(answers) == [404] * (1 - others)
+    assert (fixture.pool_fixture.in_flight, other.in_flight) == (0, others)
+    stream.finish()
+    assert other.in_flight == 0
+    fixture.flow_controller.close()
 
 
 async def test_a_request_that_left_is_labelled_by_its_model():
