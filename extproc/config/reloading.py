@@ -55,8 +55,6 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "allow_unsupported",
     ),
     "limits": ("max_body_bytes", "max_streams", "body_idle_s"),
-    # Not `order`, `fairness` and `half_life_s`: the queue is ordered already, and what tenants
-    # attained is counted with one half-life.
     "flow_control": (
         "timeout_s",
         "empty_timeout_s",
@@ -66,9 +64,12 @@ LIVE: Final[Mapping[str, tuple[str, ...]]] = {
         "busy_s",
         "max_requests",
         "max_bytes",
+        "order",
+        "fairness",
         "bands",
         "default_band",
         "default_negative_band",
+        "half_life_s",
         "usage_limit",
         "tenant_header",
         "fallback_tenant_headers",

@@ -256,9 +256,8 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         fairness: Order of the tenants of a priority: `least-served` by tokens attained,
             `round-robin` by requests, or `none`. `least-served`: the cost of requests differs a
             hundredfold.
-        bands: Bounds, fairness and order of single priorities, which share the bounds of all. After
-            a reload, the last two hold for a priority once none of its requests waits. None: every
-            priority is as `default_band` says.
+        bands: Bounds, fairness and order of single priorities, which share the bounds of all. None:
+            every priority is as `default_band` says.
         default_band: The same for each priority that `bands` does not have. Null: the bounds,
             fairness and order of all.
         default_negative_band: The same for each of these priorities below 0. Null: `default_band`.

@@ -384,10 +384,14 @@ class PriorityBand:
 
     Args:
         fair_share: Attained service of tenants; shared by all bands.
+
+    Attributes:
+        sorting: Order of the requests of a tenant, and of the tenants.
     """
 
-    def __init__(self, order: Order, fairness: Fairness, fair_share: FairShare) -> None:
-        self._order: Order = order
+    def __init__(self, sorting: tuple[Order, Fairness], fair_share: FairShare) -> None:
+        self.sorting = sorting
+        self._order, fairness = sorting
         self._turn = {
             "least-served": fair_share.normalized_service,
             "round-robin": fair_share.last,

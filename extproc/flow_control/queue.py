@@ -90,6 +90,11 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
         band = self.find_band(priority)
         return (None, None) if band is None else (band.max_requests, band.max_bytes)
 
+    def find_sorting(self, priority: int) -> tuple[Order, Fairness]:
+        """Order and fairness of a priority."""
+        band = self.find_band(priority) or BandSettings()
+        return band.order or self.order, band.fairness or self.fairness
+
 
 #: Requests that are sorted anew between two looks at the budget (count): some 0.2 ms.
 _BATCH = 32
@@ -179,9 +184,15 @@ class Queue:
         return self._sweep is not None
 
     def reconfigure(self, settings: FlowControlSettings, now: float) -> None:
-        """Replace the settings; queued requests keep their deadlines and their order."""
+        """Replace the settings; queued requests keep their deadlines."""
         self.settings = settings
         self.fair_share.set_half_life(settings.half_life_s, now)
+        for priority, band in self._bands.items():
+            sorting = settings.find_sorting(priority)
+            if sorting != band.sorting:
+                resorted = self._bands[priority] = PriorityBand(sorting, self.fair_share)
+                for item in band:
+                    resorted.add(item)
 
     def replace_bits(self, bits: EndpointBits | None) -> None:
         """Replace the endpoint bits and regroup the queued requests."""
@@ -249,9 +260,8 @@ class Queue:
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
         """Correct the tokens that a tenant attained; the correction may be negative."""
-        before = self.fair_share.normalized_service(tenant)
         self.fair_share.charge(tenant, tokens, now)
-        if self.fair_share.normalized_service(tenant) < before:
+        if tokens < 0.0:
             for band in self._bands.values():
                 band.refresh(tenant)
 
@@ -277,8 +287,7 @@ class Queue:
         """
         if not (self._sort(enough) and self._end_preferences(now, enough)):
             return False
-        sweep = self._sweep or Sweep()
-        self._sweep = None
+        sweep, self._sweep = self._sweep or Sweep(), None
         num_dispatched = 0
         try:
             for priority, band in sorted(self._bands.items(), reverse=True):
@@ -398,8 +407,7 @@ class Queue:
             yield from band
 
     def _put(self, item: QueuedItem) -> None:
-        self._numbers += 1
-        item.number = self._numbers
+        item.number = self._numbers = self._numbers + 1
         item.is_queued = True
         self.count += 1
         self.bytes += item.bytes
@@ -408,12 +416,8 @@ class Queue:
         self.fair_share.enter(item.tenant)
         band = self._bands.get(item.priority)
         if band is None:
-            settings = self.settings
-            own = settings.find_band(item.priority) or BandSettings()
-            band = PriorityBand(
-                own.order or settings.order, own.fairness or settings.fairness, self.fair_share
-            )
-            self._bands[item.priority] = band
+            sorting = self.settings.find_sorting(item.priority)
+            band = self._bands[item.priority] = PriorityBand(sorting, self.fair_share)
         band.add(item)
         heapq.heappush(self._deadlines, (item.deadline, item.number, item))
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
+from extproc.flow_control.priority_band import PrioritySettings
 from extproc.flow_control.queue import (
     Blocked,
     DepartureCause,
@@ -332,6 +333,62 @@ def test_a_half_life_can_be_replaced():
     queue.reconfigure(FlowControlSettings(half_life_s=10.0), 2.0)
     assert queue.fair_share.attained("t", 2.0) == pytest.approx(16.0)
     assert queue.fair_share.attained("t", 12.0) == pytest.approx(8.0)
+
+
+SORTINGS = st.tuples(
+    st.sampled_from(["fcfs", "edf", "slo"]),
+    st.sampled_from(["least-served", "round-robin", "none"]),
+)
+
+
+@given(
+    SORTINGS,
+    SORTINGS,
+    st.lists(
+        st.tuples(
+            st.sampled_from("xyz"), st.integers(0, 1), st.integers(0, 9), st.sampled_from(TARGETS)
+        ),
+        max_size=30,
+    ),
+)
+def test_order_and_fairness_can_be_replaced(before, after, requests):
+    """Requests that wait go as if they had always waited so, and leave once."""
+
+    def settings(order, fairness):
+        band = PrioritySettings(priority=1, order=order, fairness=fairness)
+        return FlowControlSettings(bands=(band,), order="edf")
+
+    def waiting(sorting):
+        queue = Queue(settings(*sorting))
+        queue.fair_share.served("x", 5.0, 0.0)
+        for at, (tenant, priority, time_s, target) in enumerate(requests):
+            item = QueuedItem(
+                arrived=at,
+                deadline=1e3 + time_s,
+                slo_s=3.0 * time_s,
+                tenant=tenant,
+                priority=priority,
+                target=target,
+                size=time_s,
+                tokens=1,
+            )
+            queue.join(item, 0.0)
+            if time_s > 5:
+                queue.set_preferred_endpoint(item, target)
+        return queue
+
+    def dispatched(queue):
+        numbers = []
+        queue.pump(lambda item: numbers.append(item.number) or DepartureCause.DISPATCHED, 0.0)
+        return numbers
+
+    queue, expected = waiting(before), waiting(after)
+    queue.reconfigure(settings(*after), 0.0)
+    assert (queue.count, queue.bytes) == (expected.count, expected.bytes)
+    numbers = dispatched(queue)
+    assert numbers == dispatched(expected)
+    assert sorted(numbers) == list(range(1, len(requests) + 1))
+    assert (queue.count, queue.bytes, list(queue)) == (0, 0, [])
 
 
 @pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (1000, 1), (1, 1000), (20, 50)])

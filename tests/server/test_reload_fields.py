@@ -11,6 +11,8 @@ from extproc.config import factory, reloading
 from extproc.decision import Deferral, Rejection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.queue import DepartureCause
 from extproc.request import HttpRequest
 from tests.support.reloading import PLUGIN, ReloadingScene, read
 
@@ -65,6 +67,24 @@ def deadline(scene, status=429, **request):
 def holds(scene, count, **headers):
     outcomes = [scene.held(**headers) for _ in range(count)]
     return [isinstance(outcome, Rejection) for outcome in outcomes]
+
+
+def go_order(scene):
+    """Requests of two tenants, in the order in which they go on."""
+    queue = scene.flow_controller.queue
+    for tenant, timeout_s in (("served", 5.0), ("served", 2.0), ("new", 3.0)):
+        queue.join(QueuedItem(arrived=0.0, deadline=timeout_s, tenant=tenant), scene.now)
+    queue.fair_share.served("served", 9.0, scene.now)
+    looked = []
+    queue.pump(lambda item: looked.append(item.deadline) or DepartureCause.REJECTED, scene.now)
+    return looked
+
+
+def attained(scene):
+    """Service of a tenant that is left after a minute."""
+    fair_share = scene.flow_controller.queue.fair_share
+    fair_share.served("t", 64.0, scene.now)
+    return round(fair_share.attained("t", scene.now + 60.0))
 
 
 def models_page(scene):
@@ -308,6 +328,13 @@ LIVE = {
         HOLDING % "max_bytes: 300",
         lambda scene: holds(scene, 2),
     ),
+    "flow_control.order": (HOLDING % "order: fcfs", HOLDING % "order: edf", go_order),
+    "flow_control.fairness": (HOLDING % "timeout_s: 5", HOLDING % "fairness: none", go_order),
+    "flow_control.half_life_s": (
+        HOLDING % "half_life_s: 60",
+        HOLDING % "half_life_s: 10",
+        attained,
+    ),
     "flow_control.bands": (
         HOLDING % "bands: [{priority: 0, max_requests: 1}]",
         HOLDING % "bands: [{priority: 1, max_requests: 1}]",
@@ -470,19 +497,6 @@ def test_flow_control_is_enabled_by_a_restart_only():
             assert list(reloaded.picker.pool_registry.flow_controllers) == list(
                 untouched.picker.pool_registry.flow_controllers
             )
-
-    asyncio.run(scenario())
-
-
-def test_attained_service_keeps_its_decay():
-    """A half-life that a restart changes is neither shown nor used before."""
-
-    async def scenario():
-        scene = ReloadingScene(read(HOLDING % "half_life_s: 60"))
-        scene.read_again(read(HOLDING % "half_life_s: 1, order: edf, fairness: none"))
-        queue = scene.flow_controller.queue
-        assert queue.settings.half_life_s == queue.fair_share._half_life_s == 60.0
-        assert (queue.settings.order, queue.settings.fairness) == ("fcfs", "least-served")
 
     asyncio.run(scenario())
 
