@@ -276,8 +276,7 @@ class EndpointPickerProcess:
 
     def _readiness_notes(self) -> Iterator[str]:
         """Lines about failing loops, watches and pools, for the readiness page."""
-        degraded = self.counters.supervisor.degraded
-        if degraded:
+        if degraded := self.counters.supervisor.degraded:
             yield f"degraded: {', '.join(degraded)}"
         yield from watch_plan.describe_statuses(self._watch_statuses, self._clock())
         yield from health.lines(self.pool_registry.pools())
@@ -449,6 +448,7 @@ class EndpointPickerProcess:
             reloads=self.reloads,
             readiness=self.readiness,
             recording_error=lambda: self.decision_recorder.error,
+            scaling=self.autoscaler.metrics,
             about=self.pool_registry.labels,
             clock=self._clock,
         )

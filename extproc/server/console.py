@@ -23,6 +23,7 @@ from extproc.server import admin
 from extproc.server.health import Readiness
 from extproc.server.reload import ReloadHistory
 from extproc.telemetry import pool_state, problems
+from extproc.telemetry.control_plane_metrics import ScalingMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog, DecisionRecord, StrategyComparison
 from extproc.telemetry.pool_state import PoolView
@@ -87,6 +88,7 @@ class ConsolePages:
 
     Args:
         recording_error: Returns why decisions are not recorded; empty while they are, or are not to be.
+        scaling: Returns the metrics of autoscaling by pool.
         about: Returns the labels of the process, such as its profile.
     """
 
@@ -100,6 +102,7 @@ class ConsolePages:
         reloads: ReloadHistory,
         readiness: Readiness,
         recording_error: Callable[[], str],
+        scaling: Callable[[], Mapping[str, ScalingMetrics]],
         about: Callable[[], Mapping[str, str]],
         clock: Callable[[], float],
     ) -> None:
@@ -110,6 +113,7 @@ class ConsolePages:
         self._reloads = reloads
         self._readiness = readiness
         self._recording_error = recording_error
+        self._scaling = scaling
         self._about = about
         self._clock = clock
         self._overview: dict[str, Any] = {}
@@ -186,9 +190,13 @@ class ConsolePages:
             degraded=self._counters.supervisor.degraded,
             recording_error=self._recording_error(),
         )
-        pools = []
+        pools, scaling = [], self._scaling()
         for name, view in views.items():
-            listed += problems.find_pool_problems(name, view, self._history, now)
+            scaled = scaling.get(name)
+            desired = None if scaled is None else scaled.gauges.get("desired_replicas")
+            listed += problems.find_pool_problems(
+                name, view, self._history, now, desired_replicas=desired
+            )
             pools.append(await self._describe_pool(name, view, now))
             await asyncio.sleep(0)  # many small pools are as much work as a large one
         return {

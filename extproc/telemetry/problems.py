@@ -69,23 +69,23 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_pool_problems(
-    name: str, view: PoolView, history: TrafficHistory, now: float
+    name: str,
+    view: PoolView,
+    history: TrafficHistory,
+    now: float,
+    *,
+    desired_replicas: float | None = None,
 ) -> list[Problem]:
-    """Find the problems of one pool and its endpoints."""
+    """Find the problems of one pool and its endpoints.
+
+    Args:
+        desired_replicas: Replicas that its autoscaling wants; None without autoscaling.
+    """
     members = view.pool.members
     label = f"pool {name}" if name else "the pool"
     problems: list[Problem] = []
     if not members:
-        problems.append(
-            Problem(
-                kind="no-endpoint",
-                severity="critical",
-                title=f"{label[0].upper()}{label[1:]} has no endpoint",
-                advice="Look at its selector, list or names; requests "
-                f"{'get 503' if view.queue is None else 'wait for one, and get 503 in the end'}.",
-                pool=name,
-            )
-        )
+        problems.append(_describe_empty(name, view, is_wanted=desired_replicas != 0))
     elif all(member.is_ejected for member in members):
         problems.append(
             Problem(
@@ -106,6 +106,27 @@ def find_pool_problems(
         problems += _limit(alike)
     problems = [msgspec.structs.replace(problem, pool=name) for problem in problems]
     return problems + list(_find_queue_problems(name, view, history))
+
+
+def _describe_empty(name: str, view: PoolView, *, is_wanted: bool) -> Problem:
+    """Of a pool without endpoints, which autoscaling may hold at zero."""
+    label = f"Pool {name}" if name else "The pool"
+    requests = "get 503" if view.queue is None else "wait for one, and get 503 in the end"
+    if is_wanted:
+        return Problem(
+            kind="no-endpoint",
+            severity="critical",
+            title=f"{label} has no endpoint",
+            advice=f"Look at its selector, list or names; requests {requests}.",
+            pool=name,
+        )
+    return Problem(
+        kind="scaled-to-zero",
+        severity="info",
+        title=f"{label} is scaled to zero",
+        advice="Its next request starts an engine, if flow control lets it wait.",
+        pool=name,
+    )
 
 
 def find_process_problems(

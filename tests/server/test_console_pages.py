@@ -16,9 +16,11 @@ import pytest
 from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import PeerSyncSection
 from extproc.decision import NO_ENDPOINTS
+from extproc.pool.snapshot import Pool
 from extproc.request import HttpRequest, RequestLabels
 from extproc.server import console
 from extproc.server.reload import ReloadResult
+from extproc.telemetry.control_plane_metrics import ScalingMetrics
 from extproc.telemetry.decision_log import RejectionRecord
 from tests.e2e import http1
 from tests.support import serving
@@ -129,6 +131,26 @@ def test_overview_counts_a_request_in_stages_once():
     serving.run(test())
 
 
+def test_a_pool_that_is_scaled_to_zero_is_a_note():
+    """Of all pools without endpoints, it is the one that autoscaling wants empty."""
+
+    async def test() -> None:
+        async with picker() as (subject, _):
+            (view,) = subject.pool_registry.views().values()
+            empty = msgspec.structs.replace(view, pool=Pool((), {}))
+            metrics = {"idle": ScalingMetrics({"desired_replicas": 0.0}), "new": ScalingMetrics()}
+            pages = build_pages(
+                subject, lambda: dict.fromkeys(("idle", "new", "other"), empty), lambda: metrics
+            )
+            answer = await pages.overview(types.SimpleNamespace(query={}))
+            assert [
+                (problem["severity"], problem["pool"])
+                for problem in json.loads(answer.body)["problems"]
+            ] == [("critical", "new"), ("critical", "other"), ("info", "idle")]
+
+    serving.run(test())
+
+
 def test_overview_is_made_once_for_many_tabs():
     """Within a second all get the same bytes."""
 
@@ -140,7 +162,7 @@ def test_overview_is_made_once_for_many_tabs():
     serving.run(test())
 
 
-def build_pages(subject, views):
+def build_pages(subject, views, scaling=dict):
     """The pages of a picker at a fixed time."""
     return console.ConsolePages(
         counters=subject.counters,
@@ -150,6 +172,7 @@ def build_pages(subject, views):
         reloads=subject.reloads,
         readiness=subject.readiness,
         recording_error=str,
+        scaling=scaling,
         about=dict,
         clock=lambda: 1.0,
     )

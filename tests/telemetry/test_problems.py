@@ -99,6 +99,20 @@ def test_a_pool_without_endpoints_is_named(scene):
         assert problem.advice.endswith(f"; requests {what}.")
 
 
+def test_a_pool_at_zero_on_purpose_is_a_note(scene):
+    """It is an error only while autoscaling wants an engine."""
+    scene.store.set_endpoints([], scene.now)
+    for desired, kind, severity in (
+        (0.0, "scaled-to-zero", "info"),
+        (1.0, "no-endpoint", "critical"),
+        (None, "no-endpoint", "critical"),
+    ):
+        (problem,) = problems.find_pool_problems(
+            "", scene.view, scene.history, scene.now, desired_replicas=desired
+        )
+        assert (problem.kind, problem.severity) == (kind, severity)
+
+
 def test_many_alike_are_counted(scene):
     """A large pool that fails has five lines, not five hundred."""
     addresses = [f"10.1.0.{number}:8000" for number in range(20)]
