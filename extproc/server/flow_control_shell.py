@@ -300,6 +300,7 @@ class AsyncFlowController:
         admission = queued.admission.result()
         if isinstance(admission, Admission):
             self._director.unreserve(admission.reservation, now)
+            self.notify_capacity()
 
     def notify_capacity(self) -> None:
         """Look at the queue again soon: capacity may be free."""

@@ -129,6 +129,22 @@ async def test_a_finished_answer_dispatches_a_queued_request():
     fixture.flow_controller.close()
 
 
+async def test_a_client_that_leaves_after_its_admission_frees_its_place():
+    """The next request goes on at once, and not with the next scrape or timer."""
+    fixture = WaitingStreamFixture(A)
+    served, _ = fixture.send(prompt="a " + "word " * 4800)
+    leaving, _ = fixture.send(prompt="b " + "word " * 4800)
+    waiting, _ = fixture.send(prompt="c " + "word " * 4800)
+    served.finish()
+    await turned(leaving)
+    assert not waiting.queued.admission.done()
+    leaving.finish("cancelled")
+    await turned(waiting)
+    waiting.finish()
+    assert fixture.pool_fixture.in_flight == 0
+    fixture.flow_controller.close()
+
+
 async def test_streams_apply_the_limit_of_the_tenant():
     """A request over the limit gets 429, and charges no endpoint."""
     fixture = WaitingStreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
