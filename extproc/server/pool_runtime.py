@@ -384,6 +384,7 @@ class PoolRuntime:
             self.match = plan.match
             if self.flow_controller is not None:
                 self.flow_controller.reconfigure(plan.settings.flow_control)
+            self._notify_capacity()
 
         return adopt
 

@@ -14,6 +14,7 @@ from extproc.endpoint import Endpoint
 from extproc.flow_control.flow_queue import QueuedItem
 from extproc.flow_control.queue import DepartureCause
 from extproc.request import HttpRequest
+from extproc.server.flow_control_shell import Admission
 from tests.support.reloading import PLUGIN, ReloadingScene, read
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -497,6 +498,22 @@ def test_flow_control_is_enabled_by_a_restart_only():
             assert list(reloaded.picker.pool_registry.flow_controllers) == list(
                 untouched.picker.pool_registry.flow_controllers
             )
+
+    asyncio.run(scenario())
+
+
+def test_waiting_requests_go_on_where_a_reload_allows_it():
+    """At once, also where a priority is held and nothing else happens."""
+    text = HOLDING % "usage_limit: {min_ceiling: %s, max_ceiling: %s}"
+
+    async def scenario():
+        scene = ReloadingScene(read(text % (0.1, 0.1)))
+        scene.observe(0.0)  # and half of the KV cache
+        queued = scene.held()
+        scene.read_again(read(text % (0.9, 0.9)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert isinstance(queued.admission.result(), Admission)
 
     asyncio.run(scenario())
 
