@@ -5,6 +5,9 @@ Kubernetes updates a mounted ConfigMap is a change like any other.
 
 A host name that does not resolve now keeps its last answer: a resolver that is down for a minute must
 not take the engines with it.
+
+Of a name with IPv4 and IPv6 addresses only the IPv4 ones are endpoints, as with `V4_PREFERRED` of Envoy's
+`dns_lookup_family`: both are those of the same engines, which would be counted and scraped twice.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class DnsResolution(msgspec.Struct, frozen=True):
     Attributes:
         endpoints: Endpoints in the order of the list, and by address within a name, without
             duplicates.
-        answers: The answer in use of every name that ever had one and is still listed.
+        answers: The answer in use of every name that ever had one and is still listed, of one family.
         stale: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
         num_dropped: Addresses beyond `endpoint_list.MAX_ENDPOINTS`, which are no endpoints (count).
@@ -178,7 +181,7 @@ def merge_answers(
     stale, missing = [], []
     for name in host_names(entries):
         if fresh.get(name):
-            answers[name] = tuple(sorted(set(fresh[name]), key=_sort_key))
+            answers[name] = _one_family(fresh[name])
         elif last.get(name):
             answers[name] = last[name]
             stale.append(name)
@@ -203,6 +206,13 @@ def merge_answers(
     return DnsResolution(
         tuple(endpoints.values()), answers, tuple(stale), tuple(missing), num_dropped
     )
+
+
+def _one_family(ips: Iterable[str]) -> tuple[str, ...]:
+    """Returns the IPv4 addresses, or the IPv6 ones where there are no others, sorted and each once."""
+    by_version = sorted(set(ips), key=_sort_key)
+    version = ipaddress.ip_address(by_version[0]).version
+    return tuple(ip for ip in by_version if ipaddress.ip_address(ip).version == version)
 
 
 def _sort_key(ip: str) -> tuple[int, int, str]:

@@ -167,14 +167,23 @@ def test_literals_need_no_answer():
 
 
 def test_a_name_gives_one_endpoint_per_address():
-    """Answers are sorted by number, IPv4 first, whatever order the resolver chose."""
+    """Answers are sorted by number, whatever order the resolver chose."""
     listed = (endpoint_list.EndpointListEntry("engines", 8000, name="e", labels={"zone": "a"}),)
-    fresh = {"engines": ("fd00::2", "10.0.0.10", "10.0.0.9", "10.0.0.9")}
+    fresh = {"engines": ("10.0.0.10", "10.0.0.9", "10.0.0.9")}
     assert static_discovery.merge_answers(listed, fresh, last={}).endpoints == (
         Endpoint("10.0.0.9:8000", name="e@10.0.0.9", labels={"zone": "a"}),
         Endpoint("10.0.0.10:8000", name="e@10.0.0.10", labels={"zone": "a"}),
-        Endpoint("[fd00::2]:8000", name="e@fd00::2", labels={"zone": "a"}),
     )
+
+
+def test_a_name_of_two_families_gives_endpoints_of_one():
+    """An engine with an A and an AAAA record is one endpoint; IPv6 counts where there is no IPv4."""
+    listed = entries_of(["both:1,six:1"])
+    fresh = {"both": ("1::2", "10.0.0.2", "fd00::1", "10.0.0.1"), "six": ("fd00::4", "fd00::3")}
+    merged = static_discovery.merge_answers(listed, fresh, last={})
+    assert addresses(merged) == ["10.0.0.1:1", "10.0.0.2:1", "[fd00::3]:1", "[fd00::4]:1"]
+    failed = static_discovery.merge_answers(listed, {}, last=merged.answers)
+    assert failed.endpoints == merged.endpoints
 
 
 def test_the_order_does_not_depend_on_the_resolver():
