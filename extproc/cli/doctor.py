@@ -83,18 +83,15 @@ def run(args: argparse.Namespace) -> int:
     if not (envoy or picker or any(pools.has_source(plan.settings.pool) for plan in plans)):
         picker = collector.parse_url(_LOOPBACK, where="--server", port=_PICKER_PORT)
     token = admin_access.read_token(args.token_file or "", where="--token-file", once=True)
+    reader = collector.Collector(settings, timeout_s=args.timeout)
     if picker and not (args.config_file or args.config_text):
-        reader = collector.Collector(settings, timeout_s=args.timeout)
         running = asyncio.run(reader.read_configuration(picker, token))
         document = msgspec.structs.replace(loader.EMPTY, tree={**loader.EMPTY.tree, **running})
         # Another version may have other fields and ranges.
         with contextlib.suppress(ConfigError):
             settings = flags.resolve(args, document).settings
-    pages = asyncio.run(
-        collector.Collector(settings, timeout_s=args.timeout).collect(
-            envoy=envoy, picker=picker, token=token
-        )
-    )
+            reader.reconfigure(settings)
+    pages = asyncio.run(reader.collect(envoy=envoy, picker=picker, token=token))
     result = collector.diagnose(pages, settings)
     if args.format == "json":
         print(json.dumps(result.to_json(), indent=2))

@@ -162,7 +162,7 @@ class InstallationReport(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Reads pages.
+    """Reads pages, for `TOTAL_S` from its construction on.
 
     Args:
         timeout_s: Time limit of one page (seconds).
@@ -181,11 +181,18 @@ class Collector:
         self._timeout_s = timeout_s
         self._clock = clock
         self._wall_clock = wall_clock
+        self._deadline = clock() + TOTAL_S
+        #: Pages of Envoy and extproc leave time to list the engines.
+        self._page_deadline = self._deadline - _DISCOVERY_S
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Replace the settings by which engines are listed and read."""
+        self._settings = settings
 
     async def collect(
         self, *, envoy: AdminUrl | None, picker: AdminUrl | None, token: str = ""
     ) -> InstallationPages:
-        """Read all pages; what is not there in `TOTAL_S` is left out.
+        """Read all pages; what is not there in time is left out.
 
         Args:
             token: Bearer token for the pages of extproc; empty for none.
@@ -193,9 +200,8 @@ class Collector:
         Raises:
             ConfigError: An endpoints file cannot be read.
         """
-        deadline = self._clock() + TOTAL_S
-        envoy_pages = await self._read_envoy(envoy, deadline) if envoy else None
-        picker_pages = await self._read_picker(picker, token, deadline) if picker else None
+        envoy_pages = await self._read_envoy(envoy) if envoy else None
+        picker_pages = await self._read_picker(picker, token) if picker else None
         endpoints = await self._find_endpoints(picker_pages)
         listed = [
             (pool, member, ports[member.host_port])
@@ -206,12 +212,12 @@ class Collector:
         return InstallationPages(
             envoy=envoy_pages,
             picker=picker_pages,
-            engines=await self._read_engines(listed[:MAX_ENGINES], deadline),
+            engines=await self._read_engines(listed[:MAX_ENGINES]),
             endpoints=endpoints,
         )
 
-    async def _read_envoy(self, url: AdminUrl, deadline: float) -> EnvoyPages:
-        get = self._open(url, deadline, cap_bytes=_ENVOY_BYTES)
+    async def _read_envoy(self, url: AdminUrl) -> EnvoyPages:
+        get = self._open(url, cap_bytes=_ENVOY_BYTES)
         pages = EnvoyPages(url=url.text, server_info=await get("/server_info", accept=_JSON))
         if pages.server_info.failure:
             return pages
@@ -225,30 +231,28 @@ class Collector:
 
     async def read_configuration(self, url: AdminUrl, token: str = "") -> Mapping[str, object]:
         """Read the settings of a running extproc; see `picker_diagnosis.read_configuration`."""
-        get = self._open_picker(url, token, self._clock() + self._timeout_s)
+        get = self._open_picker(url, token)
         page = await get("/debug/configuration", accept=_JSON)
         return picker_diagnosis.read_configuration(page)
 
-    def _open_picker(
-        self, url: AdminUrl, token: str, deadline: float
-    ) -> Callable[..., Awaitable[FetchedPage]]:
+    def _open_picker(self, url: AdminUrl, token: str) -> Callable[..., Awaitable[FetchedPage]]:
         more = f"authorization: Bearer {token}\r\n" if token else ""
-        return self._open(url, deadline, cap_bytes=_PICKER_BYTES, more=more)
+        return self._open(url, cap_bytes=_PICKER_BYTES, more=more)
 
-    async def _read_picker(self, url: AdminUrl, token: str, deadline: float) -> PickerPages:
-        get = self._open_picker(url, token, deadline)
+    async def _read_picker(self, url: AdminUrl, token: str) -> PickerPages:
+        get = self._open_picker(url, token)
         pages = PickerPages(url=url.text, ready=await get("/readyz"))
         if pages.ready.failure in _GONE:
             return pages
         return msgspec.structs.replace(pages, pools=await get("/debug/pools", accept=_JSON))
 
     def _open(
-        self, url: AdminUrl, deadline: float, *, cap_bytes: int, more: str = ""
+        self, url: AdminUrl, *, cap_bytes: int, more: str = ""
     ) -> Callable[..., Awaitable[FetchedPage]]:
         tls = client.build_tls() if url.is_tls else None
 
         async def get(path: str, *, accept: str = client.PROMETHEUS) -> FetchedPage:
-            timeout_s = min(self._timeout_s, deadline - self._clock())
+            timeout_s = min(self._timeout_s, self._page_deadline - self._clock())
             if timeout_s <= 0.0:
                 return FetchedPage(failure="timeout")
             http = ScrapeClient(timeout_s=timeout_s, cap_bytes=cap_bytes, tls=tls)
@@ -294,7 +298,7 @@ class Collector:
         }
 
     async def _read_engines(
-        self, listed: Sequence[tuple[str, Endpoint, int]], deadline: float
+        self, listed: Sequence[tuple[str, Endpoint, int]]
     ) -> Sequence[engine_diagnosis.EngineExamination]:
         """Examine engines, `_AT_ONCE` at a time; what is not done by the deadline is left out."""
         scrape = self._settings.scrape
@@ -311,7 +315,7 @@ class Collector:
 
         with contextlib.suppress(TimeoutError):
             async with (
-                asyncio.timeout(max(0.0, deadline - self._clock())),
+                asyncio.timeout(max(0.0, self._deadline - self._clock())),
                 asyncio.TaskGroup() as group,
             ):
                 for _ in range(min(_AT_ONCE, len(listed))):

@@ -186,7 +186,7 @@ def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
 
 
 def test_pages_of_envoy_and_extproc_share_the_deadline():
-    """No page is asked for once the time of all is over."""
+    """No page is requested once the time of all is over, which begins with the configuration."""
     paths = []
 
     async def respond(path, writer):
@@ -200,10 +200,14 @@ def test_pages_of_envoy_and_extproc_share_the_deadline():
             reader = collector.Collector(
                 Settings(), timeout_s=30.0, clock=lambda: slow_s * len(paths)
             )
+            await reader.read_configuration(url)
+            reader.reconfigure(Settings(pool=PoolSource(endpoints=("127.0.0.1:1",))))
             return await reader.collect(envoy=url, picker=url)
 
     pages = asyncio.run(scene())
-    assert paths == ["/server_info", "/config_dump", "/clusters?format=json"]
+    assert paths == ["/debug/configuration", "/server_info", "/config_dump"]
+    # There was time left to list the engines.
+    assert [endpoint.address for endpoint in pages.endpoints[""]] == ["127.0.0.1:1"]
     assert (pages.envoy.stats.failure, pages.picker.ready.failure) == ("timeout", "timeout")
 
 
