@@ -37,7 +37,8 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --max-worker-restart=0 --dist loadf
 
 # Files whose tests need programs that make and pip do not install.
 TOOLS := $(addprefix tests/,kubernetes console monitoring/test_alerts.py monitoring/test_faults.py \
-  manifests/test_chart.py manifests/test_chart_policy.py manifests/test_overlays.py server/test_redis_peer_channel.py \
+  manifests/test_chart.py manifests/test_chart_policy.py manifests/test_chart_refusals.py \
+  manifests/test_overlays.py server/test_redis_peer_channel.py \
   http2/test_h2spec.py http2/test_interop.py)
 
 # The file that builds the image, which needs Docker.

@@ -176,3 +176,32 @@ true
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{- /* Fails on values that contradict each other: the API server would refuse objects, or a pod end at once. */ -}}
+{{- define "extproc.refuseContradictions" -}}
+{{- $users := dict "9002" "ext_proc" "9003" "health checks" "9090" "metrics" -}}
+{{- if .Values.xds.enabled -}}
+{{- $port := toString .Values.xds.port -}}
+{{- with get $users $port -}}
+{{- fail (printf "xds.port: %s is the port of %s; choose another" $port .) -}}
+{{- end -}}
+{{- $_ := set $users $port "xds.port" -}}
+{{- end -}}
+{{- range compact (splitList "," (include "extproc.kvEventPorts" .)) -}}
+{{- $port := . -}}
+{{- with get $users $port -}}
+{{- fail (printf "config.kv_events.bind: %s is the port of %s; choose another" $port .) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "autoscaling.minReplicas: %d is more than maxReplicas, %d" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- $own := include "extproc.labels" . | fromYaml -}}
+{{- range $key, $_ := .Values.podLabels -}}
+{{- if hasKey $own $key -}}
+{{- fail (printf "podLabels: the chart sets %s; remove it" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
