@@ -64,6 +64,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ignored: Parameters that are accepted with a warning, unless they have upstream's default.
         default_unless_positive: Parameters whose default is used, here and upstream, where the value
             is 0 or less.
+        default_unless_share: The same, where the value is not within 0 to 1.
         refuses_any: True if upstream reads the parameters of a type that has none, and refuses any;
             it leaves those of all other types without parameters unread.
         note: A sentence for readers of the configuration; empty if there is nothing to add.
@@ -79,6 +80,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     parameters: tuple[str, ...] = ()
     ignored: IgnoredParameters = _NONE_IGNORED
     default_unless_positive: tuple[str, ...] = ()
+    default_unless_share: tuple[str, ...] = ()
     refuses_any: bool = False
     note: str = ""
     rename: Mapping[str, str] = {}
@@ -97,7 +99,7 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             for name, value in written.items()
             if name not in self.parameters
             and name not in self.ignored.defaults
-            and not (name in self.default_unless_positive and _is_not_positive(value))
+            and not self._is_default(name, value)
         }
         bound = self.condition
         if bound is None:
@@ -110,9 +112,12 @@ class UpstreamType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             condition["maxValue"] = value
         return {"conditions": [condition], **params}
 
-
-def _is_not_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value <= 0
+    def _is_default(self, name: str, value: object) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        if name in self.default_unless_share:
+            return not 0 <= value <= 1
+        return name in self.default_unless_positive and value <= 0
 
 
 @cache

@@ -29,7 +29,7 @@ def test_built_types_are_in_the_catalogue(row):
     unread = {*row.parameters, *row.ignored.defaults}
     names = {field.encode_name for field in fields}
     assert not names & unread
-    assert set(row.default_unless_positive) <= names
+    assert {*row.default_unless_positive, *row.default_unless_share} <= names
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -93,6 +93,21 @@ def test_parameters_that_have_to_be_positive_are_defaults_otherwise(kind, parame
     plugins = f"{{type: {kind}}}", f"{{type: {kind}, parameters: {{{parameter}: {value}}}}}"
     plain, written = (build(plugin) for plugin in plugins)
     assert plain == written
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, 80])
+def test_a_busy_score_beyond_its_range_is_the_default(value):
+    """As upstream, which ignores it; what is within the range, 0 included, counts."""
+    plain, ignored, zero = (
+        build(f"{{type: active-request-scorer{parameters}}}")
+        for parameters in (
+            "",
+            f", parameters: {{maxBusyScore: {value}}}",
+            ", parameters: {maxBusyScore: 0}",
+        )
+    )
+    assert plain == ignored
+    assert plain != zero
 
 
 def test_zero_is_no_default_of_text_and_of_other_parameters():
