@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from extproc.simulator.http import responses
+
+
+class _UnloadRequest(msgspec.Struct):
+    lora_name: str
+
+
+class _LoadRequest(_UnloadRequest):
+    lora_path: str
+
+
+_RequestT = TypeVar("_RequestT", bound=_UnloadRequest)
 
 
 class Adapters:
@@ -45,9 +57,13 @@ class Adapters:
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         """Make an adapter known; it comes to the device with its first request."""
-        name = await self._name(request)
-        if isinstance(name, web.Response):
-            return name
+        body = await _read(request, _LoadRequest)
+        if isinstance(body, web.Response):
+            return body
+        name = body.lora_name
+        if not name or not body.lora_path:
+            message = "Both 'lora_name' and 'lora_path' must be provided."
+            return responses.failure(message, "InvalidUserInput", 400)
         if name in self.names:
             message = f"The lora adapter '{name}' has already been loaded."
             return responses.failure(message, "InvalidUserInput", 400)
@@ -56,22 +72,23 @@ class Adapters:
 
     async def unload(self, request: web.Request) -> web.StreamResponse:
         """Forget an adapter; requests under way end as they would."""
-        name = await self._name(request)
-        if isinstance(name, web.Response):
-            return name
+        body = await _read(request, _UnloadRequest)
+        if isinstance(body, web.Response):
+            return body
+        name = body.lora_name
+        if not name:
+            message = "'lora_name' needs to be provided to unload a LoRA adapter."
+            return responses.failure(message, "InvalidUserInput", 400)
         if name not in self.names:
             message = f"The lora adapter '{name}' cannot be found."
             return responses.failure(message, "NotFoundError", 404)
         self.names.remove(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
-    async def _name(self, request: web.Request) -> str | web.Response:
-        """`lora_name` of a body, or the error response where it is missing."""
-        try:
-            read = msgspec.json.decode(await request.read(), type=dict[str, object])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return responses.bad_request(str(error))
-        name = read.get("lora_name")
-        if isinstance(name, str) and name:
-            return name
-        return responses.failure("'lora_name' needs to be provided.", "InvalidUserInput", 400)
+
+async def _read(request: web.Request, kind: type[_RequestT]) -> _RequestT | web.Response:
+    """The body, or vLLM's error response where a field is missing or no text."""
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return responses.bad_request(str(error))

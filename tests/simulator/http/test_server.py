@@ -276,6 +276,27 @@ async def test_models_lists_base_and_adapters_with_their_parent():
 
 
 @engine_server.run
+async def test_adapters_need_a_name_and_a_path():
+    """Fields that are missing or empty are errors of vLLM's form, and nothing is loaded."""
+    async with engine_server.engine(loras=("a",)) as (server, client):
+        for path, body, message in (
+            ("load", {"lora_name": "b"}, "lora_path"),
+            ("load", {"lora_name": "b", "lora_path": None}, "lora_path"),
+            ("load", {"lora_name": "b", "lora_path": ""}, "must be provided"),
+            ("load", {"lora_path": "somewhere"}, "lora_name"),
+            ("load", ["b"], "object"),
+            ("unload", {}, "lora_name"),
+            ("unload", {"lora_name": ""}, "needs to be provided"),
+        ):
+            reply = await client.post(f"/v1/{path}_lora_adapter", json=body)
+            assert reply.status == 400
+            error = (await reply.json())["error"]
+            assert message in error["message"]
+            assert error["code"] == 400
+        assert server.adapters.names == ["a"]
+
+
+@engine_server.run
 async def test_over_the_queue_limit_it_is_busy():
     """503 without Retry-After once so many requests are in the engine."""
     async with engine_server.engine(speed=0.001, machine={"max_queued": 1}) as (server, client):
