@@ -158,8 +158,15 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
                 print(render_hints(place, keep=keep))
             if last and keep:
                 with contextlib.suppress(asyncio.CancelledError):  # the end that the hints name
+                    await children.watch(_report_end)
                     await run_forever()
     return 0 if _healthy(runs) else 1
+
+
+def _report_end(child: stack.Child) -> None:
+    """Show that a child ended, and that the others go on: one may have been killed as a test."""
+    line = main.to_printable(child.describe_end())
+    print(f"extproc: warning: {line}", file=sys.stderr, flush=True)
 
 
 async def _install(

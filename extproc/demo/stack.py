@@ -207,6 +207,16 @@ class Child:
         return child
 
     ready_line: str = ""
+    #: `ip:port` of an engine; empty for others.
+    address: str = ""
+
+    def describe_end(self) -> str:
+        """Name, exit code and last line of a process that has ended, for people."""
+        name = f"{self.name} {self.address}".rstrip()
+        code = self.process.returncode or 0
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        last = f": {self.last_lines[-1]}" if self.last_lines else ""
+        return f"{name} ended with {how}{last}"
 
     def line(self, part: str) -> asyncio.Future[str]:
         """The next line that holds `part`; fails with EOFError if the process ends first."""
@@ -227,7 +237,11 @@ class Child:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
-            await self.process.wait()
+        return await self.wait()
+
+    async def wait(self) -> int:
+        """Wait until it has ended and its last line was read; returns its exit code."""
+        await self.process.wait()
         await self._reader
         return self.process.returncode or 0
 
@@ -422,7 +436,8 @@ class Stack:
         """Start a simulated engine; returns it and its `ip:port`."""
         argv = [sys.executable, "-m", "extproc", "engine", "--port", "0", *arguments]
         child = await self.start("engine", argv, ready="listening on ")
-        return child, child.ready_line.rpartition("listening on ")[2].strip()
+        child.address = child.ready_line.rpartition("listening on ")[2].strip()
+        return child, child.address
 
     async def extproc(self, *arguments: str) -> Child:
         """Start the picker."""
@@ -448,6 +463,17 @@ class Stack:
         children = reversed(self._children)
         await asyncio.gather(*(child.stop(timeout_s=STOP_TIMEOUT_S) for child in children))
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def watch(self, on_end: Callable[[Child], None]) -> None:
+        """Report children that end by themselves; returns when all have."""
+
+        async def wait(child: Child) -> None:
+            await child.wait()
+            on_end(child)
+
+        async with asyncio.TaskGroup() as group:
+            for child in self._children:
+                group.create_task(wait(child))
 
     async def start(self, name: str, argv: Sequence[str], *, ready: str) -> Child:
         """Start any other child; see `Child.start`."""

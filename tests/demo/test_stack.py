@@ -83,6 +83,27 @@ def test_a_child_whose_start_is_cancelled_ends(tmp_path):
         os.kill(int(file.read_text()), 0)
 
 
+def test_children_that_end_are_reported():
+    """With exit code and last line, or with the signal that ended them."""
+    reported = []
+
+    async def run():
+        async with stack.stack() as children:
+            code = "print('ready'); print('port in use'); raise SystemExit(3)"
+            await children.start("envoy", [sys.executable, "-c", code], ready="ready")
+            code = "import time; print('ready'); time.sleep(300)"
+            engine = await children.start("engine", [sys.executable, "-c", code], ready="ready")
+            engine.address = "127.0.0.1:1"
+            engine.process.kill()
+            await children.watch(lambda child: reported.append(child.describe_end()))
+
+    asyncio.run(run())
+    assert sorted(reported) == [
+        "engine 127.0.0.1:1 ended with SIGKILL: ready",
+        "envoy ended with exit code 3: port in use",
+    ]
+
+
 #: An Envoy configuration with one listener and any clusters.
 ENVOY = """
 admin: {address: {socket_address: {port_value: 1}}}

@@ -76,10 +76,19 @@ async def test_an_interrupted_demo_has_the_status_of_its_signal(tmp_path, comman
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.slow
 async def test_a_demo_that_stays_ends_well(tmp_path, how):
-    """Ctrl-C is the end that it names itself."""
+    """Ctrl-C is the end that it names itself; a child that ends before is reported."""
     demo = await start(tmp_path, "demo", "--keep", "--conversations", "1")
     async for line in demo.stdout:
         if b"Running until Ctrl-C" in line:
+            break
+    (envoy, *_) = [
+        pid
+        for pid in session_of(demo.pid)
+        if b"--use-dynamic-base-id" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(envoy, signal.SIGKILL)
+    async for line in demo.stdout:
+        if b"envoy ended with SIGKILL" in line:
             break
     demo.send_signal(how)
     message, _ = await demo.communicate()
