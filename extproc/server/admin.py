@@ -100,12 +100,8 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         """Metrics as Prometheus text, or as OpenMetrics where the scraper accepts it."""
         is_openmetrics = _accepts_openmetrics(request.headers.getall("accept", ()))
         kind = f"{_OPENMETRICS}; version=1.0.0" if is_openmetrics else "text/plain; version=0.0.4"
-        body, started = bytearray(), time.perf_counter()
-        for piece in self.exposition.pieces(is_openmetrics=is_openmetrics):
-            body += piece.encode(errors="replace")
-            if time.perf_counter() - started > _RENDER_TURN_S:
-                await asyncio.sleep(0)  # requests are routed in between
-                started = time.perf_counter()
+        pieces = self.exposition.pieces(is_openmetrics=is_openmetrics)
+        body = await _join_in_turns(piece.encode(errors="replace") for piece in pieces)
         return web.Response(body=body, headers={"content-type": f"{kind}; charset=utf-8"})
 
     async def healthz(self, _: web.Request) -> web.Response:
@@ -129,13 +125,14 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         pool = pools.get(name)
         if pool is None:
             return refuse_unknown_pool(name, pools)
-        return web.json_response(explanation.describe_pool(pool, self.clock()))
+        body = await _join_in_turns(pool_state.render_pool(pool, self.clock()))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def all_pools(self, _: web.Request) -> web.Response:
         """All pools by name, in the form of `/debug/pool`."""
-        now = self.clock()
-        states = {name: explanation.describe_pool(pool, now) for name, pool in self.pools().items()}
-        return web.json_response({"pools": states})
+        pieces = pool_state.render_pools(self.pools(), self.clock())
+        body = await _join_in_turns(itertools.chain((b'{"pools": ',), pieces, (b"}",)))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def latest_decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; `?limit=` of them, 50 by default.
@@ -444,6 +441,17 @@ def _to_seconds(text: str) -> float | None:
     except ValueError:
         return None
     return seconds if seconds >= 0.0 else None
+
+
+async def _join_in_turns(pieces: Iterable[bytes]) -> bytes:
+    """Joins pieces of a page, with turns for other work while they are rendered."""
+    body, started = bytearray(), time.perf_counter()
+    for piece in pieces:
+        body += piece
+        if time.perf_counter() - started > _RENDER_TURN_S:
+            await asyncio.sleep(0)  # requests are routed in between
+            started = time.perf_counter()
+    return bytes(body)
 
 
 def refuse_unknown_pool(name: str, pools: Iterable[str]) -> web.Response:

@@ -22,7 +22,6 @@ from extproc.decision import (
     Rejection,
 )
 from extproc.endpoint import Candidate
-from extproc.pool.snapshot import Pool
 from extproc.request import InferenceRequest
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.telemetry import pool_state
@@ -42,25 +41,6 @@ _MAX_SAME_ID: Final = 10
 
 #: Plain JSON: mappings, lists, text, numbers, booleans, None.
 Json = dict[str, Any]
-
-
-def describe_pool(pool: Pool, now: float) -> Json:
-    """The pool state as JSON, for /debug/pool and `extproc explain --state`.
-
-    Unknown values are omitted, and so is `matched_tokens`, which belongs to a request.
-    """
-    description: Json = msgspec.json.decode(
-        msgspec.json.encode(pool_state.describe_pool_state(pool, now))
-    )
-    description["endpoints"] = [
-        {
-            name: value
-            for name, value in endpoint.items()
-            if value is not None and name != "matched_tokens"
-        }
-        for endpoint in description["endpoints"]
-    ]
-    return description
 
 
 def health(pool: pool_state.PoolState) -> Json:

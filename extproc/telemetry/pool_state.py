@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -114,6 +114,32 @@ class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 def describe_pool_state(pool: Pool, now: float) -> PoolState:
     """Converts a pool snapshot."""
     return PoolState(endpoints=tuple(describe_endpoint(member, now) for member in pool.members))
+
+
+def render_pools(pools: Mapping[str, Pool], now: float) -> Iterator[bytes]:
+    """Renders pools by name as a JSON object for /debug/pools, in pieces of one endpoint each."""
+    separator = b"{"
+    for name, pool in pools.items():
+        yield separator + msgspec.json.encode(name) + b": "
+        yield from render_pool(pool, now)
+        separator = b", "
+    yield b"}" if pools else b"{}"
+
+
+def render_pool(pool: Pool, now: float) -> Iterator[bytes]:
+    """Renders a pool for /debug/pool and `extproc explain --state`, in pieces of one endpoint each.
+
+    Unknown values are omitted, and so is `matched_tokens`, which belongs to a request.
+    """
+    separator = b""
+    yield b'{"endpoints": ['
+    for member in pool.members:
+        fields = msgspec.structs.asdict(describe_endpoint(member, now))
+        del fields["matched_tokens"]
+        known = {name: value for name, value in fields.items() if value is not None}
+        yield separator + msgspec.json.encode(known)
+        separator = b", "
+    yield b"]}"
 
 
 def describe_endpoint(member: EndpointSnapshot, now: float) -> EndpointState:

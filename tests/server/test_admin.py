@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -15,7 +16,9 @@ from aiohttp import web
 from extproc.cli import main
 from extproc.config import loader
 from extproc.demo import stack
+from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
+from extproc.pool.store import PoolStore
 from extproc.server import admin, admin_access, app
 from tests.docs import http_reference
 from tests.e2e import http1
@@ -312,12 +315,29 @@ def test_unknown_names_in_a_query_are_refused_with_the_known_ones():
     asyncio.run(test())
 
 
+async def test_pages_of_large_pools_leave_turns_to_requests(monkeypatch):
+    """Pools are rendered endpoint by endpoint, with other work in between."""
+    monkeypatch.setattr(admin, "_RENDER_TURN_S", 0.0)  # a turn after each endpoint
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(f"10.0.0.{at}:8000") for at in range(50)], 0.0)
+    facts = dict.fromkeys(admin.AdminPages.__struct_fields__)
+    facts |= {"pools": lambda: {"a": store.pool, "b": store.pool}, "clock": lambda: 1.0}
+    rendering = asyncio.ensure_future(admin.AdminPages(**facts).all_pools(None))
+    num_turns = 0
+    while not rendering.done():
+        num_turns += 1
+        await asyncio.sleep(0)
+    assert num_turns >= 100
+    pools = json.loads((await rendering).body)["pools"]
+    assert [len(pools[name]["endpoints"]) for name in ("a", "b")] == [50, 50]
+
+
 def test_browsers_get_indented_json():
     """Programs get it in one line."""
 
     async def test() -> None:
         async with admin_pages() as port:
-            for path in ("/debug/decisions", "/debug/overview"):
+            for path in ("/debug/decisions", "/debug/overview", "/debug/pools"):
                 short = await http1.ask(port, path)
                 accept = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")]
                 long = await http1.ask(port, path, headers=accept)

@@ -352,9 +352,14 @@ def fleet():
     return pool
 
 
+def described(store, now):
+    """The page of a pool."""
+    return json.loads(b"".join(pool_state.render_pool(store.pool, now)))
+
+
 def test_pool_state_contains_known_values():
     """Known values are shown with their age, and unknown ones are left out."""
-    document = explanation.describe_pool(fleet().pool, 12.5)
+    document = described(fleet(), 12.5)
     assert document == {
         "endpoints": [
             {
@@ -401,7 +406,7 @@ def test_pool_state_contains_known_values():
 def test_a_pool_state_round_trips():
     """A pool that was written down and read again gives the same candidates."""
     pool = fleet()
-    document = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
+    document = described(pool, 12.5)
     read = msgspec.convert(document, pool_state.PoolState)
     outcome = offline_explain.route_offline(
         settings.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
@@ -420,12 +425,12 @@ def test_excluded_endpoints_are_explained_with_the_reason():
         member = pool.pool.find("b:2")
         assert member is not None
         pool.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=12.0, now=12.0)
-    document = explanation.describe_pool(pool.pool, 13.0)["endpoints"][1]
+    document = described(pool, 13.0)["endpoints"][1]
     assert (document["health"], document["cause"], document["out_s"], document["ejections"]) == (
         ("ejected", "errors", 1.0, 1)
     )
     assert 3.0 <= document["again_s"] <= 4.0
-    read = msgspec.convert(explanation.describe_pool(pool.pool, 13.0), pool_state.PoolState)
+    read = msgspec.convert(described(pool, 13.0), pool_state.PoolState)
     outcome = offline_explain.route_offline(
         settings.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )

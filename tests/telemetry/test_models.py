@@ -97,7 +97,7 @@ def test_the_ring_keeps_the_rewrite():
 
 def test_models_of_a_pool_state_round_trip():
     """/debug/pool tells who serves what, and `extproc explain --state` decides by it."""
-    document = json.loads(json.dumps(explanation.describe_pool(TWO.store.pool, 1.0)))
+    document = json.loads(b"".join(pool_state.render_pool(TWO.store.pool, 1.0)))
     first, second, third = document["endpoints"]
     assert (first["models"], first["model_adapters"]) == (["llama"], ["math", "sql"])
     assert (second["models"], second["model_adapters"]) == (["qwen"], [])
