@@ -279,9 +279,6 @@ def test_plugins_are_listed(capsys):
         assert any(word.strip(",") == name for word in words)
 
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\npool: {endpoints: ['10.0.0.1:8000']}\n"
-
-
 def diffed(tmp_path, old, new, *flags):
     paths = [tmp_path / "old.yaml", tmp_path / "new.yaml"]
     for path, text in zip(paths, (old, new), strict=True):
