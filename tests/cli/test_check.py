@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import check, main
-from extproc.config import loader
+from extproc.cli import main
 from extproc.scheduling import registry
 from extproc.server import tls
 
@@ -123,12 +122,6 @@ def test_a_clean_file_of_upstream_passes_with_its_pool(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_check_warns_of_no_endpoints(capsys):
-    """The defaults are in order, and of no use alone."""
-    assert main.main(["check"]) == 0
-    assert "warning: there are no endpoints" in capsys.readouterr().out
-
-
 def test_check_and_serve_warn_of_an_expired_certificate(tmp_path, monkeypatch, capsys):
     """The server serves it, and clients that verify it refuse it."""
     monkeypatch.setattr(tls, "_VALID_DAYS", -0.5)
@@ -214,34 +207,6 @@ def test_check_describes_unknown_models(capsys):
     assert "model_adapter" not in output
 
 
-def test_check_reads_the_endpoints_file(tmp_path, capsys):
-    """An endpoints file is read and its endpoints are listed."""
-    path = tmp_path / "endpoints.yaml"
-    path.write_text("endpoints: [{host: 10.0.0.7, port: 8000, name: seven}]")
-    assert main.main(["check", "--endpoints-file", str(path)]) == 0
-    output = capsys.readouterr().out
-    assert f"1 in {path}, watched" in output
-    assert "10.0.0.7:8000  seven" in output
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("endpoints: [{host: 10.0.0.7}]", "port"),
-        ("endpoint: []", "did you mean `endpoints`?"),
-        ("[", "YAML or JSON"),
-    ],
-)
-def test_check_refuses_a_broken_endpoints_file(text, expected, tmp_path, capsys):
-    """A broken endpoints file is status 2, with the place."""
-    path = tmp_path / "endpoints.yaml"
-    path.write_text(text)
-    assert main.main(["check", "--endpoints-file", str(path)]) == 2
-    output = capsys.readouterr().err
-    assert str(path) in output
-    assert expected in output
-
-
 @pytest.mark.parametrize(
     "text", ["nonsense", CONFIG + "limit: {}", CONFIG.replace("queue-depth", "queue-dept")]
 )
@@ -279,63 +244,6 @@ def test_plugins_are_listed(capsys):
         assert any(word.strip(",") == name for word in words)
 
 
-def diffed(tmp_path, old, new, *flags):
-    paths = [tmp_path / "old.yaml", tmp_path / "new.yaml"]
-    for path, text in zip(paths, (old, new), strict=True):
-        path.write_text(HEAD + text)
-    return main.main(["check", str(paths[1]), "--diff", str(paths[0]), *flags])
-
-
-def test_diff_separates_live_fields_from_restart_fields(tmp_path, capsys):
-    """Every field that differs is listed with both values and when it takes effect."""
-    old = "log: {level: info}\nserver: {grpc_port: 9002}\n"
-    new = "log: {level: debug}\nserver: {grpc_port: 9009}\nscheduling: {strategy: random}\n"
-    assert diffed(tmp_path, old, new) == 0
-    output = capsys.readouterr().out.splitlines()
-    at = output.index(f"compared with {tmp_path}/old.yaml, as if that was running")
-    assert output[at + 1 :] == [
-        "  needs a restart  server.grpc_port     9002 -> 9009",
-        '  live             scheduling.strategy  "adaptive" -> "random"',
-        '  live             log.level            "info" -> "debug"',
-        "2 fields in force once the file is read again, 1 field after a restart",
-    ]
-
-
-def test_diff_of_equal_files_is_empty(tmp_path, capsys):
-    """Also where flags make them equal, which beat both files."""
-    assert diffed(tmp_path, "seed: 1\n", "seed: 1\n") == 0
-    assert "nothing differs" in capsys.readouterr().out
-    ports = ("server: {grpc_port: 1}\n", "server: {grpc_port: 2}\n")
-    assert diffed(tmp_path, *ports, "--grpc-port", "3") == 0
-    assert "nothing differs" in capsys.readouterr().out
-
-
-def test_diff_reports_what_a_reload_would_refuse(tmp_path, capsys):
-    """A rule that needs what only a restart switches on cannot be read again before it."""
-    old = "scrape: {enabled: false}\nscheduling: {strategy: random}\n"
-    new = "scheduling: {profile: {scorers: [{kind: queue-depth, weight: 1}]}}\n"
-    assert diffed(tmp_path, old, new) == 1
-    output = capsys.readouterr().out
-    assert "needs a restart  scrape.enabled" in output
-    assert "refused until the restart, if it is read again: " in output
-    assert "waiting" in output
-
-
-def test_diff_judges_the_profiles_that_pools_use(tmp_path, capsys):
-    """Rules of each pool count, and those of the top level only where a pool uses them."""
-    text = (
-        "pools: [{name: a, endpoints: ['10.0.0.1:1'], scheduling: {strategy: %s}}]\n"
-        "scrape: {enabled: %s}\nscheduling: {strategy: %s}\n"
-    )
-    old = text % ("random", "false", "random")
-    assert diffed(tmp_path, old, text % ("least-queue", "true", "random")) == 1
-    assert "what is running: pools[0]: scheduling" in capsys.readouterr().out
-    assert diffed(tmp_path, old, text % ("random", "true", "least-queue")) == 0
-    discovering = "cluster: {discover_pools: namespace}\n"
-    new = text % ("random", "true", "least-queue")
-    assert diffed(tmp_path, discovering + old, discovering + new) == 1
-
-
 @pytest.mark.parametrize("rules", ["strategy: nonsense", "plugin_files: [missing.py]"])
 def test_check_refuses_wrong_rules_of_a_pool(tmp_path, capsys, rules):
     """The error names the file and the pool."""
@@ -349,12 +257,6 @@ def test_check_refuses_wrong_rules_of_a_pool(tmp_path, capsys, rules):
     assert main.main(["check", str(file)]) == 2
     place = rules.partition(":")[0]
     assert f"{file}: pools[1].scheduling.{place}" in capsys.readouterr().err
-
-
-def test_diff_validates_the_other_file(tmp_path, capsys):
-    """A mistake in it is reported as one of the file itself."""
-    assert diffed(tmp_path, "nonsense: 1\n", "seed: 1\n") == 2
-    assert "old.yaml" in capsys.readouterr().err
 
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -485,90 +387,6 @@ def test_check_prints_json(capsys):
     assert (status, error["where"]) == (2, "--config-text: log.level")
     assert main.main(["check", "no-such-file", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["errors"][0]["where"] == "no-such-file"
-
-
-NO_CLAIMS = "match rules none: annotations of InferencePools are ignored"
-
-
-@pytest.mark.parametrize(
-    ("text", "result"),
-    [
-        (
-            "pool: {name: p, endpoints: [{address: 'h:80', name: n, labels: {a: b}}]}",
-            ["endpoints   1 listed of pool p", "            h:80  (every address of this name)  n"],
-        ),
-        (
-            "pool: {kubernetes: {inference_pool: x}}",
-            [
-                "endpoints   from Kubernetes: InferencePool x (inference.networking.k8s.io)",
-            ],
-        ),
-        (
-            "pool: {kubernetes: {selector: {b: c, a: b}, ports: [1, 2]}}",
-            ["endpoints   from Kubernetes: pods with a=b,b=c, ports 1, 2"],
-        ),
-        (
-            "pool: {kubernetes: {selector: {model: llama}}}",
-            ["endpoints   from Kubernetes: pods with model=llama, ports of their annotations"],
-        ),
-        (
-            "pool: {kubernetes: {service: s, port: http}}",
-            ["endpoints   from Kubernetes: EndpointSlices of Service s, port http"],
-        ),
-        (
-            """
-pools:
-- {name: a, endpoints: ['10.0.0.1:80'], match: {hosts: [x, y], paths: [/v1], headers: {t: u}}}
-- {name: b, endpoints: ['10.0.0.2:80'], match: {models: [m]}, scheduling: {strategy: random}}
-- {name: c, kubernetes: {service: s}}
-""",
-            [
-                "pool        a, for host x or y and path /v1 and header t=u",
-                "endpoints   1 listed of pool a",
-                "            10.0.0.1:80",
-                "pool        b, for model m",
-                "            pool a comes first where both match a request",
-                "            scheduled by rules of its own",
-                "endpoints   1 listed of pool b",
-                "            10.0.0.2:80",
-                "pool        c, for models its endpoints list, and what no other pool takes",
-                "endpoints   from Kubernetes: EndpointSlices of Service s of pool c",
-            ],
-        ),
-        (
-            "cluster: {discover_pools: cluster}",
-            ["pools       every InferencePool of the cluster, as they come and go", NO_CLAIMS],
-        ),
-        (
-            "cluster: {discover_pools: namespace, namespace: n}",
-            ["pools       every InferencePool of namespace n, as they come and go", NO_CLAIMS],
-        ),
-        (
-            "cluster: {discover_pools: namespace}",
-            [
-                "pools       every InferencePool of namespace of this process, as they come and go",
-                NO_CLAIMS,
-            ],
-        ),
-        (
-            """
-pool: {kubernetes: {inference_pool: x, namespace: n}}
-cluster: {leader_election: true, lease: {namespace: m}}
-""",
-            [
-                "endpoints   from Kubernetes: InferencePool x",
-                "ready       only the holder of Lease epp-n-x.llm-d.ai in namespace m",
-            ],
-        ),
-    ],
-)
-def test_every_source_is_described(text, result):
-    """The report names the sources of endpoints and the requests of each pool."""
-    settings = loader.settings(loader.parse(HEAD + text, where="f"))
-    values = list(check.describe_pools(settings))
-    assert len(values) == len(result)
-    for line, expected in zip(values, result, strict=True):
-        assert line.startswith(expected)
 
 
 @pytest.mark.parametrize(
