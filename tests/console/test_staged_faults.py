@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests.e2e import installation
-from tests.monitoring.test_faults import again_and_again, started_fleet
+from tests.monitoring.watched_fleet import again_and_again, started_fleet
 
 pytestmark = pytest.mark.slow
 

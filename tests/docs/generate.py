@@ -23,7 +23,7 @@ from tests.docs import (
     reference,
     request_walk,
 )
-from tests.monitoring import alerts, boards
+from tests.monitoring import alerts, boards, recording_rules
 from tests.protocol import table
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "plugin api": plugin_reference.api_block,
     "plugins": plugin_reference.plugins_block,
     "points": table.reference_block,
-    "recording rules": alerts.records_block,
+    "recording rules": recording_rules.records_block,
     "reload": reference.reload_block,
     "scenario": reference.scenario_block,
     "strategies": plugin_reference.strategies_block,

@@ -6,13 +6,14 @@ They are files of the chart, from which the kustomize components take them too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.monitoring import alerts, boards, grafana
+from tests.monitoring import alerts, boards, grafana, recording_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "manifests/chart/files"
@@ -38,7 +39,32 @@ def rule() -> dict[str, Any]:
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
         "metadata": {"name": "extproc", "labels": dict(_LABELS)},
-        "spec": {"groups": alerts.groups()},
+        "spec": {"groups": groups()},
+    }
+
+
+def groups() -> list[dict[str, Any]]:
+    """The groups of a rule file of Prometheus, and of a PrometheusRule."""
+    records = [
+        {"record": rule.record, "expr": rule.expr} for rule in recording_rules.RECORDING_RULES
+    ]
+    return [
+        {"name": "extproc.records", "rules": records},
+        {"name": "extproc.alerts", "rules": [_alert(alert) for alert in alerts.ALERTS]},
+    ]
+
+
+def _alert(alert: alerts.Alert) -> dict[str, Any]:
+    return {
+        "alert": alert.name,
+        "expr": alert.expr,
+        "for": alert.for_,
+        "labels": {"severity": alert.severity},
+        "annotations": {
+            "summary": alert.summary,
+            "description": re.sub(r"\[(.*?)\]\(.*?\)", r"\1", alert.meaning),
+            "runbook": f"{alerts.RUNBOOKS}#{alert.name.lower()}",
+        },
     }
 
 

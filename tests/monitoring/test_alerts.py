@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.docs import metrics_reference
-from tests.monitoring import alerts, boards, files, prometheus
+from tests.monitoring import alerts, boards, files, prometheus, recording_rules
 
 #: The hour is healthy until this minute; what is staged happens then.
 STAGED = 60
@@ -295,7 +295,7 @@ MORE_FAULTS = [
 
 def run_rules(folder, series, *checks, only=""):
     """Let promtool evaluate the rules over series, of the alerts all or only this, and compare."""
-    records, all_alerts = alerts.groups()
+    records, all_alerts = files.groups()
     chosen = [rule for rule in all_alerts["rules"] if only in {"", rule["alert"]}]
     rules = folder / "rules.yml"
     rules.write_text(files.dumped({"groups": [records, {**all_alerts, "rules": chosen}]}))
@@ -314,7 +314,7 @@ def run_rules(folder, series, *checks, only=""):
 def test_rules_are_valid(tmp_path):
     """The parser of Prometheus takes every rule."""
     path = tmp_path / "rules.yml"
-    path.write_text(files.dumped({"groups": alerts.groups()}))
+    path.write_text(files.dumped({"groups": files.groups()}))
     assert "SUCCESS" in prometheus.promtool("check", "rules", path)
 
 
@@ -391,7 +391,7 @@ def test_counters_of_rules_are_there_before_their_first_event():
         for piece in family.render(is_openmetrics=False)
     )
     late = set()
-    for expr in [rule.expr for rule in (*alerts.RECORDING_RULES, *alerts.ALERTS)]:
+    for expr in [rule.expr for rule in (*recording_rules.RECORDING_RULES, *alerts.ALERTS)]:
         for name, matchers in re.findall(r"\b(?:rate|increase)\((\w+)(?:\{(.*?)\})?\[", expr):
             lines = [line for line in page.splitlines() if re.match(rf"{name}[{{ ]", line)]
             _, _, values = matchers.partition('=~"')
@@ -414,8 +414,8 @@ def test_every_alert_is_staged():
 def test_recorded_series_are_used():
     """Each recording rule serves an alert, itself or through another one."""
     expressions = [alert.expr for alert in alerts.ALERTS]
-    expressions += [rule.expr for rule in alerts.RECORDING_RULES]
-    for rule in alerts.RECORDING_RULES:
+    expressions += [rule.expr for rule in recording_rules.RECORDING_RULES]
+    for rule in recording_rules.RECORDING_RULES:
         assert any(rule.record in expr for expr in expressions), rule.record
 
 

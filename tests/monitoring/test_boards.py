@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.docs import metrics_reference
-from tests.monitoring import alerts, boards, files, grafana, test_alerts
+from tests.monitoring import alerts, boards, files, grafana, recording_rules, test_alerts
 
 #: Metrics that no board and no alert shows: details for a look at a single picker.
 NOT_CHARTED = {
@@ -72,7 +72,7 @@ EXPRESSIONS = [
         for panel in board.panels()
         for query in panel.queries
     ),
-    *(rule.expr for rule in alerts.RECORDING_RULES),
+    *(rule.expr for rule in recording_rules.RECORDING_RULES),
     *(alert.expr for alert in alerts.ALERTS),
 ]
 
@@ -133,7 +133,7 @@ def test_labels_of_queries_exist(expr):
     """A matcher or a grouping by a label that a metric lacks would select or merge nothing."""
     known = labels_by_series()
     names = re.findall(r"(?<![:\w])extproc_\w+", expr)
-    recorded = {rule.record for rule in alerts.RECORDING_RULES}
+    recorded = {rule.record for rule in recording_rules.RECORDING_RULES}
     for name, matchers in re.findall(r"(?<![:\w])(extproc_\w+)\{(.*?)\}", expr):
         assert set(re.findall(r"(\w+)[=!]", matchers)) <= known[name] | _TARGET_LABELS, name
     for record in re.findall(r"\w+:extproc_\w+:\w+", expr):
@@ -148,7 +148,7 @@ def test_labels_of_queries_exist(expr):
 @pytest.mark.parametrize("alert", alerts.ALERTS, ids=lambda alert: alert.name)
 def test_labels_of_summaries_exist(alert):
     """Labels that a summary names are those of the series that fires."""
-    records = {rule.record: rule.expr for rule in alerts.RECORDING_RULES}
+    records = {rule.record: rule.expr for rule in recording_rules.RECORDING_RULES}
     expr = alert.expr
     for record in reversed(records):
         expr += records[record] if record in expr else ""
