@@ -16,7 +16,7 @@ from extproc.request import HttpRequest
 from extproc.scrape.kv_event_subscriber import KvEventsSection, require
 from extproc.scrape.local_tokenizer import LocalTokenizer, is_available
 from tests.scrape.conftest import answer
-from tests.scrape.test_prompt_renderer import RENDERED, decision, mapped, reply, running
+from tests.scrape.rendering_engines import RENDERED, decision, mapped, reply, running
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizer is not installed")
 

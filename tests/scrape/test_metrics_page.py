@@ -2,15 +2,13 @@
 
 import pathlib
 import random
-import re
 
 import hypothesis
-import msgspec
 import pytest
 from hypothesis import strategies as st
 
 from extproc.endpoint import EngineCounters, Load
-from extproc.scrape import engines, metric_families, metrics_page
+from extproc.scrape import engines, metrics_page
 from tests.support.seeded import examples
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -396,100 +394,6 @@ def test_a_searched_histogram_has_the_sum_of_every_rank():
     assert (load.counters.steps, load.counters.step_tokens) == (400.0, 4000.0)
 
 
-#: Names of samples that are read of a page of vLLM.
-NAMES = [
-    b"vllm:num_requests_waiting",
-    b"vllm:num_requests_running",
-    b"vllm:kv_cache_usage_perc",
-    b"vllm:prefix_cache_queries_total",
-    b"vllm:request_success_total",
-    b"vllm:request_prompt_tokens_sum",
-    b"process_start_time_seconds",
-]
-
-_STEPS = st.lists(
-    st.tuples(st.integers(0, len(LORA)), st.sampled_from([b"", b"1", b"\n", b"# TYPE ", b"vllm:"]))
-    | st.sampled_from([LORA, IDLE, LORA + LORA]),
-    min_size=2,
-    max_size=6,
-)
-
-
-@hypothesis.given(_STEPS)
-@hypothesis.settings(max_examples=examples(100), deadline=None)
-def test_a_page_reads_alike_whatever_was_read_before(steps):
-    """Pages of one endpoint, each damaged a bit further, read as they do on their own."""
-    reader, page = metrics_page.MetricsPageReader(), LORA
-    for step in steps:
-        page = step if isinstance(step, bytes) else page[: step[0]] + step[1] + page[step[0] :]
-        assert reader.read(page, 7.0) == metrics_page.read(page, 7.0)
-
-
-def test_a_family_that_changes_is_read_again():
-    """With the declarations of the last page, what changed is new and the rest is as it was."""
-    reader = metrics_page.MetricsPageReader()
-    before = reader.read(LORA, 7.0)
-    page = LORA.replace(b"} 254591.0", b"} 300000.0")
-    after = reader.read(page, 8.0)
-    assert isinstance(before, Load)
-    assert isinstance(after, Load)
-    assert (before.prefix_queries, after.prefix_queries) == (254591.0, 300000.0)
-    assert after.prefix_hits == before.prefix_hits
-    assert reader.read(LORA, 7.0) == before
-
-
-def test_a_page_on_which_only_other_families_change_has_the_load_of_the_last_one():
-    """Its load is that of the last page at another time, unless other metrics are asked for."""
-    reader = metrics_page.MetricsPageReader()
-    first = reader.read_ranks(LORA, 7.0)
-    page = re.sub(rb"(?m)^(process_cpu_seconds_total) .*$", rb"\1 99.5", LORA)
-    assert page != LORA
-    again = reader.read_ranks(page, 8.0)
-    assert isinstance(first, Load)
-    assert isinstance(again, Load)
-    assert again == msgspec.structs.replace(first, at=8.0)
-    assert again.counters is first.counters
-    extra = {"cpu_s": engines.series("process_cpu_seconds_total")}
-    more = reader.read_ranks(page, 9.0, extra=extra)
-    assert more == msgspec.structs.replace(first, at=9.0, extra={"cpu_s": 99.5})
-    changed = reader.read_ranks(page.replace(b" 99.5", b" 100.5"), 9.5, extra=extra)
-    assert changed == msgspec.structs.replace(first, at=9.5, extra={"cpu_s": 100.5})
-
-
-def test_a_page_that_is_too_long_to_be_cut_ends_the_comparison():
-    """The pages behind it do not read as the long one, though they are as those before it."""
-    reader = metrics_page.MetricsPageReader()
-    long = LORA.replace(b"} 254591.0", b"} 300000.0") + b"# a comment\n" * 30_000
-    for page in (LORA, LORA, long, LORA, LORA):
-        assert reader.read(page, 7.0) == metrics_page.read(page, 7.0)
-
-
-_VALUES = (
-    b"0.0",
-    b"17",
-    b"2.5e+06",
-    b"-1.0",
-    b"NaN",
-    b"+Inf",
-    b"1_0",
-    b"5 1700000000",
-    b"",
-    b"7\r",
-)
-
-
-@hypothesis.given(
-    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(_VALUES)), min_size=1, max_size=12)
-)
-@hypothesis.settings(max_examples=examples(100), deadline=None)
-def test_values_that_change_read_as_on_a_new_page(changes):
-    """Whatever a value becomes, and whatever it was, the page reads as it does on its own."""
-    reader, page = metrics_page.MetricsPageReader(), LORA
-    for name, value in changes:
-        page = re.sub(rb"(?m)^(%b(?:\{.*\})?) .*$" % re.escape(name), rb"\g<1> " + value, page)
-        assert reader.read(page, 7.0) == metrics_page.read(page, 7.0)
-
-
 @hypothesis.given(
     counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
     text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12),
@@ -512,111 +416,3 @@ def test_the_table_lists_every_engine_once():
     """Every type label of the checklist has its row."""
     labels = [engine.type_label for engine in engines.TABLE]
     assert sorted(labels) == ["sglang", "triton", "triton-tensorrt-llm", "trtllm-serve", "vllm"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"vllm:cache_config_info{" + b"a" * 1_000_000 + b"} 1\n",
-        b"vllm:cache_config_info{" + b'a="' * 300_000 + b"} 1\n",
-        b"vllm:lora_requests_info{" + b'"' * 1_000_000,
-        b'vllm:num_requests_waiting{engine="0"} 1 2\n' * 20_000,
-        b"vllm:num_requests_waiting_x 1\n" * 30_000,
-        b" \n" * 300_000,
-        b"a" * 1_000_000,
-        b"vllm:x 1\n# TYPE " * 14_000,
-        b"vllm:x 1" + b"\n# TYPE a b" * 20_000,
-        b"# TYPE vllm:x gauge\nvllm:x 1\n" + b"#\n" * 100_000,
-    ],
-)
-def test_hostile_pages_are_read_in_linear_time(body):
-    """Time grows with the length of a page, not with its square: these would take minutes."""
-    assert isinstance(metrics_page.read(body, 7.0), Load | metrics_page.UnreadablePage)
-
-
-_NUMBERS = st.one_of(
-    st.floats(allow_nan=True, allow_infinity=True).map(str),
-    st.integers(-(10**400), 10**400).map(str),
-    st.sampled_from(["1e308", "1e300", "-1", "NaN", "+Inf", "-Inf", "9" * 400, "1_0", "0x1", ""]),
-)
-
-
-@hypothesis.given(st.lists(_NUMBERS, min_size=8, max_size=8))
-@hypothesis.settings(max_examples=examples(300), deadline=None)
-def test_numbers_of_any_size_read_as_bounded_ones_or_none(numbers):
-    """Whatever numbers a page holds, what is read can be summed and multiplied over a fleet."""
-    a, b, c, d, e, f, g, h = numbers
-    load = read(
-        f"vllm:num_requests_waiting {a}",
-        f"vllm:num_requests_running {b}",
-        f"vllm:prefix_cache_queries_total {c}",
-        f"vllm:kv_cache_usage_perc {d}",
-        f'vllm:cache_config_info{{block_size="{e}",num_gpu_blocks="{f}"}} 1',
-        f'vllm:lora_requests_info{{max_lora="{g}"}} 5',
-        f"process_start_time_seconds {h}",
-    )
-    ranges = (
-        (load.waiting, metrics_page.MAX_REQUESTS),
-        (load.running, metrics_page.MAX_REQUESTS),
-        (load.prefix_queries, metrics_page.MAX_TOTAL),
-        (load.kv_usage, 1.0),
-        (load.block_tokens, metrics_page.MAX_BLOCK_TOKENS),
-        (load.kv_blocks, metrics_page.MAX_KV_BLOCKS),
-        (load.adapter_slots, metrics_page.MAX_ADAPTER_SLOTS),
-        (load.started_at, metrics_page.MAX_STARTED_AT),
-    )
-    assert all(value is None or 0 <= value <= most for value, most in ranges)
-    assert load.kv_tokens is None or float(load.kv_tokens) <= 2.0**50
-
-
-def test_a_sum_beyond_its_range_is_unknown():
-    """Two ranks within the range that are beyond it together count as no number."""
-    half = metrics_page.MAX_REQUESTS * 0.75
-    load = read(
-        f'vllm:num_requests_waiting{{engine="0"}} {half}',
-        f'vllm:num_requests_waiting{{engine="1"}} {half}',
-    )
-    assert load.waiting is None
-
-
-def test_long_and_numerous_adapter_names_are_dropped():
-    """An adapter name has at most 512 bytes, and a label at most 4096 names."""
-    load = read('vllm:lora_requests_info{running_lora_adapters="a,' + "b" * 513 + '"} 1')
-    assert load.adapters == {"a"}
-    names = ",".join(map(str, range(5000)))
-    load = read(f'vllm:lora_requests_info{{running_lora_adapters="{names}"}} 1')
-    assert load.adapters is not None
-    assert len(load.adapters) == metrics_page.MAX_NAMES
-
-
-def test_many_combinations_of_adapters_hide_nothing():
-    """The newest of 20,000 combinations is found, and what is behind them on the page is read."""
-    combinations = [
-        f'vllm:lora_requests_info{{max_lora="8",running_lora_adapters="{number}"}} {number}'
-        for number in range(20_000)
-    ]
-    known = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1'
-    load = read(*reversed(combinations), known)
-    assert (load.adapters, load.adapter_slots) == ({"19999"}, 8)
-    assert (load.kv_blocks, load.block_tokens) == (1000, 16)
-
-
-def test_too_many_combinations_of_adapters_are_unknown_alone():
-    """Adapters beyond the bound are unknown; what is behind them is read."""
-    line = b'vllm:lora_requests_info{running_lora_adapters="a"} 1\n'
-    waiting = b"vllm:num_requests_waiting 3\n"
-    cache = b'vllm:cache_config_info{block_size="16"} 1\n'
-    page = waiting + line * (metric_families.MAX_ADAPTER_SAMPLES + 1) + cache
-    load = metrics_page.read(page, 7.0)
-    assert isinstance(load, Load)
-    assert (load.waiting, load.adapters, load.block_tokens) == (3.0, None, 16)
-
-
-def test_a_family_of_too_many_samples_is_unknown():
-    """The lines that are read of one page are counted, so its size bounds the work."""
-    line = b'vllm:num_requests_waiting{engine="0"} 1\n'
-    within = metrics_page.read(line * metric_families.MAX_SAMPLES, 7.0)
-    beyond = metrics_page.read(line * (metric_families.MAX_SAMPLES + 1), 7.0)
-    assert isinstance(within, Load)
-    assert isinstance(beyond, Load)
-    assert (within.waiting, beyond.waiting) == (float(metric_families.MAX_SAMPLES), None)

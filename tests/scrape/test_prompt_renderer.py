@@ -1,104 +1,35 @@
 """Prompts of routed requests, mapped by what engines answer."""
 
 import asyncio
-import contextlib
-import gzip
 import json
 import tracemalloc
 from array import array
-from pathlib import Path
 
 import pytest
 
-from extproc.decision import BodyEdit, Decision
-from extproc.endpoint import Endpoint
+from extproc.decision import BodyEdit
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import BlockStored
-from extproc.request import HttpRequest, InferenceRequest, MediaSpan
+from extproc.request import HttpRequest
 from extproc.scrape.kv_event_subscriber import KvEventsSection
-from extproc.scrape.prompt_renderer import PromptRenderer, _UnmappedPrompt
-from extproc.supervision import Supervisor
+from extproc.scrape.prompt_renderer import _UnmappedPrompt
 from tests.scrape.conftest import ScriptedServer, answer, serving
-from tests.support.waiting import until
-
-CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob("*.json"))
-CHAIN = [11, 12]
-TOKENS = list(range(48))
-ALONE = KvEventsSection()
-RENDERED = {"token_ids": TOKENS, "features": None}
-IMAGE = (MediaSpan("image", 0, 64, 16, is_sized=True),)
-
-
-def features(identifier):
-    """Features of a rendered prompt with an image."""
-    spans = {"image": [{"offset": 8, "length": 16}]}
-    return {"mm_hashes": {"image": [identifier]}, "mm_placeholders": spans}
-
-
-def reply(document, **fields):
-    return answer(json.dumps(document).encode(), **fields)
-
-
-#: An answer that is compressed though extproc asks for none that is: a few bytes may be gigabytes.
-ZIPPED = answer(gzip.compress(json.dumps(RENDERED).encode()), fields=["content-encoding: gzip"])
-
-#: An answer in chunks with far more framing than content.
-TINY_CHUNKS = (
-    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    + b"1;%b\r\n \r\n" % (b"x" * 4000) * 3000
-    + b"%x\r\n%b\r\n0\r\n\r\n" % (len(json.dumps(RENDERED)), json.dumps(RENDERED).encode())
+from tests.scrape.rendering_engines import (
+    CAPTURES,
+    CHAIN,
+    IMAGE,
+    RENDERED,
+    TINY_CHUNKS,
+    TOKENS,
+    ZIPPED,
+    decision,
+    features,
+    mapped,
+    reply,
+    running,
 )
-
-
-def exact():
-    """A pool whose engines have blocks of 16 tokens."""
-    prefixes = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
-    engine = prefixes.open(("e", 0), 0)
-    event = BlockStored([1], None, array("I", range(16)).tobytes(), 16)
-    prefixes.index.apply(engine, event)
-    return prefixes
-
-
-@contextlib.asynccontextmanager
-async def running(*script, settings=ALONE, prefixes=None):
-    """A renderer beside an engine that answers by a script."""
-    async with serving(ScriptedServer(*script)) as server:
-        clock = asyncio.get_running_loop().time
-        prefixes = prefixes or exact()
-        renderer = PromptRenderer(
-            prefixes,
-            adapters=frozenset,
-            scheme="http",
-            tls=None,
-            clock=clock,
-            supervisor=Supervisor(),
-            settings=settings,
-        )
-        task = asyncio.ensure_future(renderer.run())
-        try:
-            yield server, prefixes, renderer
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-
-def decision(server, *, api="chat", chain=CHAIN, edit=None, media=()):
-    return Decision(
-        request=InferenceRequest(api=api, model="m", prompt_bytes=192, media=media),
-        endpoints=(Endpoint(f"127.0.0.1:{server.port}"),),
-        block_hashes=chain,
-        body_edit=edit,
-    )
-
-
-async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
-    """Note a request, and wait for the result."""
-    before = dict(renderer.results)
-    renderer.note(decision(server, **fields), HttpRequest({}, body))
-    await until(lambda: not renderer.num_unmapped)
-    return [name for name, count in renderer.results.items() if count != before[name]]
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -339,37 +270,6 @@ def test_a_prompt_of_too_many_blocks_is_forgotten_in_time(monkeypatch):
     asyncio.run(test())
 
 
-def test_an_engine_that_fails_is_left_alone_for_a_while():
-    """Prompts for it are not mapped meanwhile."""
-
-    async def test():
-        async with running(reply({}, status="500 Internal Server Error")) as (server, _, renderer):
-            assert await mapped(server, renderer) == ["failed"]
-            assert await mapped(server, renderer) == []
-
-    asyncio.run(test())
-
-
-def test_an_engine_that_keeps_failing_is_left_alone_longer():
-    """Twice as long each time, until an answer comes."""
-
-    async def test():
-        failure = reply({}, status="500 Internal Server Error")
-        now = 0.0
-        async with running(failure, failure, reply(RENDERED), failure) as (server, _, renderer):
-            renderer._clock = lambda: now
-            pauses_s = []
-            for number in range(4):
-                await mapped(server, renderer, chain=[number])
-                pauses_s.append(renderer._engine(f"127.0.0.1:{server.port}").paused_until - now)
-                now += 1000.0
-            assert pauses_s[:2] == [5.0, 10.0]
-            assert pauses_s[2] < 0.0
-            assert pauses_s[3] == 5.0
-
-    asyncio.run(test())
-
-
 def test_the_first_prompts_wait_for_the_size_of_blocks():
     """It comes with the events of the prompt itself; without any event nothing is rendered."""
 
@@ -387,142 +287,6 @@ def test_the_first_prompts_wait_for_the_size_of_blocks():
             prefixes.index.apply(engine, event)
             await until(lambda: not renderer.num_unmapped)
             assert renderer.results["mapped"] == 1
-
-    asyncio.run(test())
-
-
-def test_a_prompt_that_is_refused_does_not_stop_the_others():
-    """The engine answers the next one: a client cannot end the mapping by prompts that are too long."""
-
-    async def test():
-        script = (reply({}, status="400 Bad Request"), reply(RENDERED))
-        async with running(*script) as (server, _, renderer):
-            assert await mapped(server, renderer) == ["failed"]
-            assert await mapped(server, renderer) == ["mapped"]
-
-    asyncio.run(test())
-
-
-def test_an_unknown_model_does_not_stop_the_others():
-    """An engine that has rendered has a path: 404 at all is about the model that a client names."""
-
-    async def test():
-        missing = [reply({}, status="404 Not Found")] * 4
-        async with running(reply(RENDERED), *missing, reply(RENDERED)) as site:
-            server, _, renderer = site
-            assert await mapped(server, renderer) == ["mapped"]
-            assert await mapped(server, renderer, chain=[21, 22]) == ["failed"]
-            assert await mapped(server, renderer, chain=[31, 32]) == ["failed"]
-            assert await mapped(server, renderer, chain=[41, 42]) == ["mapped"]
-            assert b" /v1/chat/completions/render " in server.requests[-1]
-
-    asyncio.run(test())
-
-
-def test_an_engine_that_lost_its_path_is_asked_at_the_other():
-    """It was started again with other options while no prompt was rendered."""
-
-    async def test():
-        script = (reply(RENDERED), reply({}, status="404 Not Found"), reply({"tokens": TOKENS}))
-        async with running(*script) as (server, _, renderer):
-            assert await mapped(server, renderer) == ["mapped"]
-            assert await mapped(server, renderer, chain=[21, 22]) == ["mapped"]
-            assert await mapped(server, renderer, chain=[31, 32]) == ["mapped"]
-            assert sum(b" /tokenize " in head for head in server.requests) == 2
-
-    asyncio.run(test())
-
-
-def test_the_first_prompts_of_an_engine_find_its_path_together():
-    """Two are rendered at a time, and both learn that the engine lacks the first path."""
-
-    async def test():
-        missing = [reply({}, status="404 Not Found")] * 2
-        async with running(*missing, reply({"tokens": TOKENS})) as (server, _, renderer):
-            for chain in ([21, 22], [31, 32]):
-                renderer.note(decision(server, chain=chain), HttpRequest({}, b'{"a": 1}'))
-            await until(lambda: not renderer.num_unmapped)
-            assert renderer.results["mapped"] == 2
-
-    asyncio.run(test())
-
-
-def test_an_engine_that_failed_is_asked_at_every_path_again():
-    """It may have been started again without the path."""
-
-    async def test():
-        clock = 0.0
-        script = (
-            reply(RENDERED),
-            reply({}, status="500 Internal Server Error"),
-            reply({}, status="404 Not Found"),
-            reply({"tokens": TOKENS}),
-        )
-        async with running(*script) as (server, _, renderer):
-            renderer._clock = lambda: clock
-            assert await mapped(server, renderer) == ["mapped"]
-            assert await mapped(server, renderer, chain=[21, 22]) == ["failed"]
-            clock += 6.0
-            assert await mapped(server, renderer, chain=[31, 32]) == ["mapped"]
-
-    asyncio.run(test())
-
-
-def test_a_server_for_rendering_without_a_model_goes_on():
-    """It may have the base model only: prompts of adapters go to engines, and others to it."""
-
-    async def test():
-        script = (reply(RENDERED), reply({}, status="404 Not Found"), reply(RENDERED))
-        async with serving(ScriptedServer(*script)) as renders:
-            settings = KvEventsSection(render_url=f"http://127.0.0.1:{renders.port}")
-            async with running(reply(RENDERED), settings=settings) as (server, _, renderer):
-                for number in range(3):
-                    chain = [10 * number + 21, 10 * number + 22]
-                    assert await mapped(server, renderer, chain=chain) == ["mapped"]
-                assert (len(renders.requests), len(server.requests)) == (3, 1)
-
-    asyncio.run(test())
-
-
-def test_a_server_for_rendering_is_asked_before_the_engine():
-    """With the name of its model, which replaces an adapter of the request."""
-
-    async def test():
-        async with serving(ScriptedServer(reply(RENDERED))) as renders:
-            settings = KvEventsSection(
-                render_url=f"http://127.0.0.1:{renders.port}", render_model="base"
-            )
-            async with running(settings=settings) as (server, prefixes, renderer):
-                body = b'{"model": "ad", "a": 1}'
-                assert await mapped(server, renderer, body=body) == ["mapped"]
-                assert prefixes.prompts.covers(CHAIN)
-                assert not server.requests
-                edited = b'{"model": "base", "a": 1}'
-                assert b"content-length: %d\r\n" % len(edited) in renders.requests[0].lower()
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        reply({}, status="404 Not Found"),
-        reply({}, status="500 Internal Server Error"),
-        answer(b"no json"),
-    ],
-    ids=["404", "500", "malformed"],
-)
-def test_the_engine_is_asked_where_the_server_fails(failure):
-    """The server rests meanwhile."""
-
-    async def test():
-        async with serving(ScriptedServer(failure)) as renders:
-            settings = KvEventsSection(render_url=f"http://127.0.0.1:{renders.port}")
-            script = (reply(RENDERED), reply(RENDERED))
-            async with running(*script, settings=settings) as (server, _, renderer):
-                assert await mapped(server, renderer) == ["mapped"]
-                assert await mapped(server, renderer, chain=[21, 22]) == ["mapped"]
-                assert (len(renders.requests), len(server.requests)) == (1, 2)
 
     asyncio.run(test())
 

@@ -11,7 +11,7 @@ import pytest
 from extproc.endpoint import Endpoint
 from extproc.scrape import client
 from extproc.scrape.scraper import MAX_RANKLESS_PAGES
-from tests.scrape.test_scraper import QUICK, ScraperScene
+from tests.scrape.scraper_scene import QUICK, ScraperScene
 
 ENGINE = "10.0.0.1:1"
 

@@ -484,24 +484,6 @@ def test_a_live_field_applies_at_once(field, tmp_path):
     asyncio.run(scenario())
 
 
-BUSY = "pool: {endpoints: ['10.0.0.1:8000']}\nflow_control: {enabled: %s}\n"
-
-
-def test_flow_control_is_enabled_by_a_restart_only():
-    """Busy engines get requests as before without flow control, and with it requests are queued."""
-
-    async def scenario():
-        for started, wanted in (("false", "true"), ("true", "false")):
-            untouched, reloaded = (ReloadingScene(read(BUSY % started)) for _ in range(2))
-            reloaded.read_again(read(BUSY % wanted))
-            assert busy(reloaded) == busy(untouched)
-            assert list(reloaded.picker.pool_registry.flow_controllers) == list(
-                untouched.picker.pool_registry.flow_controllers
-            )
-
-    asyncio.run(scenario())
-
-
 def test_waiting_requests_go_on_where_a_reload_allows_it():
     """At once, also where a priority is held and nothing else happens."""
     text = HOLDING % "usage_limit: {min_ceiling: %s, max_ceiling: %s}"
@@ -514,30 +496,6 @@ def test_waiting_requests_go_on_where_a_reload_allows_it():
         for _ in range(20):
             await asyncio.sleep(0)
         assert isinstance(queued.admission.result(), Admission)
-
-    asyncio.run(scenario())
-
-
-def test_pools_discovered_later_use_the_new_settings():
-    """A pool that Kubernetes brings after a reload has live fields as read, and no others."""
-
-    async def scenario():
-        scene = ReloadingScene(
-            read("cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 7}\n")
-        )
-        scene.read_again(
-            read(
-                "cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 9}\n"
-                "flow_control: {enabled: true}\nscheduling: {strategy: random}\n"
-            )
-        )
-        scene.picker.pool_registry.on_pools_changed(
-            {"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ()
-        )
-        runtime = scene.picker.pool_registry.by_name["n/p"]
-        assert runtime.flow_controller is None
-        assert runtime.profile == "random"
-        assert runtime.parts.settings.prefix.capacity_blocks == 7
 
     asyncio.run(scenario())
 
