@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from extproc.config import settings
 from extproc.config.settings import ResponsesSection
-from tests.config.test_envoy_lint import (
+from tests.config.envoy_files import (
     USAGE_MODES,
     findings,
     host,

@@ -8,7 +8,7 @@ import pytest
 
 from extproc.cli import main
 from extproc.config import envoy_lint, envoy_tree
-from tests.config.test_envoy_lint import (
+from tests.config.envoy_files import (
     HOLDING,
     cluster,
     findings,

@@ -298,3 +298,20 @@ def test_effective_rules_give_no_warning():
     """A usual canary, and one that is switched off."""
     warnings = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
     assert not [warning for warning in warnings if "rewrites" in warning]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", False),
+        ("pool: {kubernetes: {inference_pool: p}}", True),
+        ("pool: {kubernetes: {service: s}}", False),
+        ("server: {llmd_metrics: true}", True),
+        ("server: {llmd_metrics: false}\npool: {kubernetes: {inference_pool: p}}", False),
+    ],
+)
+def test_the_picker_of_an_inference_pool_serves_them(text, expected):
+    """Charts for that EPP find their metrics without a change of the configuration."""
+    head = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+    settings = loader.settings(loader.parse(f"{head}{text}\n", where="f.yaml"))
+    assert pools.serves_llmd_metrics(settings) is expected

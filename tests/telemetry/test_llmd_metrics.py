@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from extproc.config import loader, pools
 from extproc.decision import NO_ENDPOINTS, Decision, Disaggregation
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
@@ -439,23 +438,6 @@ def test_these_names_are_served_only_when_wanted():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", False),
-        ("pool: {kubernetes: {inference_pool: p}}", True),
-        ("pool: {kubernetes: {service: s}}", False),
-        ("server: {llmd_metrics: true}", True),
-        ("server: {llmd_metrics: false}\npool: {kubernetes: {inference_pool: p}}", False),
-    ],
-)
-def test_the_picker_of_an_inference_pool_serves_them(text, expected):
-    """Charts for that EPP find their metrics without a change of the configuration."""
-    head = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-    settings = loader.settings(loader.parse(f"{head}{text}\n", where="f.yaml"))
-    assert pools.serves_llmd_metrics(settings) is expected
-
-
-@pytest.mark.parametrize(
     ("rules", "expected"),
     [
         (SaturationRules(), 1.5),
@@ -499,50 +481,3 @@ def test_a_pool_without_endpoints_is_saturated():
         line for line in exposition.render().decode().splitlines() if line.startswith(f"{name}{{")
     ]
     assert lines == [f'{name}{{inference_pool="pool",stage="effective"}} 1.0']
-
-
-def test_a_request_that_ends_while_the_page_is_rendered_is_counted():
-    """The event loop serves others between two pieces; a count that falls looks like a restart."""
-    counters = ProcessCounters(has_llmd_names=True)
-    recorder = StreamRecorder(counters, DecisionLog(10), lambda: 0.0)
-    request = recorder.observe_request("pool")
-    request.on_routed(
-        Decision(InferenceRequest("chat", "llama"), [Endpoint(FIRST)]),
-        request_id="",
-        labels=RequestLabels("chat", "llama", "ann", 2),
-        trace_id="",
-        now=0.0,
-        duration_s=0.015,
-        body_bytes=700,
-    )
-    counters.settle()
-    exposition = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
-    pieces = exposition.pieces(is_openmetrics=False)
-    text = ""
-    for piece in pieces:
-        text += piece
-        if "# TYPE extproc_requests_total " in piece:
-            break
-    request.on_finished(endpoint=FIRST, status="200", duration_s=1.0)
-    counters.settle()
-    text += "".join(pieces)
-    (line,) = [line for line in text.splitlines() if line.startswith("llm_d_epp_request_total{")]
-    assert line.endswith(" 1.0")
-
-
-def test_a_pool_that_is_removed_while_the_page_is_rendered_stays_removed():
-    """The rest of the page makes no new counters for it, which would be there for good."""
-    counters = ProcessCounters(has_llmd_names=True)
-    counters.for_pool("pool")
-    view = PoolView(
-        PoolFixture({FIRST: None}).store.pool,
-        lambda _: PrefixCacheStats(0.0, 0.0, None),
-        queue=(0, 0),
-    )
-    exposition = Exposition(
-        counters, lambda: {"pool": view}, clock=lambda: 0.0, gauges={}, about=dict
-    )
-    for piece in exposition.pieces(is_openmetrics=False):
-        if "# TYPE llm_d_epp_request_total " in piece:
-            del counters.open_pools["pool"]
-    assert not counters.open_pools
