@@ -21,6 +21,7 @@ from bench import (
     match_sources,
     peer_channels,
     ranks,
+    replay_agreement,
     replicas,
     rig,
     robustness,
@@ -104,7 +105,7 @@ def replay_block() -> str:
     """Replays of recordings beside the runs that were recorded."""
     if not (rig.RESULTS / "replay.json").exists():
         return "Nothing measured yet."
-    return agreement.replay_block(run.read("replay"))
+    return replay_agreement.replay_block(run.read("replay"))
 
 
 def sharing_block() -> str:

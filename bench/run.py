@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from bench import rig
-from bench.agreement import is_replay_met, replay_ratios
+from bench.replay_agreement import is_replay_met, replay_ratios
 
 
 def command(*words: str) -> str:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench import agreement
+from bench import agreement, replay_agreement
 from extproc.simulator.fleet import scenario
 
 
@@ -40,17 +40,17 @@ def a_replay(**facts):
 
 def test_a_run_on_a_late_machine_does_not_count():
     """Lateness is judged by the time to the first token, 3 ms are always good enough; so is TPOT."""
-    assert not agreement.is_late(a_replay(timers_late_ms=7.9))
-    assert agreement.is_late(a_replay(timers_late_ms=8.1))
-    assert not agreement.is_late(a_replay(timers_late_ms=3.0, ttft_mean_s=0.01))
-    assert agreement.is_late(a_replay(slowness=1.06))
+    assert not replay_agreement.is_late(a_replay(timers_late_ms=7.9))
+    assert replay_agreement.is_late(a_replay(timers_late_ms=8.1))
+    assert not replay_agreement.is_late(a_replay(timers_late_ms=3.0, ttft_mean_s=0.01))
+    assert replay_agreement.is_late(a_replay(slowness=1.06))
 
 
 def test_every_replay_has_to_be_within_the_bounds():
     """Without a run nothing is shown."""
-    assert agreement.is_replay_met({"runs": [a_replay(), a_replay(ratio=0.86)]})
+    assert replay_agreement.is_replay_met({"runs": [a_replay(), a_replay(ratio=0.86)]})
     for runs in ([], [a_replay(ratio=1.16)], [a_replay(agreement=0.98)]):
-        assert not agreement.is_replay_met({"runs": runs})
+        assert not replay_agreement.is_replay_met({"runs": runs})
 
 
 def test_new_decisions_out_of_bounds_are_named_beside_the_bar():
@@ -59,9 +59,9 @@ def test_new_decisions_out_of_bounds_are_named_beside_the_bar():
         a_replay(ratio=0.852, ratio_of_new_decisions=0.816),
         a_replay(ratio_of_new_decisions=1.15),
     ]
-    assert agreement.is_replay_met({"runs": runs})
+    assert replay_agreement.is_replay_met({"runs": runs})
     text = "0.85, 1.10; with new decisions, 1 of 2 outside of 15 % (0.816)"
-    assert agreement.replay_ratios({"runs": runs}) == text
+    assert replay_agreement.replay_ratios({"runs": runs}) == text
 
 
 def test_the_worst_deviation_is_of_what_is_judged():
