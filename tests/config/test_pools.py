@@ -310,8 +310,6 @@ def test_effective_rules_give_no_warning():
         ("server: {llmd_metrics: false}\npool: {kubernetes: {inference_pool: p}}", False),
     ],
 )
-def test_the_picker_of_an_inference_pool_serves_them(text, expected):
+def test_the_picker_of_an_inference_pool_serves_metrics_of_llmd(text, expected):
     """Charts for that EPP find their metrics without a change of the configuration."""
-    head = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-    settings = loader.settings(loader.parse(f"{head}{text}\n", where="f.yaml"))
-    assert pools.serves_llmd_metrics(settings) is expected
+    assert pools.serves_llmd_metrics(read(f"{text}\n")) is expected

@@ -19,7 +19,6 @@ from tests.support.reloading import PLUGIN, ReloadingScene, read
 
 pytestmark = pytest.mark.usefixtures("level")
 
-#: Rules that split prefill from decode.
 #: Refused without --allow-unsupported.
 STRICT = (
     "plugins: [{type: random-picker}, {type: disaggregatedset-rollout-screener, parameters: "
