@@ -10,6 +10,7 @@ import pytest
 from extproc.cli import main
 from extproc.scheduling import registry
 from extproc.server import tls
+from tests.support.config_text import HEAD
 
 CONFIG = """
 apiVersion: extproc/v1alpha1
@@ -257,9 +258,6 @@ def test_check_refuses_wrong_rules_of_a_pool(tmp_path, capsys, rules):
     assert main.main(["check", str(file)]) == 2
     place = rules.partition(":")[0]
     assert f"{file}: pools[1].scheduling.{place}" in capsys.readouterr().err
-
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
 def checked(text, capsys, *words):

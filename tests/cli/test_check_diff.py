@@ -1,5 +1,5 @@
 from extproc.cli import main
-from tests.cli.test_check import HEAD
+from tests.support.config_text import HEAD
 
 
 def diffed(tmp_path, old, new, *flags):

@@ -1,8 +1,7 @@
 import pytest
 
 from extproc.cli import check, main
-from extproc.config import loader
-from tests.cli.test_check import HEAD
+from tests.support.config_text import read
 
 
 def test_check_warns_of_no_endpoints(capsys):
@@ -116,7 +115,7 @@ cluster: {leader_election: true, lease: {namespace: m}}
 )
 def test_every_source_is_described(text, result):
     """The report names the sources of endpoints and the requests of each pool."""
-    settings = loader.settings(loader.parse(HEAD + text, where="f"))
+    settings = read(text)
     values = list(check.describe_pools(settings))
     assert len(values) == len(result)
     for line, expected in zip(values, result, strict=True):

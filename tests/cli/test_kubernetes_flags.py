@@ -7,8 +7,7 @@ import pytest
 from extproc.cli import flags
 from extproc.config import pool_sections
 from extproc.errors import ConfigError
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+from tests.support.config_text import HEAD
 
 
 def resolve(*words, text=""):

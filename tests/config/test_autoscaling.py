@@ -3,14 +3,9 @@ from __future__ import annotations
 import pytest
 
 from extproc.cli import check
-from extproc.config import lint, loader
+from extproc.config import lint
 from extproc.errors import ConfigError
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-
-
-def read(text):
-    return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
+from tests.support.config_text import read
 
 
 def scaling(text):

@@ -11,14 +11,13 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.request import HttpRequest
+from tests.support.config_text import EPP_HEAD, HEAD
 
 SAMPLES = sorted((Path(__file__).parent.parent / "data" / "epp").glob("*.yaml"))
 CHAT = HttpRequest(
     {":method": "POST", ":path": "/v1/chat/completions"},
     b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}',
 )
-THEIRS = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-OURS = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 PROFILE = """
 plugins:
 - {type: queue-scorer, name: queue}
@@ -67,8 +66,8 @@ def test_sample_configurations_exist():
 
 def test_references_and_roles_give_the_same_profile():
     """A profile that refers to plugins is the one that lists them by roles in a file of ours."""
-    theirs, _ = read(THEIRS + PROFILE)
-    ours, _ = read(OURS + ROLES)
+    theirs, _ = read(EPP_HEAD + PROFILE)
+    ours, _ = read(HEAD + ROLES)
     built = [profile_builder.build_profile(settings, where="x") for settings in (theirs, ours)]
     assert built[0] == built[1]
     assert built[0].name == "mine"
@@ -86,7 +85,7 @@ def test_references_and_roles_give_the_same_profile():
 )
 def test_a_profile_without_a_picker_has_that_of_the_file(pickers, kind, is_ambiguous):
     """Upstream gives such a profile any picker that the file declares, and else the best score."""
-    text = THEIRS + "plugins:\n- type: queue-scorer\n" + pickers
+    text = EPP_HEAD + "plugins:\n- type: queue-scorer\n" + pickers
     text += "schedulingProfiles: [{name: mine, plugins: [{pluginRef: queue-scorer}]}]\n"
     assert resolved(text).picker.kind == kind
     warning = (
@@ -98,7 +97,7 @@ def test_a_profile_without_a_picker_has_that_of_the_file(pickers, kind, is_ambig
 
 def test_the_old_group_is_read_with_a_warning():
     """Both API groups are accepted; the old one says what to write."""
-    text = THEIRS.replace("llm-d.ai", "inference.networking.x-k8s.io")
+    text = EPP_HEAD.replace("llm-d.ai", "inference.networking.x-k8s.io")
     settings, warnings = read(text)
     assert settings.scheduling.strategy == "weighted"
     assert warnings == (
@@ -109,7 +108,7 @@ def test_the_old_group_is_read_with_a_warning():
 def test_ignored_plugins_are_warnings():
     """Saturation detectors and unsupported plugins are accepted with a warning."""
     settings, warnings = read(
-        THEIRS
+        EPP_HEAD
         + "saturationDetector: {pluginRef: utilization-detector}\nplugins: [{type: slo-headroom-tier-filter}]\n"
     )
     assert any("saturationDetector is deprecated" in warning for warning in warnings)
@@ -135,7 +134,7 @@ def test_ignored_plugins_are_warnings():
 )
 def test_replaced_plugins_are_warnings(plugin, text):
     """A file that relies on certificates or policies does not start without a word."""
-    settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
+    settings, _ = read(EPP_HEAD + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
     assert any(text in warning for warning in lint.find_warnings(settings))
 
 
@@ -143,7 +142,7 @@ def test_gpu_attributes_name_the_missing_plugins():
     """The attribute alone does not say which plugins are missing."""
     scorer = "{type: endpoint-attribute-scorer, parameters: {attributeKey: GPUUtilization, "
     scorer += "algorithm: {type: linear_lower_is_better}}}"
-    settings, _ = read(THEIRS + f"plugins: [{scorer}, {{type: max-score-picker}}]\n")
+    settings, _ = read(EPP_HEAD + f"plugins: [{scorer}, {{type: max-score-picker}}]\n")
     with pytest.raises(ConfigError) as raised:
         profile_builder.build_profile(settings, where="x")
     assert "dcgm-data-source" in str(raised.value)
@@ -152,7 +151,7 @@ def test_gpu_attributes_name_the_missing_plugins():
 def test_an_old_plugin_name_is_mapped_with_a_warning():
     """A deprecated type routes as its successor and says what to write instead."""
     settings, _ = read(
-        THEIRS + "plugins: [{type: precise-prefix-cache-scorer}, {type: max-score-picker}]\n"
+        EPP_HEAD + "plugins: [{type: precise-prefix-cache-scorer}, {type: max-score-picker}]\n"
     )
     built = profile_builder.build_profile(settings, where="x")
     assert [scorer.kind for scorer, _ in built.scorers] == ["prefix-cache-scorer"]
@@ -178,7 +177,7 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
 )
 def test_old_filters_keep_their_parameters(text, wanted):
     """Filters of the gateway's picker mean the same under the names and parameters of today."""
-    (built,) = resolved(THEIRS + f"plugins: [{{type: {text}}}]\n").filters
+    (built,) = resolved(EPP_HEAD + f"plugins: [{{type: {text}}}]\n").filters
     assert wanted in repr(built)
 
 
@@ -191,13 +190,13 @@ def test_parameters_that_are_null_have_their_default():
         "schedulingProfiles: [{{name: a, plugins: [{{pluginRef: low-queue-filter, weight: {2}}}, "
         "{{pluginRef: p}}]}}]\n"
     )
-    written = resolved(THEIRS + plugins.format("{threshold: null}", "{mode: null}", "null"))
-    assert written == resolved(THEIRS + plugins.format("{}", "{}", "").replace(": ,", ": ~,"))
+    written = resolved(EPP_HEAD + plugins.format("{threshold: null}", "{mode: null}", "null"))
+    assert written == resolved(EPP_HEAD + plugins.format("{}", "{}", "").replace(": ,", ": ~,"))
 
 
 def test_a_required_key_that_is_null_is_named():
     """It is there, so advice to add it would not help."""
-    text = THEIRS + "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: null}]\n"
+    text = EPP_HEAD + "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: null}]\n"
     with pytest.raises(
         ConfigError, match=r"schedulingProfiles\[0\]\.name: expected text, got null"
     ):
@@ -209,8 +208,8 @@ def test_a_profile_whose_plugins_are_null_has_none():
     profiles = (
         "plugins: [{{type: queue-scorer}}]\nschedulingProfiles: [{{name: a, plugins: {0}}}]\n"
     )
-    written = resolved(THEIRS + profiles.format("null"))
-    assert written == resolved(THEIRS + profiles.format("[]"))
+    written = resolved(EPP_HEAD + profiles.format("null"))
+    assert written == resolved(EPP_HEAD + profiles.format("[]"))
 
 
 def test_a_decision_tree_is_a_tree():
@@ -234,7 +233,7 @@ def test_a_decision_tree_may_refer_to_another_tree():
   parameters: {current: {pluginRef: least-queue-filter}, nextOnSuccess: {pluginRef: b}}
 schedulingProfiles: [{name: x, plugins: [{pluginRef: a}]}]
 """
-    assert repr(resolved(THEIRS + text).filters[0].root) == "queue-range (yes queue-range)"
+    assert repr(resolved(EPP_HEAD + text).filters[0].root) == "queue-range (yes queue-range)"
 
 
 TREE = """plugins:
@@ -258,7 +257,7 @@ schedulingProfiles: [{name: x, plugins: [{pluginRef: t}]}]
 def test_errors_in_decision_trees_name_their_place(parameters, spot, hint):
     """References and nodes that cannot be, and trees without an end."""
     with pytest.raises(ConfigError) as raised:
-        resolved(THEIRS + TREE % parameters)
+        resolved(EPP_HEAD + TREE % parameters)
     assert raised.value.where.startswith(f"file.yaml: plugins[1].parameters{spot and '.' + spot}")
     assert hint in raised.value.fix
 
@@ -278,7 +277,7 @@ def test_errors_in_decision_trees_name_their_place(parameters, spot, hint):
 def test_handlers_name_the_profile_that_routes(handler, routing):
     """The older parameters count too, and an empty name is the usual one, as upstream."""
     document = loader.parse(
-        THEIRS
+        EPP_HEAD
         + f"plugins: [{{type: prefix-based-pd-decider}}, {{type: {handler}}}]\n"
         + f"schedulingProfiles: [{{name: p}}, {{name: {routing}}}]\n",
         where="file.yaml",
@@ -300,7 +299,7 @@ def test_a_file_has_one_profile_handler(first, second):
     """As upstream; two would both act."""
     text = f"plugins: [{{type: queue-scorer}}, {{type: {first}}}, {{type: {second}}}]\n"
     with pytest.raises(ConfigError) as raised:
-        resolved(THEIRS + text)
+        resolved(EPP_HEAD + text)
     assert raised.value.where == "file.yaml: plugins[2].type"
     assert raised.value.got == f"{first} and {second.split(',')[0]}"
 
@@ -315,7 +314,7 @@ schedulingProfiles:
 - {name: predicted-latency-routing, plugins: [{pluginRef: predicted-latency-scorer}]}
 - {name: predicted-latency-no-routing, plugins: [{pluginRef: queue-scorer}]}
 """
-    assert resolved(THEIRS + text).name == "predicted-latency-no-routing"
+    assert resolved(EPP_HEAD + text).name == "predicted-latency-no-routing"
 
 
 @pytest.mark.parametrize(
@@ -361,7 +360,7 @@ schedulingProfiles:
 def test_errors_name_the_nearest_known_value(text, spot, fix):
     """Unknown types, parameters, references and keys name the place and the nearest known one."""
     with pytest.raises(ConfigError) as raised:
-        resolved(THEIRS + text + "\n")
+        resolved(EPP_HEAD + text + "\n")
     assert raised.value.where == f"file.yaml: {spot}"
     assert fix in raised.value.fix
 
@@ -371,8 +370,10 @@ def test_profiles_without_plugins_are_refused(plugins):
     """Their references lead nowhere, and upstream's default profile is not what they describe."""
     profiles = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer}]}]\n"
     with pytest.raises(ConfigError, match="expected the key plugins"):
-        read(THEIRS + plugins + profiles)
-    assert read(THEIRS + plugins + "schedulingProfiles: []\n")[0].scheduling.strategy == "weighted"
+        read(EPP_HEAD + plugins + profiles)
+    assert (
+        read(EPP_HEAD + plugins + "schedulingProfiles: []\n")[0].scheduling.strategy == "weighted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,7 +390,7 @@ def test_profiles_without_plugins_are_refused(plugins):
 def test_errors_in_our_file_name_their_path(scheduling, spot):
     """Under `scheduling`, and under the model they are about."""
     with pytest.raises(ConfigError) as raised:
-        resolved(OURS + f"scheduling: {scheduling}\n")
+        resolved(HEAD + f"scheduling: {scheduling}\n")
     assert raised.value.where == f"file.yaml: scheduling.{spot}"
 
 
@@ -405,7 +406,7 @@ def test_errors_in_our_file_name_their_path(scheduling, spot):
 def test_references_in_our_file_are_refused(text, spot):
     """The grammar of an EndpointPickerConfig is an error in a file of ours that says what to write."""
     with pytest.raises(ConfigError) as raised:
-        read(OURS + text + "\n")
+        read(HEAD + text + "\n")
     assert raised.value.where == f"file.yaml: {spot}"
     assert "which belongs to a file of kind EndpointPickerConfig" in raised.value.got
     assert "profile: {filters: " in raised.value.fix
@@ -414,7 +415,7 @@ def test_references_in_our_file_are_refused(text, spot):
 def test_internal_fields_are_unknown_in_our_file():
     """A field that no file may have is unknown, and no error lists it."""
     with pytest.raises(ConfigError) as raised:
-        read(OURS + "scheduling: {_epp: {plugins: []}}\n")
+        read(HEAD + "scheduling: {_epp: {plugins: []}}\n")
     assert raised.value.where == "file.yaml: scheduling._epp"
     assert "_epp" not in raised.value.wanted
 
@@ -422,14 +423,14 @@ def test_internal_fields_are_unknown_in_our_file():
 def test_an_unknown_type_lists_no_hundred_types():
     """The nearest type is named; the whole list only where the list is short."""
     with pytest.raises(ConfigError) as raised:
-        resolved(THEIRS + "plugins: [{type: queue-scorrer}]\n")
+        resolved(EPP_HEAD + "plugins: [{type: queue-scorrer}]\n")
     assert raised.value.wanted == "a plugin type that exists"
 
 
 def test_models_may_have_rules_of_their_own():
     """A model with a strategy of its own is routed by it, all others by the common one."""
     settings, _ = read(
-        OURS + "scheduling: {strategy: random, models: {m: {strategy: round-robin}}}\n"
+        HEAD + "scheduling: {strategy: random, models: {m: {strategy: round-robin}}}\n"
     )
     parts = factory.build(settings)
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)

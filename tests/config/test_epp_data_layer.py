@@ -11,8 +11,8 @@ from extproc.scheduling.load_bounds import (
     SaturationRules,
     UtilizationDetector,
 )
+from tests.support.config_text import EPP_HEAD
 
-HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 PLUGINS = (
     "plugins: [{type: queue-scorer}, {type: metrics-data-source}, {type: file-discovery}, "
     "{type: metrics-data-source, name: m}]\n"
@@ -21,7 +21,7 @@ PLUGINS = (
 
 def warn(text):
     """Warnings of a file with the plugins above."""
-    return loader.parse(HEAD + PLUGINS + text + "\n", where="f.yaml").warnings
+    return loader.parse(EPP_HEAD + PLUGINS + text + "\n", where="f.yaml").warnings
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_sections_without_effect_are_read(text):
 def test_passthrough_parser_before_all_others_leaves_bodies_unparsed(text, parse_bodies):
     """It takes every request then; behind another one, it is as here."""
     plugins = "plugins: [{type: queue-scorer}, {type: passthrough-parser, name: raw}]\n"
-    document = loader.parse(HEAD + plugins + text + "\n", where="f.yaml")
+    document = loader.parse(EPP_HEAD + plugins + text + "\n", where="f.yaml")
     assert loader.settings(document).parse_bodies is parse_bodies
     assert [
         warning for warning in document.warnings if "requestHandler.parsers" not in warning
@@ -188,7 +188,7 @@ def test_the_named_detector_decides_in_every_profile(section, rules, key, profil
     if key == "flowControl":
         text = f"saturationDetector: {{queueDepthThreshold: 99}}\nflowControl: {{{text}}}"
     document = loader.parse(
-        HEAD
+        EPP_HEAD
         + "plugins: [{type: queue-scorer}, {type: concurrency-detector, name: open, parameters: "
         "{maxConcurrency: 8, headroom: 0.5, inFlightLoadProducerName: x}}]\n"
         f"schedulingProfiles: [{{name: p, plugins: [{{pluginRef: {profile}}}]}}]\n{text}\n",
@@ -202,7 +202,7 @@ def test_the_named_detector_decides_in_every_profile(section, rules, key, profil
 
 def test_without_a_named_detector_a_profile_decides():
     """As with a file of ours."""
-    document = loader.parse(HEAD + PLUGINS, where="f.yaml")
+    document = loader.parse(EPP_HEAD + PLUGINS, where="f.yaml")
     assert "scheduling" not in document.tree
 
 
@@ -215,7 +215,9 @@ def test_a_detector_that_does_not_gate_the_queue_is_a_warning():
     limit = "plugins: [{type: queue-scorer}, {type: priority-holdback-policy, parameters: {minCeiling: 0.5}}]"
     flow = section.replace("{sat", "{usageLimitPolicyPluginRef: priority-holdback-policy, sat")
     assert (
-        loader.parse(f"{HEAD}{limit}\nfeatureGates: [flowControl]\n{flow}\n", where="f").warnings
+        loader.parse(
+            f"{EPP_HEAD}{limit}\nfeatureGates: [flowControl]\n{flow}\n", where="f"
+        ).warnings
         == ()
     )
     (warning,) = warn(section.replace("{sat", "{maxRequests: 5, sat"))

@@ -7,12 +7,11 @@ import pytest
 from extproc.config import lint, loader, profile_builder
 from extproc.errors import ConfigError
 from extproc.scheduling.session_affinity import EncodedEndpointHeader, SessionId, SessionSource
-
-HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+from tests.support.config_text import EPP_HEAD
 
 
 def read(text):
-    return loader.settings(loader.parse(HEAD + text, where="file.yaml"))
+    return loader.settings(loader.parse(EPP_HEAD + text, where="file.yaml"))
 
 
 def sources(settings):
@@ -164,7 +163,7 @@ def test_a_header_that_is_no_text_is_refused(header):
 def test_the_header_of_earlier_releases_carries_the_token(written, header):
     """`headerName` of llm-d-router 0.9 is read, with a warning that names the section."""
     plugin = f"{{type: session-affinity-filter, parameters: {{headerName: {written}}}}}"
-    document = loader.parse(f"{HEAD}plugins: [{plugin}]\n", where="file.yaml")
+    document = loader.parse(f"{EPP_HEAD}plugins: [{plugin}]\n", where="file.yaml")
     profile = profile_builder.build_profile(loader.settings(document), where="file.yaml")
     assert profile.filters[0].encoded_endpoint_header_config.header == header
     (warning,) = document.warnings

@@ -4,9 +4,8 @@ import pytest
 
 from extproc.config import loader, profile_builder
 from extproc.errors import ConfigError
+from tests.support.config_text import EPP_HEAD, HEAD
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-EPP_HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 PLUGINS = (
     "plugins:\n- {type: queue-scorer}\n- {type: metrics-data-source, parameters: {path: /m}}\n"
 )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config import kubernetes_plan, loader
+from extproc.config import kubernetes_plan
 from extproc.discovery.kubernetes.settings import (
     AllPools,
     InferencePoolRef,
@@ -11,12 +11,11 @@ from extproc.discovery.kubernetes.settings import (
     ServiceRef,
 )
 from extproc.errors import ConfigError
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+from tests.support.config_text import read
 
 
 def plan(text, **environment):
-    settings = loader.settings(loader.parse(HEAD + text, where="f.yaml"))
+    settings = read(text)
     return kubernetes_plan.plan_kubernetes(settings, where="f.yaml", environment=environment)
 
 

@@ -7,8 +7,7 @@ import pytest
 from extproc.config import loader
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+from tests.support.config_text import HEAD
 
 
 def settings(text, *overrides, head=HEAD):

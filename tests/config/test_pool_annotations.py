@@ -5,19 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.cli import check
-from extproc.config import loader, pool_annotations
+from extproc.config import pool_annotations
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
 from extproc.routing.pool_match import PoolMatch
-from tests.support import linear_match
+from tests.support import config_text, linear_match
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 KEY = "team-a/llama"
 
 
 def read(rules):
-    text = HEAD + f"cluster: {{discover_pools: cluster, match_rules: {rules}}}"
-    return loader.settings(loader.parse(text, where="f.yaml"))
+    return config_text.read(f"cluster: {{discover_pools: cluster, match_rules: {rules}}}")
 
 
 def granted(rules, key=KEY, **annotations):
@@ -155,12 +153,12 @@ def test_a_match_rule_names_its_pools():
 
 def test_overlapping_matches_of_configured_pools_are_described():
     """The first one takes what both claim."""
-    text = HEAD + (
+    text = (
         "pools:\n- {name: a, endpoints: ['10.0.0.1:1'], match: {hosts: [x]}}\n"
         "- {name: b, endpoints: ['10.0.0.1:1'], match: {models: [m]}}\n"
         "- {name: c, endpoints: ['10.0.0.1:1'], match: {hosts: [y], models: [n]}}\n"
     )
-    shown = list(check.describe_pools(loader.settings(loader.parse(text, where="f.yaml"))))
+    shown = list(check.describe_pools(config_text.read(text)))
     assert [line for line in shown if "comes first" in line] == [
         "            pool a comes first where both match a request"
     ]

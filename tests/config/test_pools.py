@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from extproc.config import factory, lint, loader, pool_sections, pools, reloading
-from extproc.config.settings import Settings
+from extproc.config import factory, lint, pool_sections, pools, reloading
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -13,12 +12,7 @@ from extproc.pool import inference_policy
 from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
 from extproc.request import HttpRequest
 from extproc.routing.pool_match import PoolMatch
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-
-
-def read(text):
-    return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
+from tests.support.config_text import read
 
 
 def test_a_single_pool_matches_all_requests():
@@ -155,10 +149,6 @@ pool:
 OBJECTIVE = "x-llm-d-inference-objective"
 
 
-def settings(text: str) -> Settings:
-    return loader.settings(loader.parse(HEAD + text, where="pool.yaml"))
-
-
 def decision(parts: factory.PoolParts, model: str) -> Decision:
     body = json.dumps({"model": model, "prompt": "x"}).encode()
     headers = {":method": "POST", ":path": "/v1/completions", OBJECTIVE: "gold"}
@@ -168,7 +158,7 @@ def decision(parts: factory.PoolParts, model: str) -> Decision:
 
 
 def built(text: str) -> factory.PoolParts:
-    parts = factory.build(settings(text))
+    parts = factory.build(read(text))
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
     return parts
 
@@ -193,7 +183,7 @@ def test_requests_are_routed_by_the_policy():
 
 def test_every_pool_has_its_own_policy():
     """A section of `pools` says it for that pool alone."""
-    configured = settings(
+    configured = read(
         "pools:\n"
         "- {name: a, endpoints: ['10.0.0.1:1'], objectives: {gold: 1}}\n"
         "- {name: b, endpoints: ['10.0.0.2:1'], rewrites: [{targets: [{model: m}]}]}\n"
@@ -210,12 +200,12 @@ def test_every_pool_has_its_own_policy():
 def test_the_policy_changes_without_a_restart():
     """A changed policy of the file applies from the next request on, without a restart."""
     parts = built(POOL)
-    wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
+    wanted = read(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
     routing, _ = factory.rebuild_routing(wanted, where="pool.yaml", guards=parts.guards)
     parts.director.reconfigure(routing)
     outcome = decision(parts, "other")
     assert (outcome.request.priority, outcome.model_rewrite) == (3, "tiny")
-    assert list(reloading.find_restart_fields(settings(POOL), wanted)) == []
+    assert list(reloading.find_restart_fields(read(POOL), wanted)) == []
 
 
 @pytest.mark.parametrize(
@@ -234,13 +224,13 @@ def test_the_policy_changes_without_a_restart():
 def test_policy_errors_name_their_path(pool: str, fixture: str):
     """A wrong type or bound, no target, a name without letters, an unknown key."""
     with pytest.raises(ConfigError) as raised:
-        settings(f"pool: {pool}")
+        read(f"pool: {pool}")
     assert fixture in raised.value.where
 
 
 def test_the_policy_is_described():
     """As `extproc check` prints it."""
-    pool = settings(POOL).pool
+    pool = read(POOL).pool
     assert list(pool_sections.describe_policy(pool.objectives, pool.rewrites)) == [
         "objectives  gold 10, batch -1",
         "rewrites    big, large to big-v1 (90), big-v2 (10)",
@@ -272,22 +262,22 @@ def test_the_policy_is_described():
 )
 def test_ineffective_rules_are_warnings(rewrites: str, remark: str):
     """Rules that never count, and targets that are never drawn; in `pools` as well."""
-    assert remark in lint.find_warnings(settings(f"pool: {{rewrites: {rewrites}}}"))
+    assert remark in lint.find_warnings(read(f"pool: {{rewrites: {rewrites}}}"))
     pools = f"pools: [{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}}}]"
-    assert remark.replace("pool.", "pools[0].") in lint.find_warnings(settings(pools))
+    assert remark.replace("pool.", "pools[0].") in lint.find_warnings(read(pools))
 
 
 def test_rules_for_a_name_that_rewrites_replace_are_a_warning():
     """Rules go by the name after rewrites; one that another rewrite yields counts."""
     rules = "scheduling: {models: {a: {strategy: least-request}, b: {strategy: random}}}"
     rewrites = "[{models: [a], targets: [{model: b}]}, {models: [b], targets: [{model: c}]}]"
-    warnings = list(lint.find_warnings(settings(f"pool: {{rewrites: {rewrites}}}\n{rules}")))
+    warnings = list(lint.find_warnings(read(f"pool: {{rewrites: {rewrites}}}\n{rules}")))
     named = [warning for warning in warnings if "scheduling.models" in warning]
     assert [warning.partition(":")[0] for warning in named] == ["scheduling.models.a is never used"]
     pool = f"{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}, {rules}}}"
     named = [
         warning
-        for warning in lint.find_warnings(settings(f"pools: [{pool}]"))
+        for warning in lint.find_warnings(read(f"pools: [{pool}]"))
         if "scheduling.models" in warning
     ]
     assert len(named) == 1
@@ -296,7 +286,7 @@ def test_rules_for_a_name_that_rewrites_replace_are_a_warning():
 
 def test_effective_rules_give_no_warning():
     """A usual canary, and one that is switched off."""
-    warnings = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
+    warnings = list(lint.find_warnings(read(POOL.replace("weight: 10", "weight: 0"))))
     assert not [warning for warning in warnings if "rewrites" in warning]
 
 

@@ -6,18 +6,13 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from extproc.config import loader, pool_sections, reloading
+from extproc.config import pool_sections, reloading
 from extproc.config.pool_sections import PoolSection
 from extproc.config.settings import Settings
-
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+from tests.support.config_text import read
 
 #: Fields of which there is one value, so that they cannot differ.
 FIXED = {"apiVersion", "kind"}
-
-
-def read(text):
-    return loader.settings(loader.parse(HEAD + text, where="c.yaml"))
 
 
 def other(kind, value):

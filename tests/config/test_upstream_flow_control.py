@@ -10,14 +10,14 @@ from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 from extproc.flow_control.priority_band import BandSettings, PrioritySettings
 from extproc.routing.usage_limit import UsageLimit
+from tests.support.config_text import EPP_HEAD
 
-HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 GATE = "featureGates: [flowControl]\n"
 
 
 def read(text):
     """The section that a file with the gate results in, and its warnings."""
-    document = loader.parse(HEAD + text, where="f.yaml")
+    document = loader.parse(EPP_HEAD + text, where="f.yaml")
     endpoints = loader.FlagOverride(
         ("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints"
     )

@@ -7,8 +7,7 @@ import pytest
 from extproc.config import lint, loader, profile_builder
 from extproc.errors import ConfigError
 from extproc.scheduling import framework
-
-HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+from tests.support.config_text import EPP_HEAD
 
 # The example of upstream's page on this plugin, with a scorer and a filter that read the metric.
 FILE = """
@@ -42,7 +41,7 @@ schedulingProfiles:
 
 def read(text):
     """The settings of a file, and its warnings."""
-    document = loader.parse(HEAD + text, where="f.yaml")
+    document = loader.parse(EPP_HEAD + text, where="f.yaml")
     endpoints = loader.FlagOverride(
         ("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints"
     )

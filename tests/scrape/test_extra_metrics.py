@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 
 from extproc.cli import offline_explain
-from extproc.config import factory, loader
+from extproc.config import factory
 from extproc.endpoint import NO_EXTRA, Endpoint
 from extproc.errors import ConfigError
 from extproc.request import HttpRequest
@@ -17,8 +17,8 @@ from extproc.simulator import core, stats
 from extproc.simulator.http import exposition
 from extproc.telemetry import explanation, explanation_text, pool_state
 from tests.simulator.builders import profile
+from tests.support import config_text
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 RANKS = """\
 vllm:num_requests_waiting 3
 # TYPE gpu_watts gauge
@@ -38,10 +38,6 @@ huge 1e300
 def read(page=RANKS, **selectors):
     extra = {name: engines.series(text) for name, text in selectors.items()}
     return metrics_page.read(page.encode(), 1.0, extra=extra).extra
-
-
-def settings(text):
-    return loader.settings(loader.parse(HEAD + text, where="x.yaml"))
 
 
 def test_values_of_matching_samples_are_summed():
@@ -88,7 +84,7 @@ def test_nothing_is_stored_without_configured_metrics():
 def test_selectors_names_and_their_number_are_checked(text, fixture):
     """A broken selector, an invalid name and more than 16 names are configuration errors."""
     with pytest.raises(ConfigError) as raised:
-        settings(text)
+        config_text.read(text)
     assert fixture in str(raised.value)
 
 
@@ -111,7 +107,7 @@ scheduling:
 def test_a_plugin_reads_only_configured_metrics(text, fix):
     """A profile that names an extra metric that is not configured is refused."""
     with pytest.raises(ConfigError) as raised:
-        factory.build(settings(text))
+        factory.build(config_text.read(text))
     assert fix in str(raised.value)
 
 
@@ -140,7 +136,7 @@ CONFIG = "scrape: {models: false, extra_metrics: {depth: engine_queue_depth}}" +
 
 def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
     """The endpoint with the lowest value is picked; state and explanations show the values."""
-    parts = factory.build(settings(CONFIG))
+    parts = factory.build(config_text.read(CONFIG))
 
     async def scrape():
         pages = [http.answer(simulated_page(depth)) for depth in (9.0, 2.0, 5.0)]
@@ -184,5 +180,5 @@ def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
         {"depth": 5.0},
     ]
     assert "depth=9" in explanation_text.render_table(shown)
-    again = offline_explain.route_offline(settings(CONFIG), state, request, where="x")
+    again = offline_explain.route_offline(config_text.read(CONFIG), state, request, where="x")
     assert again.endpoints[0].address == addresses[1]

@@ -14,7 +14,6 @@ import pytest
 from aiohttp import web
 
 from extproc.cli import main
-from extproc.config import loader
 from extproc.demo import stack
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -23,10 +22,10 @@ from extproc.server import admin, admin_access, app
 from tests.docs import http_reference
 from tests.e2e import http1
 from tests.support.canary import CANARY
+from tests.support.config_text import read
 
 #: A token of an operator, which no log may have.
 TOKEN = f"{CANARY}-token"
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
 @contextlib.asynccontextmanager
@@ -34,7 +33,7 @@ async def admin_pages():
     """The port of a picker that serves its pages only."""
     port = stack.free_port()
     server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-    settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
+    settings = read(server)
     picker = app.EndpointPickerProcess(settings)
     await picker.start_admin()
     try:
@@ -94,7 +93,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
             f"server: {{host: 127.0.0.1, metrics_port: {port}, admin_token_file: {file}}}\n"
             f"autoscaling: {{peers: ['127.0.0.1:{port}']}}\n"
         )
-        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
+        settings = read(server)
         picker = app.EndpointPickerProcess(settings)
         await picker.start_admin()
         token = [("authorization", f"Bearer {TOKEN}")]
@@ -189,10 +188,7 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
         file = tmp_path / "token"
         file.write_text(TOKEN)
         written = [
-            loader.settings(
-                loader.parse(f"{HEAD}server: {{admin_token_file: {path}}}\n", where="f.yaml")
-            )
-            for path in (file, tmp_path / "missing")
+            read(f"server: {{admin_token_file: {path}}}\n") for path in (file, tmp_path / "missing")
         ]
         picker = app.EndpointPickerProcess(written[0])
         with pytest.raises(ConfigError):

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from extproc.cli import serve
-from extproc.config import kubernetes_plan, loader
+from extproc.config import kubernetes_plan
 from extproc.demo import stack
 from extproc.discovery.kubernetes import settings
 from extproc.errors import ConfigError
@@ -19,9 +19,9 @@ from extproc.server import app, metrics_access
 from extproc.server.metrics_access import ReviewResult
 from tests.e2e import http1
 from tests.support.canary import CANARY
+from tests.support.config_text import read
 
 TOKEN = f"{CANARY}-scrape"
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 TOKEN_PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 ACCESS_PATH = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
@@ -315,17 +315,12 @@ async def test_rotated_credentials_are_loaded_for_the_same_review(tmp_path):
         assert (await reviewer.review(TOKEN)).status == 503
 
 
-def parsed(text):
-    """Settings of sections."""
-    return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
-
-
 async def test_pages_of_a_picker_with_metrics_auth(tmp_path):
     """Only /metrics wants the token; that of the other pages opens it without a review."""
     (tmp_path / "admin").write_text("admin")
     api, port = ReviewApi(tmp_path), stack.free_port()
     picker = app.EndpointPickerProcess(
-        parsed(
+        read(
             f"server: {{host: 127.0.0.1, metrics_port: {port}, metrics_endpoint_auth: true, "
             f"admin_token_file: {tmp_path}/admin}}\n"
             f"cluster: {{kubeconfig: {api.write_kubeconfig()}}}\n"
@@ -360,7 +355,7 @@ async def test_pages_of_a_picker_with_metrics_auth(tmp_path):
 async def test_missing_credentials_end_the_start(tmp_path):
     """No page is served by a process that could review no token."""
     picker = app.EndpointPickerProcess(
-        parsed(
+        read(
             "server: {host: 127.0.0.1, metrics_port: 0, metrics_endpoint_auth: true}\n"
             f"cluster: {{kubeconfig: {tmp_path}/missing}}\n"
         )
@@ -372,13 +367,13 @@ async def test_missing_credentials_end_the_start(tmp_path):
 
 def test_metrics_auth_without_kubernetes_is_refused():
     """With endpoints of a list; in a pod, or with a kubeconfig, there is an API server all the same."""
-    wanted = parsed("server: {metrics_endpoint_auth: true}\npool: {endpoints: ['10.0.0.1:1']}\n")
+    wanted = read("server: {metrics_endpoint_auth: true}\npool: {endpoints: ['10.0.0.1:1']}\n")
     with pytest.raises(ConfigError, match=r"cluster\.kubeconfig"):
         kubernetes_plan.plan_metrics_auth(wanted, environment={})
     (problem,) = serve.find_problems(wanted)
     assert "--metrics-endpoint-auth" in str(problem)
     assert kubernetes_plan.plan_metrics_auth(wanted, environment=IN_A_POD) is not None
-    off = parsed("server: {metrics_endpoint_auth: false}\n")
+    off = read("server: {metrics_endpoint_auth: false}\n")
     assert kubernetes_plan.plan_metrics_auth(off, environment=IN_A_POD) is None
 
 
@@ -394,7 +389,7 @@ async def test_open_metrics_of_an_inference_pool_are_logged(caplog, server, pool
     """The picker of llm-d would guard them; a line is missing only if they are open on purpose."""
     caplog.set_level(logging.INFO, "extproc.server")
     picker = app.EndpointPickerProcess(
-        parsed(f"server: {{host: 127.0.0.1, metrics_port: 0{server}}}\npool: {pool}\n")
+        read(f"server: {{host: 127.0.0.1, metrics_port: 0{server}}}\npool: {pool}\n")
     )
     await picker.start_admin()
     await picker.admin_server.close()

@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 
-from extproc.config import loader
 from extproc.decision import Deferral, Rejection
 from extproc.demo import stack
 from extproc.discovery.endpoint_list import DiscoveredPool
@@ -22,13 +21,9 @@ from extproc.scrape import client, schedule
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import PoolRuntime, RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
+from tests.support.config_text import read
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 A, B, C = "127.0.0.11:9", "127.0.0.12:9", "127.0.0.13:9"
-
-
-def read(text):
-    return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
 def sites(text, *, written=None, heard=True, on_change=lambda: None, counters=None, **facts):

@@ -16,9 +16,9 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import app, reload
+from tests.support.config_text import HEAD
 from tests.support.seeded import examples
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 RAW = HttpRequest({":method": "POST", ":path": "/v1/completions"}, b'{"model": "m", "prompt": "x"}')
 
 #: Reloads between which requests are routed.

@@ -11,6 +11,7 @@ from extproc.pool.endpoint_health import RequestOutcome
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
 from extproc.request import HttpRequest
 from extproc.server import app, stream_handler
+from tests.support.config_text import EPP_HEAD
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nseed: 1\n"
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
@@ -26,7 +27,6 @@ class First(msgspec.Struct, frozen=True):
 """
 
 
-EPP_HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 ALLOWED = loader.FlagOverride(
     ("scheduling", "allow_unsupported"), value=True, flag="--allow-unsupported"
 )
