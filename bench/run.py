@@ -61,18 +61,6 @@ def _row(page: str, name: str) -> str:
     return next(line for line in page.splitlines() if line.startswith(name))
 
 
-def overhead() -> dict:
-    """CPU against the floor, added latency."""
-    command("-m", "bench.overhead", "--write")
-    return read("overhead")
-
-
-def large() -> dict:
-    """Long prompts, memory, chunks."""
-    command("-m", "bench.large", "--write")
-    return read("large")
-
-
 def scrape() -> dict:
     """Scraping 100 endpoints."""
     words = ("bench/scrape.py", "--seconds", "10", "--json")
@@ -82,58 +70,14 @@ def scrape() -> dict:
     return figures
 
 
-def route() -> dict:
-    """One decision over 200 endpoints."""
-    command("-m", "bench.route", "--strategy", "balanced", "--write")
-    return read("route")
+def written(name: str, *arguments: str) -> Callable[[], dict]:
+    """A bench that writes its result itself; the result has its name, however it is called."""
 
+    def bench() -> dict:
+        command("-m", *(arguments or (f"bench.{name}",)), "--write")
+        return read(name)
 
-def agreement() -> dict:
-    """Real runs against offline ones."""
-    command("-m", "bench.agreement", "--write")
-    return read("agreement")
-
-
-def index() -> dict:
-    """Memory of the prefix index."""
-    command("-m", "bench.index", "--write")
-    return read("index")
-
-
-def cluster() -> dict:
-    """A picker over a real API server."""
-    command("-m", "bench.cluster", "--write")
-    return read("cluster")
-
-
-def capacity() -> dict:
-    """Tenants and priorities while requests wait."""
-    command("-m", "bench.capacity", "--only", "tenants", "overload", "--write")
-    return read("capacity")
-
-
-def holding() -> dict:
-    """Ten thousand requests wait and go on."""
-    command("-m", "bench.holding", "--write")
-    return read("holding")
-
-
-def pauses() -> dict:
-    """Pauses of the event loop."""
-    command("-m", "bench.pauses", "--write")
-    return read("pauses")
-
-
-def simulator() -> dict:
-    """A run of the offline simulator."""
-    command("-m", "bench.simulator", "--write")
-    return read("simulator")
-
-
-def simulator_large() -> dict:
-    """A large one."""
-    command("-m", "bench.simulator", "--large", "--write")
-    return read("simulator_large")
+    return bench
 
 
 def _seconds(result: Mapping) -> str:
@@ -211,19 +155,19 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
-    "route": route,
-    "index": index,
+    "route": written("route", "bench.route", "--strategy", "balanced"),
+    "index": written("index"),
     "scrape": scrape,
-    "large": large,
-    "overhead": overhead,
+    "large": written("large"),
+    "overhead": written("overhead"),
     "demo": demo,
-    "agreement": agreement,
-    "cluster": cluster,
-    "capacity": capacity,
-    "holding": holding,
-    "pauses": pauses,
-    "simulator": simulator,
-    "simulator_large": simulator_large,
+    "agreement": written("agreement"),
+    "cluster": written("cluster"),
+    "capacity": written("capacity", "bench.capacity", "--only", "tenants", "overload"),
+    "holding": written("holding"),
+    "pauses": written("pauses"),
+    "simulator": written("simulator"),
+    "simulator_large": written("simulator_large", "bench.simulator", "--large"),
 }
 
 #: Only run when they are named: minutes each.
