@@ -131,52 +131,6 @@ class SessionTable:
             self._bound.popitem(last=False)
 
 
-class SessionAffinity:
-    """Session lookup of the filter and the scorer, by one of the two strategies.
-
-    Args:
-        header: The token's header, for the strategy without a memory.
-    """
-
-    def __init__(self, strategy: SessionStrategy, header: str, settings: SessionId) -> None:
-        self._remembering = strategy == "session_id"
-        self._header = header.lower()
-        self._sources = settings.sources
-        self.memory = SessionTable(settings.eviction_ttl_seconds)
-
-    def bound(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
-        """The address the session of a request is bound to; empty when there is none."""
-        if not self._remembering:
-            return find_candidate(context.headers.get(self._header, ""), candidates)
-        session = _session(keys(context, self._sources), self._sources)
-        return self.memory.find(session, context.now) if session else ""
-
-    def keys(self, context: SchedulingContext) -> Mapping[str, str]:
-        """See `framework.RequestKeyProvider`."""
-        return keys(context, self._sources) if self._remembering else {}
-
-    def on_committed(self, decision: Decision, now: float) -> None:
-        """See `framework.Observer`; a session stays bound while its endpoint is a candidate."""
-        session = _session(decision.plugin_keys, self._sources) if self._remembering else ""
-        if not session:
-            return
-        chosen, bound = decision.endpoints[0].address, self.memory.find(session, now)
-        if bound in {"", chosen} or all(
-            c.endpoint.address != bound for c in decision.scored_candidates
-        ):
-            self.memory.bind(session, chosen, now)
-
-    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
-        """See `framework.MoveObserver`; a session that a later turn took elsewhere stays there."""
-        session = _session(decision.plugin_keys, self._sources) if self._remembering else ""
-        if session and self.memory.find(session, now) == decision.endpoints[0].address:
-            self.memory.bind(session, served.address, now)
-
-    def answer_headers(self, chosen: Endpoint) -> Sequence[tuple[str, str]]:
-        """See `framework.ResponseHeaderProvider`."""
-        return () if self._remembering else ((self._header, token(chosen)),)
-
-
 class SessionAffinityPlugin(UpstreamParameters, frozen=True, kw_only=True, dict=True):
     """Parameters and state of the filter and the scorer.
 
@@ -193,29 +147,68 @@ class SessionAffinityPlugin(UpstreamParameters, frozen=True, kw_only=True, dict=
     session_id_config: SessionId = SessionId()
 
     @cached_property
-    def affinity(self) -> SessionAffinity:
-        """The session table, and where sessions are read from."""
-        return SessionAffinity(
-            self.strategy, self.encoded_endpoint_header_config.header, self.session_id_config
+    def memory(self) -> SessionTable:
+        """Endpoints of the sessions that are remembered here."""
+        return SessionTable(self.session_id_config.eviction_ttl_seconds)
+
+    @cached_property
+    def _header(self) -> str:
+        return self.encoded_endpoint_header_config.header.lower()
+
+    @cached_property
+    def _key(self) -> str:
+        """Key of `Decision.plugin_keys`, the same for plugins that look in the same places."""
+        return "session in " + ", ".join(
+            source.header or source.attribute or f"cookie {source.cookie}"
+            for source in self.session_id_config.sources
         )
+
+    @property
+    def _is_remembering(self) -> bool:
+        return self.strategy == "session_id"
+
+    def bound(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
+        """The address the session of a request is bound to; empty when there is none."""
+        if not self._is_remembering:
+            return find_candidate(context.headers.get(self._header, ""), candidates)
+        session = self.keys(context).get(self._key, "")
+        return self.memory.find(session, context.now) if session else ""
 
     def keys(self, context: SchedulingContext) -> Mapping[str, str]:
         """The session, where it is remembered here."""
-        return self.affinity.keys(context)
+        if self._is_remembering:
+            for source in self.session_id_config.sources:
+                session = source.find(context)
+                if session:
+                    return {self._key: shorten_id(session)}
+        return {}
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Remember where the session went, unless it is bound to another candidate."""
-        self.affinity.on_committed(decision, now)
+        session = self._session(decision)
+        if not session:
+            return
+        chosen, bound = decision.endpoints[0].address, self.memory.find(session, now)
+        if bound in {"", chosen} or all(
+            c.endpoint.address != bound for c in decision.scored_candidates
+        ):
+            self.memory.bind(session, chosen, now)
 
     def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
-        """Remember the endpoint that answered in the place of the chosen one."""
-        self.affinity.on_moved(decision, served, now)
+        """Remember the endpoint that answered; one that a later turn took elsewhere stays there."""
+        session = self._session(decision)
+        if session and self.memory.find(session, now) == decision.endpoints[0].address:
+            self.memory.bind(session, served.address, now)
 
     def answer_headers(
         self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
         """The token, where the client carries it."""
-        return self.affinity.answer_headers(chosen)
+        return () if self._is_remembering else ((self._header, token(chosen)),)
+
+    def _session(self, decision: Decision) -> str:
+        """The session of a decision; empty when none is remembered here."""
+        return decision.plugin_keys.get(self._key, "") if self._is_remembering else ""
 
 
 class SessionAffinityFilter(SessionAffinityPlugin, frozen=True):
@@ -230,7 +223,7 @@ class SessionAffinityFilter(SessionAffinityPlugin, frozen=True):
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        bound = self.affinity.bound(context, candidates)
+        bound = self.bound(context, candidates)
         return [c for c in candidates if c.endpoint.address == bound] or candidates
 
 
@@ -251,7 +244,7 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
     kind: ClassVar[str] = "session-affinity-scorer"
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        bound = self.affinity.bound(context, candidates)
+        bound = self.bound(context, candidates)
         return [float(c.endpoint.address == bound) for c in candidates]
 
 
@@ -277,27 +270,6 @@ def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
             if name in (endpoint.address, endpoint.name, _qualified(endpoint)):
                 return endpoint.address
     return ""
-
-
-def keys(context: SchedulingContext, sources: Sequence[SessionSource]) -> Mapping[str, str]:
-    """Keys of a request for `Decision.plugin_keys`: its session, or none."""
-    for source in sources:
-        session = source.find(context)
-        if session:
-            return {_key(sources): shorten_id(session)}
-    return {}
-
-
-def _session(known: Mapping[str, str], sources: Sequence[SessionSource]) -> str:
-    """The session in what `keys` returned; empty when there is none."""
-    return known.get(_key(sources), "")
-
-
-def _key(sources: Sequence[SessionSource]) -> str:
-    """The same for plugins that look in the same places."""
-    return "session in " + ", ".join(
-        source.header or source.attribute or f"cookie {source.cookie}" for source in sources
-    )
 
 
 def _find_cookie(cookies: str, name: str) -> str:

@@ -218,7 +218,7 @@ def test_a_decision_without_keys_binds_no_session():
     """A decision made without this plugin, such as a rescue, is no reason to fail."""
     scorer = plugin(SessionAffinityScorer, **BY_ID)
     scorer.on_committed(Decision(builders.context().request, [FLEET[0].endpoint]), 1.0)
-    assert len(scorer.affinity.memory) == 0
+    assert len(scorer.memory) == 0
 
 
 @pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
@@ -241,4 +241,4 @@ def test_a_move_without_a_session_binds_nothing(strategy):
     scorer = plugin(SessionAffinityScorer, strategy=strategy)
     decision = Decision(builders.context().request, [FLEET[0].endpoint])
     scorer.on_moved(decision, FLEET[1].endpoint, 1.0)
-    assert len(scorer.affinity.memory) == 0
+    assert len(scorer.memory) == 0

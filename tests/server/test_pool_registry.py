@@ -293,7 +293,7 @@ async def test_plugins_that_a_reload_replaces_are_freed():
 
     def memory():
         (scorer,) = subject.by_name[""].parts.director.routing.profile.scorers
-        return weakref.ref(scorer[0].affinity.memory)
+        return weakref.ref(scorer[0].memory)
 
     before = memory()
     subject.prepare_reload(read(f"{text}\nhealth: {{failures: 2}}"))()

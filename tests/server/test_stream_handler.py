@@ -336,7 +336,7 @@ def test_a_session_is_remembered_for_the_endpoint_that_answered():
     hints = LbMetadata(None, False, other)
     list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
     stream.finish()
-    assert affinity.affinity.memory.find("s", scene.pool_fixture.now) == other
+    assert affinity.memory.find("s", scene.pool_fixture.now) == other
 
 
 def test_a_stream_of_a_removed_endpoint_leaves_no_series():
