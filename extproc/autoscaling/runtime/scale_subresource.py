@@ -123,7 +123,6 @@ def parse_competing_autoscalers(answer: bytes, target: ScaleTarget) -> tuple[str
 def build_event(
     target: ScaleTarget,
     *,
-    uid: str,
     reason: str,
     note: str,
     warning: bool,
@@ -133,21 +132,19 @@ def build_event(
     """Build an Event about the target.
 
     Args:
-        uid: UID of the target; empty where it is unknown.
         reason: A single word in CamelCase.
     """
     when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
-    about = {
-        "apiVersion": f"{target.group}/{target.version}" if target.group else target.version,
-        "kind": target.kind,
-        "name": target.name,
-        "namespace": target.namespace,
-    }
     return {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"generateName": f"{target.name}.", "namespace": target.namespace},
-        "involvedObject": about | ({"uid": uid} if uid else {}),
+        "involvedObject": {
+            "apiVersion": f"{target.group}/{target.version}" if target.group else target.version,
+            "kind": target.kind,
+            "name": target.name,
+            "namespace": target.namespace,
+        },
         "reason": reason,
         "message": note[:_MAX_NOTE_LENGTH],
         "type": "Warning" if warning else "Normal",
@@ -220,7 +217,6 @@ class ScaleClient:
         """Write an Event; only the first failure is logged, and no write is repeated."""
         body = build_event(
             target,
-            uid="",
             reason=reason,
             note=note,
             warning=warning,

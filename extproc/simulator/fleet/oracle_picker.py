@@ -17,7 +17,6 @@ from extproc.pool.inflight import InflightLoad, Reservation
 from extproc.scheduling.estimated_time import EstimatedTime
 from extproc.simulator import engine_request, lora
 from extproc.simulator.fleet.engine_node import EngineNode
-from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequest
 
 #: What the adaptive strategy weighs its terms with.
@@ -66,11 +65,9 @@ class OraclePicker:
 
     Args:
         nodes: All engines there will ever be.
-        timeline: The clock; not used, as nothing it knows ages.
     """
 
-    def __init__(self, nodes: Sequence[EngineNode], timeline: EventQueue) -> None:
-        del timeline
+    def __init__(self, nodes: Sequence[EngineNode]) -> None:
         self._nodes = nodes
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}

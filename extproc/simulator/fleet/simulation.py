@@ -166,7 +166,7 @@ class Simulation:
     def _picker(self, settings: Settings | None, *, seed: int, waits: bool) -> SimPicker:
         """Build a picker; requests queue in it, or in the autoscaled fleet."""
         if settings is None:
-            return OraclePicker(self.nodes, self.timeline)
+            return OraclePicker(self.nodes)
         workload = self._scenario.workload
         return ExtprocPicker(
             adjusted(settings, self._scenario, seed=seed),

@@ -89,7 +89,7 @@ def test_it_counts_no_block_as_room_that_the_request_finds():
     advance(timeline, 0.05)
     pool = engines[0].engine.pool
     assert (pool.cached, pool.available) == (8, 11)
-    picker = OraclePicker(engines, timeline)
+    picker = OraclePicker(engines)
     picker.listed([0, 1])
     assert picker.pick(sim_request("again", prompt=160, output=1)) == 0
     assert picker.pick(sim_request("more", prompt=192, output=1)) == 1
