@@ -17,7 +17,10 @@ from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.canary import CanaryHandler
+from tests.support.child_process import live, pytest_pyfunc_call
 from tests.support.programs import MissingProgram
+
+__all__ = ["live", "pytest_pyfunc_call"]
 
 HERE = Path(__file__).parent
 

@@ -3,9 +3,6 @@
 import pytest
 
 from tests.console import browser
-from tests.support.child_process import live, pytest_pyfunc_call
-
-__all__ = ["live", "pytest_pyfunc_call"]
 
 
 @pytest.fixture(scope="module")

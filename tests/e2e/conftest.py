@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import backend
-from tests.support.child_process import live, pytest_pyfunc_call
-
-__all__ = ["live", "pytest_pyfunc_call"]
 
 
 def pytest_collection_modifyitems(items):

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import kube, kube_server, programs
-from tests.support.child_process import live, pytest_pyfunc_call
-
-__all__ = ["live", "pytest_pyfunc_call"]
 
 HERE = Path(__file__).parent
 

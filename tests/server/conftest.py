@@ -4,10 +4,6 @@ import logging
 
 import pytest
 
-from tests.support.child_process import live, pytest_pyfunc_call
-
-__all__ = ["live", "pytest_pyfunc_call"]
-
 
 @pytest.fixture
 def level():

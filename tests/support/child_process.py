@@ -1,7 +1,7 @@
 """Async tests in an event loop that lives as long as their module.
 
 A module is the unit: `make test` has xdist keep it on one worker (`--dist loadfile`), what it starts
-runs once, and async tests run in the loop that watches the module's processes. A conftest imports `live` and `pytest_pyfunc_call`.
+runs once, and async tests run in the loop that watches the module's processes.
 """
 
 from __future__ import annotations
