@@ -42,23 +42,19 @@ async def admin_pages():
         await picker.admin_server.close()
 
 
-def test_pages_do_not_name_the_server_software():
+async def test_pages_do_not_name_the_server_software():
     """No answer, be it a page, a 404 or one to what is no HTTP, has a Server header."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            for path, status in (("/healthz", 200), ("/metrics", 200), ("/nothing", 404)):
-                answer = await http1.ask(port, path)
-                assert answer.status == status
-                assert answer.head.all("server") == []
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"no HTTP\r\n\r\n")
-            answer = await reader.read()
-            writer.close()
-            assert answer.startswith(b"HTTP/1.0 400 ")
-            assert b"server:" not in answer.lower()
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        for path, status in (("/healthz", 200), ("/metrics", 200), ("/nothing", 404)):
+            answer = await http1.ask(port, path)
+            assert answer.status == status
+            assert answer.head.all("server") == []
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"no HTTP\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.0 400 ")
+        assert b"server:" not in answer.lower()
 
 
 @pytest.mark.parametrize(
@@ -70,55 +66,47 @@ def test_pages_do_not_name_the_server_software():
         ("application/openmetrics-text; q=0.0, text/plain", "text/plain; version=0.0.4", b".0\n"),
     ],
 )
-def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
+async def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
     """Prometheus prefers OpenMetrics; a scraper that does not ask for it gets the older format."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            answer = await http1.ask(port, "/metrics", headers=[("accept", accept)])
-        assert kind in answer.head.all("content-type")[0]
-        assert answer.body.endswith(ending)
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        answer = await http1.ask(port, "/metrics", headers=[("accept", accept)])
+    assert kind in answer.head.all("content-type")[0]
+    assert answer.body.endswith(ending)
 
 
-def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
+async def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
     """Metrics and probes stay open; the rest wants the token, which pickers send each other."""
-
-    async def test() -> None:
-        file = tmp_path / "token"
-        file.write_text(f"{TOKEN}\n")
-        port = stack.free_port()
-        server = (
-            f"server: {{host: 127.0.0.1, metrics_port: {port}, admin_token_file: {file}}}\n"
-            f"autoscaling: {{peers: ['127.0.0.1:{port}']}}\n"
-        )
-        settings = read(server)
-        picker = app.EndpointPickerProcess(settings)
-        await picker.start_admin()
-        token = [("authorization", f"Bearer {TOKEN}")]
-        try:
-            for path, bare in (("/healthz", 200), ("/metrics", 200), ("/debug/pools", 401)):
-                assert (await http1.ask(port, path)).status == bare
-                assert (await http1.ask(port, path, headers=token)).status == 200
-            for path in ("/internal/load", "/debug/decisions", "/debug/nothing"):
-                wrong = [("authorization", f"Bearer {TOKEN[:-1]}")]
-                assert (await http1.ask(port, path, headers=wrong)).status == 401
-            peers = picker.autoscaler.peers
-            await peers.read("")
-            # It reached itself, which it leaves out; without the token it would be unknown.
-            assert peers.last("") == {}
-            url = f"http://127.0.0.1:{port}"
-            words = ["explain", "--server", url, "--id", "none", "--token-file"]
-            assert await asyncio.to_thread(main.main, words[:-1]) == 1
-            assert "--token-file" in capsys.readouterr().err
-            assert await asyncio.to_thread(main.main, [*words, str(file)]) == 1
-            assert "no decision of that request id" in capsys.readouterr().err
-        finally:
-            await picker.admin_server.close()
-            peers.close()
-
-    asyncio.run(test())
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    port = stack.free_port()
+    server = (
+        f"server: {{host: 127.0.0.1, metrics_port: {port}, admin_token_file: {file}}}\n"
+        f"autoscaling: {{peers: ['127.0.0.1:{port}']}}\n"
+    )
+    settings = read(server)
+    picker = app.EndpointPickerProcess(settings)
+    await picker.start_admin()
+    token = [("authorization", f"Bearer {TOKEN}")]
+    try:
+        for path, bare in (("/healthz", 200), ("/metrics", 200), ("/debug/pools", 401)):
+            assert (await http1.ask(port, path)).status == bare
+            assert (await http1.ask(port, path, headers=token)).status == 200
+        for path in ("/internal/load", "/debug/decisions", "/debug/nothing"):
+            wrong = [("authorization", f"Bearer {TOKEN[:-1]}")]
+            assert (await http1.ask(port, path, headers=wrong)).status == 401
+        peers = picker.autoscaler.peers
+        await peers.read("")
+        # It reached itself, which it leaves out; without the token it would be unknown.
+        assert peers.last("") == {}
+        url = f"http://127.0.0.1:{port}"
+        words = ["explain", "--server", url, "--id", "none", "--token-file"]
+        assert await asyncio.to_thread(main.main, words[:-1]) == 1
+        assert "--token-file" in capsys.readouterr().err
+        assert await asyncio.to_thread(main.main, [*words, str(file)]) == 1
+        assert "no decision of that request id" in capsys.readouterr().err
+    finally:
+        await picker.admin_server.close()
+        peers.close()
 
 
 def test_a_token_file_without_a_token_is_refused(tmp_path):
@@ -181,21 +169,17 @@ def test_a_token_that_cannot_be_read_for_a_passing_reason_is_read_again(
     assert token.current() == "renewed"
 
 
-def test_a_configuration_without_its_token_file_is_refused(tmp_path):
+async def test_a_configuration_without_its_token_file_is_refused(tmp_path):
     """A reload that names a file without a token changes nothing."""
-
-    async def test() -> None:
-        file = tmp_path / "token"
-        file.write_text(TOKEN)
-        written = [
-            read(f"server: {{admin_token_file: {path}}}\n") for path in (file, tmp_path / "missing")
-        ]
-        picker = app.EndpointPickerProcess(written[0])
-        with pytest.raises(ConfigError):
-            picker.apply_settings(written[1])
-        assert picker.admin_token.current() == TOKEN
-
-    asyncio.run(test())
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    written = [
+        read(f"server: {{admin_token_file: {path}}}\n") for path in (file, tmp_path / "missing")
+    ]
+    picker = app.EndpointPickerProcess(written[0])
+    with pytest.raises(ConfigError):
+        picker.apply_settings(written[1])
+    assert picker.admin_token.current() == TOKEN
 
 
 PAGES = ["/debug/pools", "/debug/explain", "/debug/decisions/x", "/internal/load", "/else"]
@@ -268,47 +252,35 @@ def test_pages_of_other_sites_hold_no_recordings(site):
         assert refusal(path, remote="127.0.0.1", site=site) is None
 
 
-def test_a_page_of_another_site_is_refused_by_the_server():
+async def test_a_page_of_another_site_is_refused_by_the_server():
     """The header that browsers send arrives at the check."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            foreign = [("sec-fetch-site", "cross-site")]
-            answer = await http1.ask(port, "/debug/record?seconds=86400", headers=foreign)
-            assert (answer.status, b"another site" in answer.body) == (403, True)
-            assert (await http1.ask(port, "/debug/pools")).status == 200
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        foreign = [("sec-fetch-site", "cross-site")]
+        answer = await http1.ask(port, "/debug/record?seconds=86400", headers=foreign)
+        assert (answer.status, b"another site" in answer.body) == (403, True)
+        assert (await http1.ask(port, "/debug/pools")).status == 200
 
 
-def test_the_index_lists_all_debug_pages():
+async def test_the_index_lists_all_debug_pages():
     """Each in a line, with the names of its query."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            answer = await http1.ask(port, "/debug")
-            lines = answer.body.decode().splitlines()
-            listed = {line.split()[1].partition("?")[0] for line in lines}
-            for path in listed - {"/debug/decisions/{id}", "/debug/explain"}:
-                answer = await http1.ask(port, f"{path}?nothing=1")
-                assert (answer.status, b"?nothing=; it takes: " in answer.body) == (400, True)
-        routes = re.findall(r"\| `(/debug[^`]*)`", http_reference.block())
-        assert listed == set(routes)
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        answer = await http1.ask(port, "/debug")
+        lines = answer.body.decode().splitlines()
+        listed = {line.split()[1].partition("?")[0] for line in lines}
+        for path in listed - {"/debug/decisions/{id}", "/debug/explain"}:
+            answer = await http1.ask(port, f"{path}?nothing=1")
+            assert (answer.status, b"?nothing=; it takes: " in answer.body) == (400, True)
+    routes = re.findall(r"\| `(/debug[^`]*)`", http_reference.block())
+    assert listed == set(routes)
 
 
-def test_unknown_names_in_a_query_are_refused_with_the_known_ones():
+async def test_unknown_names_in_a_query_are_refused_with_the_known_ones():
     """A filter with a typing error must not show everything."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            answer = await http1.ask(port, "/debug/decisions/x?results=ok")
-            assert answer.status == 400
-            message = "no query of this page is ?results=; it takes: ?result=, ?sequence="
-            assert answer.json()["error"]["message"].endswith(message)
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        answer = await http1.ask(port, "/debug/decisions/x?results=ok")
+        assert answer.status == 400
+        message = "no query of this page is ?results=; it takes: ?result=, ?sequence="
+        assert answer.json()["error"]["message"].endswith(message)
 
 
 async def test_pages_of_large_pools_leave_turns_to_requests(monkeypatch):
@@ -328,20 +300,16 @@ async def test_pages_of_large_pools_leave_turns_to_requests(monkeypatch):
     assert [len(pools[name]["endpoints"]) for name in ("a", "b")] == [50, 50]
 
 
-def test_browsers_get_indented_json():
+async def test_browsers_get_indented_json():
     """Programs get it in one line."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            for path in ("/debug/decisions", "/debug/overview", "/debug/pools"):
-                short = await http1.ask(port, path)
-                accept = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")]
-                long = await http1.ask(port, path, headers=accept)
-                assert short.body.count(b"\n") == 0
-                assert long.body.startswith(b'{\n  "')
-                assert long.json().keys() == short.json().keys()
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        for path in ("/debug/decisions", "/debug/overview", "/debug/pools"):
+            short = await http1.ask(port, path)
+            accept = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")]
+            long = await http1.ask(port, path, headers=accept)
+            assert short.body.count(b"\n") == 0
+            assert long.body.startswith(b'{\n  "')
+            assert long.json().keys() == short.json().keys()
 
 
 def test_files_of_the_console_are_open_where_there_is_a_token():
@@ -352,22 +320,18 @@ def test_files_of_the_console_are_open_where_there_is_a_token():
     assert refusal("/console/", remote="10.0.0.8") == 403
 
 
-def test_a_body_in_a_broken_encoding_is_refused(caplog):
+async def test_a_body_in_a_broken_encoding_is_refused(caplog):
     """It is a mistake of the client, with nothing for the log."""
-
-    async def test() -> None:
-        async with admin_pages() as port:
-            answer = await http1.ask(
-                port,
-                "/debug/explain",
-                method="POST",
-                headers=[("content-encoding", "gzip")],
-                body=b"no gzip",
-            )
-        assert answer.status == 400
-        assert b"expected a body in the encoding of its headers" in answer.body
-
-    asyncio.run(test())
+    async with admin_pages() as port:
+        answer = await http1.ask(
+            port,
+            "/debug/explain",
+            method="POST",
+            headers=[("content-encoding", "gzip")],
+            body=b"no gzip",
+        )
+    assert answer.status == 400
+    assert b"expected a body in the encoding of its headers" in answer.body
     assert not caplog.records
 
 

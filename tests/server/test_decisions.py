@@ -12,70 +12,54 @@ CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
 HEADERS = {**ext_proc_script.PLAIN, "x-request-id": "id-7"}
 
 
-def test_a_decision_is_recorded_with_its_result():
+async def test_a_decision_is_recorded_with_its_result():
     """The ring knows a routed request by its id, and its status once the stream ends."""
-
-    async def test() -> None:
-        async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
-            await stream.hear()
-            record = server.servicer.shared.observer.decisions.find("id-7")
-            assert record.decision.endpoints[0].address == ext_proc_script.ADDRESS
-            assert (record.status, record.seconds) == ("", None)
-            await stream.say(ext_proc_script.response_headers())
-            (response,) = await stream.hear()
-            assert "x-extproc-decision" not in response.headers
-            await stream.end()
-            await server.idle()
-            assert (record.status, record.seconds) == ("200", 0.0)
-
-    serving.run(test())
+    async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
+        await stream.hear()
+        record = server.servicer.shared.observer.decisions.find("id-7")
+        assert record.decision.endpoints[0].address == ext_proc_script.ADDRESS
+        assert (record.status, record.seconds) == ("", None)
+        await stream.say(ext_proc_script.response_headers())
+        (response,) = await stream.hear()
+        assert "x-extproc-decision" not in response.headers
+        await stream.end()
+        await server.idle()
+        assert (record.status, record.seconds) == ("200", 0.0)
 
 
-def test_the_decision_header_is_added_when_enabled():
+async def test_the_decision_header_is_added_when_enabled():
     """With decisions.header the answer says who was chosen and why."""
-
-    async def test() -> None:
-        pool_fixture = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
-        async with serving.serving(
-            pool_fixture, format_decision=explanation.format_short
-        ) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
-            await stream.hear()
-            await stream.say(ext_proc_script.response_headers())
-            (response,) = await stream.hear()
-            assert response.headers["x-extproc-decision"].startswith(
-                f"balanced; chose={ext_proc_script.ADDRESS}; "
-            )
-            await stream.end()
-
-    serving.run(test())
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
+    async with serving.serving(pool_fixture, format_decision=explanation.format_short) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
+        await stream.hear()
+        await stream.say(ext_proc_script.response_headers())
+        (response,) = await stream.hear()
+        assert response.headers["x-extproc-decision"].startswith(
+            f"balanced; chose={ext_proc_script.ADDRESS}; "
+        )
+        await stream.end()
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_the_decision_is_metadata_of_the_pick(method):
+async def test_the_decision_is_metadata_of_the_pick(method):
     """It is beside the destination, in a namespace of its own, whether a body waits or not."""
-
-    async def test() -> None:
-        pool_fixture = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
-        async with serving.serving(
-            pool_fixture, describe_decision=explanation.format_short
-        ) as server:
-            stream = server.stream()
-            headers = {**HEADERS, ":method": method, ":path": "/v1/chat/completions"}
-            await stream.say(ext_proc_script.request_headers(headers, ends=method == "GET"))
-            if method == "POST":
-                await stream.say(ext_proc_script.request_body(CHAT, ends=True))
-            (pick,) = [reply for reply in await stream.hear() if reply.metadata]
-            assert pick.metadata["envoy.lb"]
-            assert pick.metadata["extproc"]["decision"].startswith(
-                f"balanced; chose={ext_proc_script.ADDRESS}; "
-            )
-            await stream.end()
-
-    serving.run(test())
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
+    async with serving.serving(pool_fixture, describe_decision=explanation.format_short) as server:
+        stream = server.stream()
+        headers = {**HEADERS, ":method": method, ":path": "/v1/chat/completions"}
+        await stream.say(ext_proc_script.request_headers(headers, ends=method == "GET"))
+        if method == "POST":
+            await stream.say(ext_proc_script.request_body(CHAT, ends=True))
+        (pick,) = [reply for reply in await stream.hear() if reply.metadata]
+        assert pick.metadata["envoy.lb"]
+        assert pick.metadata["extproc"]["decision"].startswith(
+            f"balanced; chose={ext_proc_script.ADDRESS}; "
+        )
+        await stream.end()
 
 
 @pytest.mark.parametrize(("sent", "returned"), [("id-7", "id-7"), ("", "made-1")])

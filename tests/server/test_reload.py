@@ -197,28 +197,24 @@ def test_pending_names_fields_that_cannot_change():
     ]
 
 
-def test_requests_never_see_a_partial_configuration(scene):
+async def test_requests_never_see_a_partial_configuration(scene):
     """A request between two reloads is routed by one profile and its own picker."""
     wanted = {
         "random": "random-picker",
         "round-robin": "round-robin",
         "lmetric": "max-score-picker",
     }
-
-    async def test():
-        for turn in range(TURNS):
-            strategy = list(wanted)[turn % 3]
-            scene.path.write_text(HEAD + f"scheduling: {{strategy: {strategy}}}\n" + "#" * turn)
-            step = asyncio.ensure_future(scene.reloader.step())
-            outcomes = []
-            while not step.done():
-                outcomes.append(scene.parts.director.route(RAW, 1.0))
-                await asyncio.sleep(0)
+    for turn in range(TURNS):
+        strategy = list(wanted)[turn % 3]
+        scene.path.write_text(HEAD + f"scheduling: {{strategy: {strategy}}}\n" + "#" * turn)
+        step = asyncio.ensure_future(scene.reloader.step())
+        outcomes = []
+        while not step.done():
             outcomes.append(scene.parts.director.route(RAW, 1.0))
-            assert all(outcome.picker == wanted[outcome.profile] for outcome in outcomes)
-            assert outcomes[-1].profile == strategy
-
-    asyncio.run(test())
+            await asyncio.sleep(0)
+        outcomes.append(scene.parts.director.route(RAW, 1.0))
+        assert all(outcome.picker == wanted[outcome.profile] for outcome in outcomes)
+        assert outcomes[-1].profile == strategy
     assert scene.picker.counters.reloads == {"ok": TURNS}
 
 

@@ -463,40 +463,32 @@ def test_every_live_field_has_a_case():
 
 
 @pytest.mark.parametrize("field", LIVE)
-def test_a_live_field_applies_at_once(field, tmp_path):
+async def test_a_live_field_applies_at_once(field, tmp_path):
     """After a reload a picker behaves like one that was started with the new configuration."""
     file = tmp_path / "first.py"
     file.write_text("s3cret" if field == "server.admin_token_file" else PLUGIN)
     before, after = (read(text.replace("FILE", str(file)) + "\n") for text in LIVE[field][:2])
     look = LIVE[field][2]
-
-    async def scenario():
-        old = look(ReloadingScene(before))
-        reloaded = ReloadingScene(before)
-        reloaded.read_again(after)
-        observed = look(reloaded)
-        fresh = ReloadingScene(after)
-        fresh.picker.apply_settings(after)  # sets the level, as `run` does
-        assert observed == look(fresh)
-        assert observed != old
-
-    asyncio.run(scenario())
+    old = look(ReloadingScene(before))
+    reloaded = ReloadingScene(before)
+    reloaded.read_again(after)
+    observed = look(reloaded)
+    fresh = ReloadingScene(after)
+    fresh.picker.apply_settings(after)  # sets the level, as `run` does
+    assert observed == look(fresh)
+    assert observed != old
 
 
-def test_waiting_requests_go_on_where_a_reload_allows_it():
+async def test_waiting_requests_go_on_where_a_reload_allows_it():
     """At once, also where a priority is held and nothing else happens."""
     text = HOLDING % "usage_limit: {min_ceiling: %s, max_ceiling: %s}"
-
-    async def scenario():
-        scene = ReloadingScene(read(text % (0.1, 0.1)))
-        scene.observe(0.0)  # and half of the KV cache
-        queued = scene.held()
-        scene.read_again(read(text % (0.9, 0.9)))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert isinstance(queued.admission.result(), Admission)
-
-    asyncio.run(scenario())
+    scene = ReloadingScene(read(text % (0.1, 0.1)))
+    scene.observe(0.0)  # and half of the KV cache
+    queued = scene.held()
+    scene.read_again(read(text % (0.9, 0.9)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert isinstance(queued.admission.result(), Admission)
 
 
 def test_scrapes_follow_the_age_at_which_loads_turn_unknown():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
-from tests.server.test_reload_fields import HOLDING, busy
+from tests.server.test_reload_fields import busy
 from tests.support.reloading import ReloadingScene, read
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -16,53 +14,32 @@ pytestmark = pytest.mark.usefixtures("level")
 BUSY = "pool: {endpoints: ['10.0.0.1:8000']}\nflow_control: {enabled: %s}\n"
 
 
-def test_flow_control_is_enabled_by_a_restart_only():
+async def test_flow_control_is_enabled_by_a_restart_only():
     """Busy engines get requests as before without flow control, and with it requests are queued."""
-
-    async def scenario():
-        for started, wanted in (("false", "true"), ("true", "false")):
-            untouched, reloaded = (ReloadingScene(read(BUSY % started)) for _ in range(2))
-            reloaded.read_again(read(BUSY % wanted))
-            assert busy(reloaded) == busy(untouched)
-            assert list(reloaded.picker.pool_registry.flow_controllers) == list(
-                untouched.picker.pool_registry.flow_controllers
-            )
-
-    asyncio.run(scenario())
+    for started, wanted in (("false", "true"), ("true", "false")):
+        untouched, reloaded = (ReloadingScene(read(BUSY % started)) for _ in range(2))
+        reloaded.read_again(read(BUSY % wanted))
+        assert busy(reloaded) == busy(untouched)
+        assert list(reloaded.picker.pool_registry.flow_controllers) == list(
+            untouched.picker.pool_registry.flow_controllers
+        )
 
 
-def test_attained_service_keeps_its_decay():
-    """A half-life that a restart changes is neither shown nor used before."""
-
-    async def scenario():
-        scene = ReloadingScene(read(HOLDING % "half_life_s: 60"))
-        scene.read_again(read(HOLDING % "half_life_s: 1, order: edf, fairness: none"))
-        queue = scene.flow_controller.queue
-        assert queue.settings.half_life_s == queue.fair_share._half_life_s == 60.0
-        assert (queue.settings.order, queue.settings.fairness) == ("fcfs", "least-served")
-
-    asyncio.run(scenario())
-
-
-def test_pools_discovered_later_use_the_new_settings():
+async def test_pools_discovered_later_use_the_new_settings():
     """A pool that Kubernetes brings after a reload has live fields as read, and no others."""
-
-    async def scenario():
-        scene = ReloadingScene(
-            read("cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 7}\n")
+    scene = ReloadingScene(
+        read("cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 7}\n")
+    )
+    scene.read_again(
+        read(
+            "cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 9}\n"
+            "flow_control: {enabled: true}\nscheduling: {strategy: random}\n"
         )
-        scene.read_again(
-            read(
-                "cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 9}\n"
-                "flow_control: {enabled: true}\nscheduling: {strategy: random}\n"
-            )
-        )
-        scene.picker.pool_registry.on_pools_changed(
-            {"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ()
-        )
-        runtime = scene.picker.pool_registry.by_name["n/p"]
-        assert runtime.flow_controller is None
-        assert runtime.profile == "random"
-        assert runtime.parts.settings.prefix.capacity_blocks == 7
-
-    asyncio.run(scenario())
+    )
+    scene.picker.pool_registry.on_pools_changed(
+        {"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ()
+    )
+    runtime = scene.picker.pool_registry.by_name["n/p"]
+    assert runtime.flow_controller is None
+    assert runtime.profile == "random"
+    assert runtime.parts.settings.prefix.capacity_blocks == 7

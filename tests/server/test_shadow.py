@@ -24,28 +24,23 @@ def compared(scene):
     return sum(counts.results.values())
 
 
-def test_the_shadow_decides_after_the_turn(monkeypatch):
+async def test_the_shadow_decides_after_the_turn(monkeypatch):
     """No decision of it happens while a request is routed; a page and metrics show the result."""
     monkeypatch.setattr(pool_runtime, "_SHADOW_DELAY_S", 0.0)
-
-    async def test():
-        port = stack.free_port()
-        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-        settings = read(CONFIG + server)
-        scene = ReloadingScene(settings)
-        await scene.picker.start_admin()
-        try:
-            route(scene, 20)
-            assert compared(scene) == 0
-            while compared(scene) < 20:
-                await asyncio.sleep(0)
-            page = (await http1.ask(port, "/debug/shadow")).json()["pools"][""]
-            metrics = (await http1.ask(port, "/metrics")).body.decode()
-        finally:
-            await scene.picker.admin_server.close()
-        return page, metrics
-
-    page, metrics = asyncio.run(test())
+    port = stack.free_port()
+    server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
+    settings = read(CONFIG + server)
+    scene = ReloadingScene(settings)
+    await scene.picker.start_admin()
+    try:
+        route(scene, 20)
+        assert compared(scene) == 0
+        while compared(scene) < 20:
+            await asyncio.sleep(0)
+        page = (await http1.ask(port, "/debug/shadow")).json()["pools"][""]
+        metrics = (await http1.ask(port, "/metrics")).body.decode()
+    finally:
+        await scene.picker.admin_server.close()
     assert page["profile"] == "adaptive"
     assert page["results"]["agreed"] + page["results"]["differed"] == 20
     assert page["agreement"] == page["results"]["agreed"] / 20
@@ -62,16 +57,12 @@ def test_the_shadow_decides_after_the_turn(monkeypatch):
     assert 'extproc_shadow_seconds_total{pool="",shadow="adaptive"}' in metrics
 
 
-def test_a_shadow_that_is_turned_off_leaves_nothing():
+async def test_a_shadow_that_is_turned_off_leaves_nothing():
     """Its waiting requests are dropped with it."""
-
-    async def test():
-        scene = ReloadingScene(read(CONFIG))
-        route(scene, 3)
-        scene.read_again(read("scheduling: {strategy: adaptive}"))
-        assert scene.runtime.parts.director.routing.shadow is None
-        await asyncio.sleep(0)
-        route(scene, 1)
-        assert not scene.picker.pool_registry.shadows()
-
-    asyncio.run(test())
+    scene = ReloadingScene(read(CONFIG))
+    route(scene, 3)
+    scene.read_again(read("scheduling: {strategy: adaptive}"))
+    assert scene.runtime.parts.director.routing.shadow is None
+    await asyncio.sleep(0)
+    route(scene, 1)
+    assert not scene.picker.pool_registry.shadows()

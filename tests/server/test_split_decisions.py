@@ -47,32 +47,28 @@ async def route(running):
     return shown
 
 
-def test_a_running_picker_shows_stages():
+async def test_a_running_picker_shows_stages():
     """In the header of the response, on the pages of decisions and in the metrics."""
-
-    async def test() -> None:
-        async with serving.running(configuration()) as running:
-            await running.sync()
-            shown = await route(running)
-            stages = f"; prefill={disaggregation.PREFILL}; encode=here:no-media"
-            assert shown.endswith(stages)
-            url = f"http://{serving.LOCAL}:{running.ports.pages}"
-            async with aiohttp.ClientSession(url) as session:
-                page = await (await session.get("/debug/decisions")).json()
-                document = await (await session.get("/debug/decisions/id-7")).json()
-                metrics = await (await session.get("/metrics")).text()
-            assert page["decisions"][0]["why"] == shown
-            assert document["endpoints"] == [disaggregation.DECODE]
-            assert document["disaggregation"]["prefill"]["endpoints"] == [disaggregation.PREFILL]
-            assert document["disaggregation"]["encode"]["reason"] == "no-media"
-            for name in (
-                'extproc_disaggregation_decisions_total{model="m",',
-                "extproc_disaggregation_kept_stages_total{pool=",
-                'llm_d_epp_disagg_decision_total{decision_type="prefill-decode",model_name="m",',
-                'llm_d_epp_pd_decision_total{decision_type="prefill-decode",model_name="m",',
-                "llm_d_epp_request_size_bytes_count{",
-                "llm_d_epp_request_processing_duration_seconds_count 1",
-            ):
-                assert f"\n{name}" in metrics
-
-    serving.run(test())
+    async with serving.running(configuration()) as running:
+        await running.sync()
+        shown = await route(running)
+        stages = f"; prefill={disaggregation.PREFILL}; encode=here:no-media"
+        assert shown.endswith(stages)
+        url = f"http://{serving.LOCAL}:{running.ports.pages}"
+        async with aiohttp.ClientSession(url) as session:
+            page = await (await session.get("/debug/decisions")).json()
+            document = await (await session.get("/debug/decisions/id-7")).json()
+            metrics = await (await session.get("/metrics")).text()
+        assert page["decisions"][0]["why"] == shown
+        assert document["endpoints"] == [disaggregation.DECODE]
+        assert document["disaggregation"]["prefill"]["endpoints"] == [disaggregation.PREFILL]
+        assert document["disaggregation"]["encode"]["reason"] == "no-media"
+        for name in (
+            'extproc_disaggregation_decisions_total{model="m",',
+            "extproc_disaggregation_kept_stages_total{pool=",
+            'llm_d_epp_disagg_decision_total{decision_type="prefill-decode",model_name="m",',
+            'llm_d_epp_pd_decision_total{decision_type="prefill-decode",model_name="m",',
+            "llm_d_epp_request_size_bytes_count{",
+            "llm_d_epp_request_processing_duration_seconds_count 1",
+        ):
+            assert f"\n{name}" in metrics
