@@ -85,67 +85,51 @@ def write_pair(folder: Path) -> bytes:
     return certificate.public_bytes(serialization.Encoding.DER)
 
 
-def test_001_the_method_is_served_under_envoys_name():
+async def test_001_the_method_is_served_under_envoys_name():
     """The ext_proc method answers, on 9002 by default."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST)) as picker:
-            await picker.sync()
-            async with picker.channel() as channel:
-                assert await routed(channel) == FIRST
-
-    serving.run(test())
+    async with serving.running(serving.settings(FIRST)) as picker:
+        await picker.sync()
+        async with picker.channel() as channel:
+            assert await routed(channel) == FIRST
     assert (ServerSection().grpc_port, ServerSection().grpc_health_port) == (9002, 9003)
 
 
-def test_002_tls_is_the_default():
+async def test_002_tls_is_the_default():
     """By default a client that does not verify gets TLS with a certificate made at start, and h2."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST, secure_serving=True)) as picker:
-            await picker.sync()
-            certificate, protocol = await shown(picker.ports.grpc)
-            assert protocol == "h2"
-            async with trusting(certificate, picker.ports.grpc) as channel:
-                assert await routed(channel) == FIRST
-
     assert Settings().server.secure_serving is True
-    serving.run(test())
+    async with serving.running(serving.settings(FIRST, secure_serving=True)) as picker:
+        await picker.sync()
+        certificate, protocol = await shown(picker.ports.grpc)
+        assert protocol == "h2"
+        async with trusting(certificate, picker.ports.grpc) as channel:
+            assert await routed(channel) == FIRST
 
 
-def test_003_plaintext_by_flag():
+async def test_003_plaintext_by_flag():
     """With secure serving off, h2c works and TLS does not."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST, secure_serving=False)) as picker:
-            await picker.sync()
-            async with picker.channel() as channel:
-                assert await routed(channel) == FIRST
-            with pytest.raises(ssl.SSLError):
-                await shown(picker.ports.grpc)
-
-    serving.run(test())
+    async with serving.running(serving.settings(FIRST, secure_serving=False)) as picker:
+        await picker.sync()
+        async with picker.channel() as channel:
+            assert await routed(channel) == FIRST
+        with pytest.raises(ssl.SSLError):
+            await shown(picker.ports.grpc)
 
 
-def test_004_certificate_files_with_reload(tmp_path: Path):
+async def test_004_certificate_files_with_reload(tmp_path: Path):
     """tls.crt and tls.key are served; a new pair is picked up, a broken one is not."""
-
-    async def test() -> None:
-        first = write_pair(tmp_path)
-        configuration = serving.settings(
-            FIRST, secure_serving=True, cert_path=str(tmp_path), enable_cert_reload=True
-        )
-        async with serving.running(configuration) as picker:
-            await picker.sync()
-            assert (await shown(picker.ports.grpc))[0] == first
-            second = write_pair(tmp_path)
-            assert (await shown(picker.ports.grpc))[0] == second
-            (tmp_path / "tls.crt").write_text("not a certificate")
-            assert (await shown(picker.ports.grpc))[0] == second
-            async with trusting(second, picker.ports.grpc) as channel:
-                assert await routed(channel) == FIRST
-
-    serving.run(test())
+    first = write_pair(tmp_path)
+    configuration = serving.settings(
+        FIRST, secure_serving=True, cert_path=str(tmp_path), enable_cert_reload=True
+    )
+    async with serving.running(configuration) as picker:
+        await picker.sync()
+        assert (await shown(picker.ports.grpc))[0] == first
+        second = write_pair(tmp_path)
+        assert (await shown(picker.ports.grpc))[0] == second
+        (tmp_path / "tls.crt").write_text("not a certificate")
+        assert (await shown(picker.ports.grpc))[0] == second
+        async with trusting(second, picker.ports.grpc) as channel:
+            assert await routed(channel) == FIRST
 
 
 def follows_sync(name: str) -> None:
@@ -170,16 +154,12 @@ def test_006_readiness_only_when_synced():
     follows_sync("readiness")
 
 
-def test_007_liveness_whenever_the_process_answers():
+async def test_007_liveness_whenever_the_process_answers():
     """`liveness` is SERVING before the first sync and while draining."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST)) as picker:
-            assert await picker.health("liveness") == "SERVING"
-            picker.picker.readiness.start_draining()
-            assert await picker.health("liveness") == "SERVING"
-
-    serving.run(test())
+    async with serving.running(serving.settings(FIRST)) as picker:
+        assert await picker.health("liveness") == "SERVING"
+        picker.picker.readiness.start_draining()
+        assert await picker.health("liveness") == "SERVING"
 
 
 def test_008_the_service_name_answers_like_readiness():
@@ -192,16 +172,12 @@ def test_009_the_empty_name_answers_like_readiness():
     follows_sync("")
 
 
-def test_010_health_on_the_ext_proc_port():
+async def test_010_health_on_the_ext_proc_port():
     """Every name is answered on the ext_proc port too."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST)) as picker:
-            await picker.sync()
-            for name in NAMES:
-                assert await picker.health(name, port=picker.ports.grpc) == "SERVING"
-
-    serving.run(test())
+    async with serving.running(serving.settings(FIRST)) as picker:
+        await picker.sync()
+        for name in NAMES:
+            assert await picker.health(name, port=picker.ports.grpc) == "SERVING"
 
 
 async def drained(picker: Running) -> None:
@@ -227,103 +203,81 @@ async def drained(picker: Running) -> None:
         assert await before.call.code() is grpc.StatusCode.OK
 
 
-def test_011_draining_serves_on():
+async def test_011_draining_serves_on():
     """Draining: not ready at once, old and new streams are served, at its end they close OK."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST, drain_timeout_s=300.0)) as picker:
-            await drained(picker)
-
-    serving.run(test())
+    async with serving.running(serving.settings(FIRST, drain_timeout_s=300.0)) as picker:
+        await drained(picker)
 
 
-def test_012_an_unknown_protocol():
+async def test_012_an_unknown_protocol():
     """HTTP and h2c are read, gRPC inside; a pool that wants anything else leaves us not serving."""
-
-    async def test() -> None:
-        async with serving.running(serving.settings(FIRST)) as picker:
-            await picker.sync()
-            (runtime,) = picker.picker.pool_registry.by_name.values()
-            for protocol, status in (
-                ("kubernetes.io/h2c", "SERVING"),
-                ("kubernetes.io/wss", "NOT_SERVING"),
-                ("http", "SERVING"),
-            ):
-                runtime.on_discovered(
-                    DiscoveredPool(endpoints=(Endpoint(FIRST),), app_protocol=protocol)
-                )
-                for name in NAMES:
-                    assert await picker.health(name) == status
-                assert await picker.health("liveness") == "SERVING"
-
-    serving.run(test())
-
-
-def test_013_unknown_names_with_leader_election():
-    """With an election, an undefined name is unknown in the reply, not as an error."""
-
-    async def test() -> None:
-        readiness = health.Readiness(lambda: True, is_leader=lambda: False)
-        async with (
-            serving.serving_health(readiness) as port,
-            grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel,
+    async with serving.running(serving.settings(FIRST)) as picker:
+        await picker.sync()
+        (runtime,) = picker.picker.pool_registry.by_name.values()
+        for protocol, status in (
+            ("kubernetes.io/h2c", "SERVING"),
+            ("kubernetes.io/wss", "NOT_SERVING"),
+            ("http", "SERVING"),
         ):
-            stub = health_pb2_grpc.HealthStub(channel)
-            statuses = {}
-            for name in (*NAMES, "liveness"):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-                statuses[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        assert statuses.pop("inference-extension") == "SERVICE_UNKNOWN"
-        assert statuses.pop("liveness") == "SERVING"
-        assert set(statuses.values()) == {"NOT_SERVING"}
-
-    serving.run(test())
+            runtime.on_discovered(
+                DiscoveredPool(endpoints=(Endpoint(FIRST),), app_protocol=protocol)
+            )
+            for name in NAMES:
+                assert await picker.health(name) == status
+            assert await picker.health("liveness") == "SERVING"
 
 
-def test_014_the_receive_limit_ends_one_stream_only():
+async def test_013_unknown_names_with_leader_election():
+    """With an election, an undefined name is unknown in the reply, not as an error."""
+    readiness = health.Readiness(lambda: True, is_leader=lambda: False)
+    async with (
+        serving.serving_health(readiness) as port,
+        grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        statuses = {}
+        for name in (*NAMES, "liveness"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            statuses[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    assert statuses.pop("inference-extension") == "SERVICE_UNKNOWN"
+    assert statuses.pop("liveness") == "SERVING"
+    assert set(statuses.values()) == {"NOT_SERVING"}
+
+
+async def test_014_the_receive_limit_ends_one_stream_only():
     """A message over the limit ends its stream with RESOURCE_EXHAUSTED; others go on."""
-
-    async def test() -> None:
-        limits = LimitsSection(max_message_bytes=6 << 20)
-        plain = DecisionsSection(metadata=False)
-        async with serving.running(
-            serving.settings(FIRST), limits=limits, decisions=plain
-        ) as picker:
-            await picker.sync()
-            async with picker.channel() as channel:
-                fits = Stream(channel)
-                await fits.say(
-                    ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/upload"})
-                )
-                await fits.say(ext_proc_script.request_body(b"x" * (5 << 20), ends=True))
-                assert await fits.hear() == [ext_proc_script.route(FIRST)]
-                fits.call.cancel()
-                large = Stream(channel)
-                await large.say(ext_proc_script.request_body(b"x" * (7 << 20)))
-                with pytest.raises(grpc.aio.AioRpcError) as ended:
-                    await large.rest()
-                assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert await routed(channel) == FIRST
-
-    serving.run(test())
+    limits = LimitsSection(max_message_bytes=6 << 20)
+    plain = DecisionsSection(metadata=False)
+    async with serving.running(serving.settings(FIRST), limits=limits, decisions=plain) as picker:
+        await picker.sync()
+        async with picker.channel() as channel:
+            fits = Stream(channel)
+            await fits.say(
+                ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/upload"})
+            )
+            await fits.say(ext_proc_script.request_body(b"x" * (5 << 20), ends=True))
+            assert await fits.hear() == [ext_proc_script.route(FIRST)]
+            fits.call.cancel()
+            large = Stream(channel)
+            await large.say(ext_proc_script.request_body(b"x" * (7 << 20)))
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await large.rest()
+            assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await routed(channel) == FIRST
     assert LimitsSection().max_message_bytes >= 4 << 20
 
 
-def test_015_two_pickers_side_by_side():
+async def test_015_two_pickers_side_by_side():
     """Two pickers with equal settings but for their endpoints serve their own."""
-
-    async def test() -> None:
-        async with (
-            serving.running(serving.settings(FIRST)) as first,
-            serving.running(serving.settings(SECOND)) as second,
-        ):
-            await first.sync()
-            await second.sync()
-            for picker, address in ((first, FIRST), (second, SECOND)):
-                async with picker.channel() as channel:
-                    assert await routed(channel) == address
-
-    serving.run(test())
+    async with (
+        serving.running(serving.settings(FIRST)) as first,
+        serving.running(serving.settings(SECOND)) as second,
+    ):
+        await first.sync()
+        await second.sync()
+        for picker, address in ((first, FIRST), (second, SECOND)):
+            async with picker.channel() as channel:
+                assert await routed(channel) == address
 
 
 def test_016_the_reference_pickers_flags_are_accepted():

@@ -34,84 +34,68 @@ def build_pool(*addresses: str) -> PoolFixture:
     return PoolFixture(dict.fromkeys(addresses or (ext_proc_script.ADDRESS,)))
 
 
-def test_037_a_request_id_is_generated_when_absent():
+async def test_037_a_request_id_is_generated_when_absent():
     """A request without x-request-id is given a unique one; one that has it keeps it."""
-
-    async def test() -> None:
-        async with serving.serving(build_pool()) as server:
-            request_ids = set()
-            for headers in ({":path": "/"}, {":path": "/"}, ext_proc_script.PLAIN):
-                stream = server.stream()
-                await stream.say(ext_proc_script.request_headers(headers, ends=True))
-                (reply,) = await stream.hear()
-                request_ids.add(reply.headers.get("x-request-id"))
-                await stream.end()
-            assert len(request_ids) == 3
-            assert None in request_ids
-
-    serving.run(test())
+    async with serving.serving(build_pool()) as server:
+        request_ids = set()
+        for headers in ({":path": "/"}, {":path": "/"}, ext_proc_script.PLAIN):
+            stream = server.stream()
+            await stream.say(ext_proc_script.request_headers(headers, ends=True))
+            (reply,) = await stream.hear()
+            request_ids.add(reply.headers.get("x-request-id"))
+            await stream.end()
+        assert len(request_ids) == 3
+        assert None in request_ids
 
 
-def test_075_a_refused_stream_ends_with_ok():
+async def test_075_a_refused_stream_ends_with_ok():
     """After an immediate response the stream ends with OK, whatever was sent besides."""
-
-    async def test() -> None:
-        async with serving.serving(PoolFixture({})) as server:
-            stream = server.stream()
-            await stream.say(
-                ext_proc_script.request_headers(PLAIN),
-                ext_proc_script.request_body(BODY, ends=True),
-            )
-            (reply,) = await stream.rest()
-            assert (reply.part, reply.status) == ("immediate_response", 503)
-            assert await stream.call.code() is grpc.StatusCode.OK
-            await server.idle()
-            assert server.servicer.shared.observer.counters.for_pool("").rejections == {
-                (503, "rejected-no-endpoints"): 1
-            }
-
-    serving.run(test())
+    async with serving.serving(PoolFixture({})) as server:
+        stream = server.stream()
+        await stream.say(
+            ext_proc_script.request_headers(PLAIN),
+            ext_proc_script.request_body(BODY, ends=True),
+        )
+        (reply,) = await stream.rest()
+        assert (reply.part, reply.status) == ("immediate_response", 503)
+        assert await stream.call.code() is grpc.StatusCode.OK
+        await server.idle()
+        assert server.servicer.shared.observer.counters.for_pool("").rejections == {
+            (503, "rejected-no-endpoints"): 1
+        }
 
 
-def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
+async def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
     """A bug in a decision costs its quality: the request goes to the least loaded endpoint."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture, director=BrokenDirector(fixture.director)) as server:
-            stream = server.stream()
-            await stream.say(
-                ext_proc_script.request_headers(PLAIN),
-                ext_proc_script.request_body(BODY, ends=True),
-            )
-            assert await stream.hear(2) == [
-                ext_proc_script.route(),
-                ext_proc_script.hand_on(BODY, ends=True),
-            ]
-            assert await stream.end() is grpc.StatusCode.OK
-            await server.idle()
-            assert fixture.in_flight == 0
-            assert server.servicer.shared.observer.counters.for_pool("").degraded.total() == 1
-
-    serving.run(test())
+    fixture = build_pool()
+    async with serving.serving(fixture, director=BrokenDirector(fixture.director)) as server:
+        stream = server.stream()
+        await stream.say(
+            ext_proc_script.request_headers(PLAIN),
+            ext_proc_script.request_body(BODY, ends=True),
+        )
+        assert await stream.hear(2) == [
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(BODY, ends=True),
+        ]
+        assert await stream.end() is grpc.StatusCode.OK
+        await server.idle()
+        assert fixture.in_flight == 0
+        assert server.servicer.shared.observer.counters.for_pool("").degraded.total() == 1
     assert "ZeroDivisionError" in caplog.text
     assert "some text" not in caplog.text
 
 
-def test_076_an_exception_without_endpoints_is_a_500_in_json():
+async def test_076_an_exception_without_endpoints_is_a_500_in_json():
     """A bug in a decision without a fallback: 500 in JSON, and the stream ends with OK."""
-
-    async def test() -> None:
-        empty = PoolFixture({})
-        async with serving.serving(empty, director=BrokenDirector(empty.director)) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(ends=True))
-            (reply,) = await stream.rest()
-            assert reply.status == 500
-            assert reply.error["error"]["type"] == "server_error"
-            assert await stream.call.code() is grpc.StatusCode.OK
-
-    serving.run(test())
+    empty = PoolFixture({})
+    async with serving.serving(empty, director=BrokenDirector(empty.director)) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(ends=True))
+        (reply,) = await stream.rest()
+        assert reply.status == 500
+        assert reply.error["error"]["type"] == "server_error"
+        assert await stream.call.code() is grpc.StatusCode.OK
 
 
 ENDINGS = {
@@ -143,68 +127,56 @@ ENDINGS = {
 
 @pytest.mark.parametrize("how", ["half-close", "cancel"])
 @pytest.mark.parametrize("messages", ENDINGS.values(), ids=ENDINGS)
-def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], how: str):
+async def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], how: str):
     """However a stream ends, accounts and assembly bytes return to zero."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture) as server:
-            stream = server.stream()
-            # The server may end the stream while we still speak.
-            try:
-                await stream.say(*messages)
-                if how == "cancel":
-                    stream.call.cancel()
-                await stream.end()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-                pass
-            await server.idle()
-            assert fixture.in_flight == 0
-            assert server.servicer.shared.body_budget.held_bytes == 0
-            assert server.servicer.shared.observer.counters.streams_open == 0
-
-    serving.run(test())
+    fixture = build_pool()
+    async with serving.serving(fixture) as server:
+        stream = server.stream()
+        # The server may end the stream while we still speak.
+        try:
+            await stream.say(*messages)
+            if how == "cancel":
+                stream.call.cancel()
+            await stream.end()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            pass
+        await server.idle()
+        assert fixture.in_flight == 0
+        assert server.servicer.shared.body_budget.held_bytes == 0
+        assert server.servicer.shared.observer.counters.streams_open == 0
 
 
-def test_077_garbage_ends_its_own_stream_only():
+async def test_077_garbage_ends_its_own_stream_only():
     """Bytes that are no message end their stream with INVALID_ARGUMENT; another one goes on."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture) as server:
-            good, bad = server.stream(), server.stream()
-            await good.say(ext_proc_script.request_headers(PLAIN))
-            await bad.call.write(b"\xff\xff\xff")
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                await bad.rest()
-            assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await good.say(ext_proc_script.request_body(BODY, ends=True))
-            assert (await good.hear(2))[0] == ext_proc_script.route()
-            assert fixture.in_flight == 1
-            assert await good.end() is grpc.StatusCode.OK
-            await server.idle()
-            assert fixture.in_flight == 0
-
-    serving.run(test())
+    fixture = build_pool()
+    async with serving.serving(fixture) as server:
+        good, bad = server.stream(), server.stream()
+        await good.say(ext_proc_script.request_headers(PLAIN))
+        await bad.call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await bad.rest()
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await good.say(ext_proc_script.request_body(BODY, ends=True))
+        assert (await good.hear(2))[0] == ext_proc_script.route()
+        assert fixture.in_flight == 1
+        assert await good.end() is grpc.StatusCode.OK
+        await server.idle()
+        assert fixture.in_flight == 0
 
 
-def test_092_a_piece_passes_before_the_next_exists():
+async def test_092_a_piece_passes_before_the_next_exists():
     """Over gRPC a response piece is answered before the next one is sent."""
-
-    async def test() -> None:
-        async with serving.serving(build_pool()) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(ends=True))
-            await stream.hear()
-            await stream.say(ext_proc_script.response_headers(ext_proc_script.SSE))
-            assert await stream.hear() == [ext_proc_script.answer_headers()]
-            for piece in (b"data: 1\n\n", b"data: 2\n\n", b""):
-                await stream.say(ext_proc_script.response_body(piece, ends=not piece))
-                (reply,) = await stream.hear()
-                assert (reply.body, reply.ends) == (piece, not piece)
-            assert await stream.end() is grpc.StatusCode.OK
-
-    serving.run(test())
+    async with serving.serving(build_pool()) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(ends=True))
+        await stream.hear()
+        await stream.say(ext_proc_script.response_headers(ext_proc_script.SSE))
+        assert await stream.hear() == [ext_proc_script.answer_headers()]
+        for piece in (b"data: 1\n\n", b"data: 2\n\n", b""):
+            await stream.say(ext_proc_script.response_body(piece, ends=not piece))
+            (reply,) = await stream.hear()
+            assert (reply.body, reply.ends) == (piece, not piece)
+        assert await stream.end() is grpc.StatusCode.OK
 
 
 RESPONSES = {
@@ -225,189 +197,159 @@ RESPONSES = {
 
 @pytest.mark.parametrize("how", ["half-close", "cancel"])
 @pytest.mark.parametrize("messages", RESPONSES.values(), ids=RESPONSES)
-def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Message], how: str):
+async def test_105_the_end_is_accounted_exactly_once(
+    messages: list[ext_proc_script.Message], how: str
+):
     """Each way a routed request may end closes its account once and is counted once."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(ends=True))
+    fixture = build_pool()
+    async with serving.serving(fixture) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(ends=True))
+        await stream.hear()
+        assert fixture.in_flight == 1
+        for message in messages:
+            await stream.say(message)
             await stream.hear()
-            assert fixture.in_flight == 1
-            for message in messages:
-                await stream.say(message)
-                await stream.hear()
-            if how == "cancel":
-                stream.call.cancel()
-            else:
-                assert await stream.end() is grpc.StatusCode.OK
-            await server.idle()
-            counters = server.servicer.shared.observer.counters
-            pool = counters.for_pool("")
-            assert fixture.in_flight == 0
-            (series,) = pool.series
-            duration_s = merge_histogram([series.histograms], *series.histograms.statuses)
-            assert (series.running, duration_s.count, duration_s.counts[0]) == (0, 1, 1)
-            assert pool.responses.total() + pool.without_response.total() == 1
-            assert counters.streams.total() == 1
-            assert set(counters.streams) <= {"ok", "cancelled"}
-
-    serving.run(test())
+        if how == "cancel":
+            stream.call.cancel()
+        else:
+            assert await stream.end() is grpc.StatusCode.OK
+        await server.idle()
+        counters = server.servicer.shared.observer.counters
+        pool = counters.for_pool("")
+        assert fixture.in_flight == 0
+        (series,) = pool.series
+        duration_s = merge_histogram([series.histograms], *series.histograms.statuses)
+        assert (series.running, duration_s.count, duration_s.counts[0]) == (0, 1, 1)
+        assert pool.responses.total() + pool.without_response.total() == 1
+        assert counters.streams.total() == 1
+        assert set(counters.streams) <= {"ok", "cancelled"}
 
 
-def test_104_answers_are_counted_by_status():
+async def test_104_answers_are_counted_by_status():
     """An upstream error is counted under its :status."""
-
-    async def test() -> None:
-        async with serving.serving(build_pool()) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(ends=True))
-            await stream.hear()
-            await stream.say(ext_proc_script.response_headers({":status": "503"}, ends=True))
-            await stream.hear()
-            await stream.end()
-            await server.idle()
-            assert server.servicer.shared.observer.counters.for_pool("").responses == {
-                (ext_proc_script.ADDRESS, "503"): 1
-            }
-
-    serving.run(test())
+    async with serving.serving(build_pool()) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(ends=True))
+        await stream.hear()
+        await stream.say(ext_proc_script.response_headers({":status": "503"}, ends=True))
+        await stream.hear()
+        await stream.end()
+        await server.idle()
+        assert server.servicer.shared.observer.counters.for_pool("").responses == {
+            (ext_proc_script.ADDRESS, "503"): 1
+        }
 
 
-def test_102_usage_is_added_up():
+async def test_102_usage_is_added_up():
     """The usage an answer reports is counted when the stream ends."""
-
-    async def test() -> None:
-        async with serving.serving(build_pool()) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(ends=True))
-            await stream.hear()
-            answer = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17}}'
-            await stream.say(
-                ext_proc_script.response_headers(), ext_proc_script.response_body(answer, ends=True)
-            )
-            await stream.end()
-            await server.idle()
-            assert server.servicer.shared.observer.counters.for_pool("").usage == {
-                "prompt": 7,
-                "completion": 10,
-            }
-
-    serving.run(test())
+    async with serving.serving(build_pool()) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(ends=True))
+        await stream.hear()
+        answer = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17}}'
+        await stream.say(
+            ext_proc_script.response_headers(), ext_proc_script.response_body(answer, ends=True)
+        )
+        await stream.end()
+        await server.idle()
+        assert server.servicer.shared.observer.counters.for_pool("").usage == {
+            "prompt": 7,
+            "completion": 10,
+        }
 
 
-def test_110_an_unwatched_stream_is_closed_with_ok():
+async def test_110_an_unwatched_stream_is_closed_with_ok():
     """After the pick of an unknown gRPC method the server ends the stream with OK."""
-
-    async def test() -> None:
-        async with serving.serving(build_pool()) as server:
-            stream = server.stream()
-            headers = {
-                **ext_proc_script.PLAIN,
-                ":path": "/a.B/C",
-                "content-type": "application/grpc",
-            }
-            await stream.say(
-                ext_proc_script.request_headers(headers),
-                ext_proc_script.request_body(b"x", ends=True),
-            )
-            assert await stream.rest() == [
-                ext_proc_script.route(),
-                ext_proc_script.hand_on(b"x", ends=True),
-            ]
-            assert await stream.call.code() is grpc.StatusCode.OK
-
-    serving.run(test())
+    async with serving.serving(build_pool()) as server:
+        stream = server.stream()
+        headers = {
+            **ext_proc_script.PLAIN,
+            ":path": "/a.B/C",
+            "content-type": "application/grpc",
+        }
+        await stream.say(
+            ext_proc_script.request_headers(headers),
+            ext_proc_script.request_body(b"x", ends=True),
+        )
+        assert await stream.rest() == [
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"x", ends=True),
+        ]
+        assert await stream.call.code() is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT001
+async def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT001
     """A cancelled stream is a normal end, and nothing stays charged."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.request_headers(PLAIN))
-            await stream.say(ext_proc_script.request_body(BODY, ends=routed))
-            if routed:
-                await stream.hear(2)
-                assert fixture.in_flight == 1
-            else:
-                while not server.servicer.shared.body_budget.held_bytes:
-                    await asyncio.sleep(0)
-            stream.call.cancel()
-            await server.idle()
-            assert fixture.in_flight == 0
-            assert server.servicer.shared.body_budget.held_bytes == 0
-            assert set(server.servicer.shared.observer.counters.streams) <= {"ok", "cancelled"}
-
-    serving.run(test())
+    fixture = build_pool()
+    async with serving.serving(fixture) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.request_headers(PLAIN))
+        await stream.say(ext_proc_script.request_body(BODY, ends=routed))
+        if routed:
+            await stream.hear(2)
+            assert fixture.in_flight == 1
+        else:
+            while not server.servicer.shared.body_budget.held_bytes:
+                await asyncio.sleep(0)
+        stream.call.cancel()
+        await server.idle()
+        assert fixture.in_flight == 0
+        assert server.servicer.shared.body_budget.held_bytes == 0
+        assert set(server.servicer.shared.observer.counters.streams) <= {"ok", "cancelled"}
 
 
-def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
+async def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
     """With 1,000 bodies half sent, any stream can finish first, and all finish."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture) as server:
-            first = ext_proc_script.codec.encode(
-                RouteResponse(MessageKind.REQUEST_HEADERS, ext_proc_script.ADDRESS)
+    fixture = build_pool()
+    async with serving.serving(fixture) as server:
+        first = ext_proc_script.codec.encode(
+            RouteResponse(MessageKind.REQUEST_HEADERS, ext_proc_script.ADDRESS)
+        )
+        streams = [server.stream() for _ in range(1000)]
+        for stream in streams:
+            await stream.say(
+                ext_proc_script.request_headers(PLAIN), ext_proc_script.request_body(BODY[:9])
             )
-            streams = [server.stream() for _ in range(1000)]
-            for stream in streams:
-                await stream.say(
-                    ext_proc_script.request_headers(PLAIN), ext_proc_script.request_body(BODY[:9])
-                )
-            # The last one to come is the first to be answered.
-            for stream in reversed(streams):
-                await stream.say(ext_proc_script.request_body(BODY[9:], ends=True))
-                assert await stream.call.read() == first
-            assert fixture.in_flight == 1000
-            for stream in streams:
-                stream.call.cancel()
-            await server.idle()
-            assert fixture.in_flight == 0
-            assert server.servicer.shared.body_budget.held_bytes == 0
-
-    serving.run(test())
+        # The last one to come is the first to be answered.
+        for stream in reversed(streams):
+            await stream.say(ext_proc_script.request_body(BODY[9:], ends=True))
+            assert await stream.call.read() == first
+        assert fixture.in_flight == 1000
+        for stream in streams:
+            stream.call.cancel()
+        await server.idle()
+        assert fixture.in_flight == 0
+        assert server.servicer.shared.body_budget.held_bytes == 0
 
 
-def test_streams_over_the_limit_are_refused():
+async def test_streams_over_the_limit_are_refused():
     """A stream over the limit is refused with 429 and Retry-After; the others go on."""
-
-    async def test() -> None:
-        fixture = build_pool()
-        async with serving.serving(fixture, max_streams=1) as server:
-            first = server.stream()
-            await first.say(ext_proc_script.request_headers(ends=True))
-            await first.hear()
-            second = server.stream()
-            await second.say(ext_proc_script.request_headers(ends=True))
-            (reply,) = await second.rest()
-            assert (reply.status, reply.headers["retry-after"]) == (429, "1")
-            await first.say(ext_proc_script.response_headers())
-            assert await first.hear() == [ext_proc_script.answer_headers()]
-            assert await first.end() is grpc.StatusCode.OK
-
-    serving.run(test())
+    fixture = build_pool()
+    async with serving.serving(fixture, max_streams=1) as server:
+        first = server.stream()
+        await first.say(ext_proc_script.request_headers(ends=True))
+        await first.hear()
+        second = server.stream()
+        await second.say(ext_proc_script.request_headers(ends=True))
+        (reply,) = await second.rest()
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        await first.say(ext_proc_script.response_headers())
+        assert await first.hear() == [ext_proc_script.answer_headers()]
+        assert await first.end() is grpc.StatusCode.OK
 
 
-def test_a_response_without_a_decision_is_not_timed():
+async def test_a_response_without_a_decision_is_not_timed():
     """The time to response headers is measured only from a pick."""
-
-    async def test() -> None:
-        async with serving.serving(build_pool()) as server:
-            stream = server.stream()
-            await stream.say(ext_proc_script.response_headers())
-            await stream.hear()
-            await stream.end()
-            await server.idle()
-            counters = server.servicer.shared.observer.counters.for_pool("")
-            assert sum(counters.response_headers_s.counts) == 0
-
-    serving.run(test())
+    async with serving.serving(build_pool()) as server:
+        stream = server.stream()
+        await stream.say(ext_proc_script.response_headers())
+        await stream.hear()
+        await stream.end()
+        await server.idle()
+        counters = server.servicer.shared.observer.counters.for_pool("")
+        assert sum(counters.response_headers_s.counts) == 0
 
 
 USED = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17}}\n\n'
