@@ -17,7 +17,7 @@ from extproc.discovery import static_discovery
 from extproc.errors import ConfigError
 from extproc.simulator import profiles
 from extproc.simulator.http import server
-from tests.support.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import in_virtual_time
 
 
 @contextlib.asynccontextmanager
@@ -53,15 +53,11 @@ async def collect(*addresses, timeout_s=30.0, scrape=None):
     return pages, collector.diagnose(pages, settings)
 
 
-def test_simulated_engines_have_no_errors():
+async def test_simulated_engines_have_no_errors():
     """All pages are read; a simulated vLLM is as it should be."""
-
-    async def scene():
-        engine = server.EngineServerSettings(profile=profiles.PROFILES["demo"])
-        async with server.serving(engine) as first, server.serving(engine) as second:
-            return await collect(f"127.0.0.1:{first.port}", f"127.0.0.1:{second.port}")
-
-    pages, result = asyncio.run(scene())
+    engine = server.EngineServerSettings(profile=profiles.PROFILES["demo"])
+    async with server.serving(engine) as first, server.serving(engine) as second:
+        pages, result = await collect(f"127.0.0.1:{first.port}", f"127.0.0.1:{second.port}")
     assert len(pages.engines) == 2
     for engine in pages.engines:
         facts = engine.facts
@@ -81,15 +77,11 @@ def test_simulated_engines_have_no_errors():
         ("not-ready", "engine_health"),
     ],
 )
-def test_a_simulated_fault_is_an_error(fault, check):
+async def test_a_simulated_fault_is_an_error(fault, check):
     """The exit status is 1."""
-
-    async def scene():
-        engine = server.EngineServerSettings(profile=profiles.PROFILES["demo"], faults=(fault,))
-        async with server.serving(engine) as running:
-            return await collect(f"127.0.0.1:{running.port}")
-
-    _, result = asyncio.run(scene())
+    engine = server.EngineServerSettings(profile=profiles.PROFILES["demo"], faults=(fault,))
+    async with server.serving(engine) as running:
+        _, result = await collect(f"127.0.0.1:{running.port}")
     errors = [finding.check for finding in result.findings if finding.severity == "error"]
     assert check in errors
     assert result.status == 1
@@ -129,19 +121,15 @@ async def escaping(path, writer):
 
 
 @pytest.mark.parametrize("respond", [endless, endless_head, redirecting, escaping])
-def test_hostile_engines_are_bounded(respond):
+async def test_hostile_engines_are_bounded(respond):
     """Neither memory nor time without limit, nothing followed, nothing raw on a terminal."""
-
-    async def scene():
-        async with serving(respond) as address:
-            return await collect(address, scrape=ScrapeSection(max_page_bytes=100_000))
-
-    _, result = asyncio.run(scene())
+    async with serving(respond) as address:
+        _, result = await collect(address, scrape=ScrapeSection(max_page_bytes=100_000))
     assert [finding for finding in result.findings if finding.severity in ("error", "warning")]
     assert all(line.isprintable() and len(line) < 500 for line in result.to_lines())
 
 
-def test_an_engine_that_hangs_is_left_after_the_time_limit():
+async def test_an_engine_that_hangs_is_left_after_the_time_limit():
     """Its other pages are not tried."""
     paths = []
 
@@ -149,18 +137,15 @@ def test_an_engine_that_hangs_is_left_after_the_time_limit():
         paths.append(path)
         await writer.wait_closed()
 
-    async def scene():
-        async with serving(hang) as address:
-            while not paths:  # on a busy machine the time is over before the engine has the request
-                _, result = await collect(address, timeout_s=0.05)
-            return result
-
-    result = asyncio.run(scene())
+    async with serving(hang) as address:
+        while not paths:  # on a busy machine the time is over before the engine has the request
+            _, result = await collect(address, timeout_s=0.05)
     assert paths == ["/metrics"]
     assert [finding.check for finding in result.findings] == ["engine_reachable"]
 
 
-def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
+@in_virtual_time()
+async def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
     """The resolver's own limit ends its lookup, however short that of a page is."""
 
     async def look_up(name):
@@ -171,21 +156,16 @@ def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
     resolver = functools.partial(static_discovery.DnsResolver, look_up=look_up)
     monkeypatch.setattr(static_discovery, "DnsResolver", resolver)
     listed = ("127.0.0.1:1", "known.example:2", "hanging.example:3")
-
-    async def scene():
-        reader = collector.Collector(
-            Settings(pool=PoolSource(endpoints=listed)),
-            timeout_s=1.0,
-            clock=asyncio.get_running_loop().time,
-        )
-        return await reader.collect(envoy=None, picker=None)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        pages = runner.run(scene())
+    reader = collector.Collector(
+        Settings(pool=PoolSource(endpoints=listed)),
+        timeout_s=1.0,
+        clock=asyncio.get_running_loop().time,
+    )
+    pages = await reader.collect(envoy=None, picker=None)
     assert [member.address for member in pages.endpoints[""]] == ["127.0.0.1:1", "127.0.0.2:2"]
 
 
-def test_pages_of_envoy_and_extproc_share_the_deadline():
+async def test_pages_of_envoy_and_extproc_share_the_deadline():
     """No page is requested once the time of all is over, which begins with the configuration."""
     paths = []
 
@@ -193,28 +173,23 @@ def test_pages_of_envoy_and_extproc_share_the_deadline():
         paths.append(path)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
-    async def scene():
-        async with serving(respond) as address:
-            url = collector.parse_url(address, where="--envoy", port=1)
-            slow_s = collector.TOTAL_S / 2.5
-            reader = collector.Collector(
-                Settings(), timeout_s=30.0, clock=lambda: slow_s * len(paths)
-            )
-            await reader.read_configuration(url)
-            reader.reconfigure(Settings(pool=PoolSource(endpoints=("127.0.0.1:1",))))
-            return await reader.collect(envoy=url, picker=url)
-
-    pages = asyncio.run(scene())
+    async with serving(respond) as address:
+        url = collector.parse_url(address, where="--envoy", port=1)
+        slow_s = collector.TOTAL_S / 2.5
+        reader = collector.Collector(Settings(), timeout_s=30.0, clock=lambda: slow_s * len(paths))
+        await reader.read_configuration(url)
+        reader.reconfigure(Settings(pool=PoolSource(endpoints=("127.0.0.1:1",))))
+        pages = await reader.collect(envoy=url, picker=url)
     assert paths == ["/debug/configuration", "/server_info", "/config_dump"]
     # There was time left to list the engines.
     assert [endpoint.address for endpoint in pages.endpoints[""]] == ["127.0.0.1:1"]
     assert (pages.envoy.stats.failure, pages.picker.ready.failure) == ("timeout", "timeout")
 
 
-def test_engines_beyond_the_deadline_are_counted(monkeypatch):
+async def test_engines_beyond_the_deadline_are_counted(monkeypatch):
     """A pool of engines that hang does not hold the report up."""
     monkeypatch.setattr(collector, "TOTAL_S", 0.0)
-    pages, result = asyncio.run(collect("127.0.0.1:1", "127.0.0.1:2"))
+    pages, result = await collect("127.0.0.1:1", "127.0.0.1:2")
     assert not pages.engines
     assert [finding.got for finding in result.findings] == ["2 of 2 engines were not read"]
 

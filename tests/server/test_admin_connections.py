@@ -10,7 +10,7 @@ from aiohttp import web
 
 from extproc.server import admin, admin_access
 from tests.e2e import http1
-from tests.support.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import in_virtual_time
 
 HOST = "127.0.0.1"
 LIMIT_S = 300.0
@@ -117,31 +117,27 @@ async def test_a_connection_with_a_request_stays(monkeypatch):
         writer.close()
 
 
-def test_a_request_that_does_not_end_delays_the_end_little():
+@in_virtual_time()
+async def test_a_request_that_does_not_end_delays_the_end_little():
     """A client that reads slowly is no reason to keep the process."""
+    is_asked = asyncio.Event()
 
-    async def scene():
-        is_asked = asyncio.Event()
-
-        async def page(_):
-            is_asked.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
+    async def page(_):
+        is_asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
+        await asyncio.Event().wait()
 
-        application = web.Application()
-        application.router.add_get("/", page)
-        server, loop = admin.AdminServer(), asyncio.get_running_loop()
-        port = await server.start(application, host=HOST, port=0)
-        reader, writer = await connect(port)
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await is_asked.wait()
-        before = loop.time()
-        await server.close()
-        took_s = loop.time() - before
-        assert await is_closed(reader)
-        writer.close()
-        return took_s
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        assert 0.0 < runner.run(scene()) <= 2.0
+    application = web.Application()
+    application.router.add_get("/", page)
+    server, loop = admin.AdminServer(), asyncio.get_running_loop()
+    port = await server.start(application, host=HOST, port=0)
+    reader, writer = await connect(port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await is_asked.wait()
+    before = loop.time()
+    await server.close()
+    took_s = loop.time() - before
+    assert await is_closed(reader)
+    writer.close()
+    assert 0.0 < took_s <= 2.0

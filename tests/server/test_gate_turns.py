@@ -7,7 +7,7 @@ import asyncio
 from extproc.flow_control.controller import FlowController
 from extproc.server.flow_control_shell import QueuedRequest
 from tests.server.flow_control_fixture import A, B, FlowControlFixture, answered
-from tests.support.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import in_virtual_time
 
 
 async def test_many_requests_are_dispatched_over_several_loop_iterations():
@@ -78,7 +78,6 @@ class Computing(FlowControlFixture):
     """A flow controller in virtual time before a busy endpoint, whose decisions take time.
 
     Args:
-        loop: What it runs on.
         look_s: Seconds of a look at a request that waits.
         held: Requests that wait (count); each has a priority of its own, so all are looked at.
 
@@ -87,8 +86,8 @@ class Computing(FlowControlFixture):
         held: The requests.
     """
 
-    def __init__(self, loop, *, look_s, held):
-        self.loop, self.look_s, self.looks = loop, look_s, 0
+    def __init__(self, *, look_s, held):
+        self.loop, self.look_s, self.looks = asyncio.get_running_loop(), look_s, 0
         super().__init__(A)
         self.load(A, waiting=20, running=8, kv_usage=0.9)
         self.held = [
@@ -98,7 +97,7 @@ class Computing(FlowControlFixture):
 
         def slow(prepared, now, *, may_defer=True):
             self.looks += 1
-            loop.compute(self.look_s)
+            self.loop.compute(self.look_s)
             return decide(prepared, now, may_defer=may_defer)
 
         self.pool_fixture.director.decide = slow
@@ -122,113 +121,85 @@ class Computing(FlowControlFixture):
         return computed_s
 
 
-def in_virtual_time(test):
-    """Run a coroutine function of a loop on virtual time."""
-    loop = VirtualLoop(100.0)
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(test(loop))
-
-
-def test_capacity_during_a_sweep_goes_to_the_first_in_order():
+@in_virtual_time(100.0)
+async def test_capacity_during_a_sweep_goes_to_the_first_in_order():
     """A sweep over many turns of the loop begins anew after its end, without another event."""
-
-    async def test(loop):
-        fixture = Computing(loop, look_s=0.002, held=9)
-        fixture.flow_controller.pump()
-        assert fixture.looks == 3
-        fixture.load(A, waiting=0, running=4, kv_usage=0.5)
-        await asyncio.gather(*(request.admission for request in fixture.held))
-        assert fixture.flow_controller.outcomes == {"dispatched": 9}
-        fixture.flow_controller.close()
-
-    in_virtual_time(test)
+    fixture = Computing(look_s=0.002, held=9)
+    fixture.flow_controller.pump()
+    assert fixture.looks == 3
+    fixture.load(A, waiting=0, running=4, kv_usage=0.5)
+    await asyncio.gather(*(request.admission for request in fixture.held))
+    assert fixture.flow_controller.outcomes == {"dispatched": 9}
+    fixture.flow_controller.close()
 
 
-def test_a_long_sweep_takes_at_most_half_of_the_time():
+@in_virtual_time(100.0)
+async def test_a_long_sweep_takes_at_most_half_of_the_time():
     """Others have as much time as looks take, although each of their turns is short."""
-
-    async def test(loop):
-        fixture = Computing(loop, look_s=0.001, held=200)
-        fixture.flow_controller.notify_capacity()
-        others_s = await fixture.compute(lambda: fixture.looks >= 200, turn_s=0.0001)
-        # After the last slice of 5 ms the loop has not rested yet.
-        assert fixture.pumped_s - 0.006 <= others_s <= fixture.pumped_s + 0.001
-        fixture.flow_controller.close()
-
-    in_virtual_time(test)
+    fixture = Computing(look_s=0.001, held=200)
+    fixture.flow_controller.notify_capacity()
+    others_s = await fixture.compute(lambda: fixture.looks >= 200, turn_s=0.0001)
+    # After the last slice of 5 ms the loop has not rested yet.
+    assert fixture.pumped_s - 0.006 <= others_s <= fixture.pumped_s + 0.001
+    fixture.flow_controller.close()
 
 
-def test_endless_events_take_at_most_half_of_the_time():
+@in_virtual_time(100.0)
+async def test_endless_events_take_at_most_half_of_the_time():
     """Each event asks for a sweep, which takes less than a turn may: they wait for the rest."""
+    fixture = Computing(look_s=0.001, held=4)
 
-    async def test(loop):
-        fixture = Computing(loop, look_s=0.001, held=4)
+    def is_over():
+        fixture.flow_controller.notify_capacity()
+        return fixture.now > 101.0
 
-        def is_over():
-            fixture.flow_controller.notify_capacity()
-            return loop.time() > 101.0
-
-        others_s = await fixture.compute(is_over, turn_s=0.0001)
-        assert 0.4 < fixture.pumped_s < 0.51
-        assert others_s > 0.49
-        fixture.flow_controller.close()
-
-    in_virtual_time(test)
+    others_s = await fixture.compute(is_over, turn_s=0.0001)
+    assert 0.4 < fixture.pumped_s < 0.51
+    assert others_s > 0.49
+    fixture.flow_controller.close()
 
 
-def test_timers_take_at_most_half_of_the_time(monkeypatch):
+@in_virtual_time(100.0)
+async def test_timers_take_at_most_half_of_the_time(monkeypatch):
     """An endpoint that seems free at every moment does not cause sweeps without a pause."""
     monkeypatch.setattr(FlowController, "next_pump_s", lambda *_: 0.002)
-
-    async def test(loop):
-        fixture = Computing(loop, look_s=0.001, held=20)
-        fixture.flow_controller.notify_capacity()
-        await asyncio.sleep(1.0)
-        assert 0.3 < fixture.pumped_s < 0.52
-        fixture.flow_controller.close()
-
-    in_virtual_time(test)
+    fixture = Computing(look_s=0.001, held=20)
+    fixture.flow_controller.notify_capacity()
+    await asyncio.sleep(1.0)
+    assert 0.3 < fixture.pumped_s < 0.52
+    fixture.flow_controller.close()
 
 
-def test_a_short_pump_is_followed_at_once():
+@in_virtual_time(100.0)
+async def test_a_short_pump_is_followed_at_once():
     """Requests that are looked at in less than a millisecond wait for no timer."""
-
-    async def test(loop):
-        fixture = Computing(loop, look_s=0.0001, held=2)
-        for sweeps in range(1, 5):
-            fixture.flow_controller.notify_capacity()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert fixture.looks == 2 * sweeps
-        fixture.flow_controller.close()
-
-    in_virtual_time(test)
+    fixture = Computing(look_s=0.0001, held=2)
+    for sweeps in range(1, 5):
+        fixture.flow_controller.notify_capacity()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert fixture.looks == 2 * sweeps
+    fixture.flow_controller.close()
 
 
-def test_a_clock_jump_does_not_stop_the_pump():
+@in_virtual_time(100.0)
+async def test_a_clock_jump_does_not_stop_the_pump():
     """Whatever a pump seems to have taken, the next one comes in a moment."""
-
-    async def test(loop):
-        fixture = Computing(loop, look_s=10.0, held=2)
-        fixture.flow_controller.pump()
-        assert fixture.looks == 1
-        fixture.look_s = 0.0
-        await asyncio.sleep(0.06)
-        assert fixture.looks == 2
-        fixture.flow_controller.close()
-
-    in_virtual_time(test)
+    fixture = Computing(look_s=10.0, held=2)
+    fixture.flow_controller.pump()
+    assert fixture.looks == 1
+    fixture.look_s = 0.0
+    await asyncio.sleep(0.06)
+    assert fixture.looks == 2
+    fixture.flow_controller.close()
 
 
-def test_a_deadline_ends_a_wait_without_an_event():
+@in_virtual_time(100.0)
+async def test_a_deadline_ends_a_wait_without_an_event():
     """The timer of the event loop wakes the controller."""
-
-    async def test(loop):
-        fixture = Computing(loop, look_s=0.0, held=0)
-        fixture.ask(x_extproc_queue_timeout_ms="30000")
-        await asyncio.sleep(29.0)
-        assert fixture.flow_controller.outcomes == {}
-        await asyncio.sleep(2.0)
-        assert fixture.flow_controller.outcomes == {"expired": 1}
-
-    in_virtual_time(test)
+    fixture = Computing(look_s=0.0, held=0)
+    fixture.ask(x_extproc_queue_timeout_ms="30000")
+    await asyncio.sleep(29.0)
+    assert fixture.flow_controller.outcomes == {}
+    await asyncio.sleep(2.0)
+    assert fixture.flow_controller.outcomes == {"expired": 1}

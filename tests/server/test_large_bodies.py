@@ -26,7 +26,7 @@ from extproc.server import large_bodies, parser_worker
 from extproc.telemetry.counters import ProcessCounters
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import PoolFixture
-from tests.support.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import in_virtual_time
 
 LIMIT = blocks.DEFAULT.limit_bytes
 TEXT = json.dumps({"model": "m", "prompt": "some text, " * 120_000}).encode()
@@ -84,26 +84,22 @@ class WatchedBody(bytearray):
     """A body that a test can watch without a reference to it."""
 
 
-def test_a_large_body_is_freed_in_turns_once_nothing_else_refers_to_it():
+@in_virtual_time()
+async def test_a_large_body_is_freed_in_turns_once_nothing_else_refers_to_it():
     """A thread may still read it; then it shrinks by more than half in each of several turns."""
-
-    async def scene():
-        body = WatchedBody(32 << 20)
-        watched = weakref.ref(body)
-        reader = memoryview(body)
-        large_bodies.free_in_turns(body)
-        del body
-        await asyncio.sleep(1.0)
-        assert len(watched()) == 32 << 20
-        reader.release()
-        sizes = []
-        while watched() is not None:
-            sizes.append(len(watched()) >> 20)
-            await asyncio.sleep(0.005)
-        return list(dict.fromkeys(sizes))
-
-    with contextlib.closing(VirtualLoop()) as loop:
-        assert loop.run_until_complete(scene()) == [32, 14]
+    body = WatchedBody(32 << 20)
+    watched = weakref.ref(body)
+    reader = memoryview(body)
+    large_bodies.free_in_turns(body)
+    del body
+    await asyncio.sleep(1.0)
+    assert len(watched()) == 32 << 20
+    reader.release()
+    sizes = []
+    while watched() is not None:
+        sizes.append(len(watched()) >> 20)
+        await asyncio.sleep(0.005)
+    assert list(dict.fromkeys(sizes)) == [32, 14]
 
 
 def process_ended(pid):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.exceptions import NoPermissionError, ReadOnlyError
@@ -14,7 +13,7 @@ from extproc.config.settings import PeerSyncSection
 from extproc.routing import peer_sync
 from extproc.server import redis_peer_channel
 from tests.server.peer_replica import Replica, talking
-from tests.support.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import in_virtual_time
 
 #: Defaults of the configuration: lists each second, silence after 5.
 SETTINGS = PeerSyncSection(url="redis://x")
@@ -118,11 +117,6 @@ def total(replica: Replica) -> int:
     return sum(sum(replica.in_flight(pool).values()) for pool in "ab")
 
 
-def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(test())
-
-
 @contextlib.asynccontextmanager
 async def two_replicas():
     """A store, and two replicas that know each other."""
@@ -133,6 +127,7 @@ async def two_replicas():
         yield store, first, second
 
 
+@in_virtual_time()
 @pytest.mark.parametrize("away_s", [1.5, pytest.param(60.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "broken",
@@ -148,146 +143,121 @@ async def two_replicas():
     ],
     ids=["sender", "reader", "all writing", "store"],
 )
-def test_requests_open_across_an_outage_are_known_after_it(broken, away_s):
+async def test_requests_open_across_an_outage_are_known_after_it(broken, away_s):
     """Requests that were open before it and began in it count, and none that ended in it."""
-
-    async def test():
-        async with two_replicas() as (store, first, second):
-            ends, *_ = [first.send() for _ in range(3)]
-            await asyncio.sleep(0.1)
-            assert total(second) == 3
-            clients = broken(first, second)
-            for client in clients:
-                client.is_up = False
-            await asyncio.sleep(away_s)
-            first.director().release(ends, 0.0)
-            first.send("b")
-            await asyncio.sleep(0.1)
-            for client in clients:
-                client.is_up = True
-            await asyncio.sleep(REPAIR_S)
-            assert total(first) == total(second) == 3
-            written = store.started()
-            await asyncio.sleep(60.0)
-            assert total(second) == 3
-            assert store.started() == written, "nothing is written again once all is known"
-
-    in_virtual_time(test)
+    async with two_replicas() as (store, first, second):
+        ends, *_ = [first.send() for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert total(second) == 3
+        clients = broken(first, second)
+        for client in clients:
+            client.is_up = False
+        await asyncio.sleep(away_s)
+        first.director().release(ends, 0.0)
+        first.send("b")
+        await asyncio.sleep(0.1)
+        for client in clients:
+            client.is_up = True
+        await asyncio.sleep(REPAIR_S)
+        assert total(first) == total(second) == 3
+        written = store.started()
+        await asyncio.sleep(60.0)
+        assert total(second) == 3
+        assert store.started() == written, "nothing is written again once all is known"
 
 
-def test_failover_that_keeps_connections_is_survived():
+@in_virtual_time()
+async def test_failover_that_keeps_connections_is_survived():
     """A connection whose server became a replica is replaced, as a new one leads to the primary."""
-
-    async def test():
-        async with two_replicas() as (_, first, second):
-            first.line._writing.is_to_replica = second.line._writing.is_to_replica = True
-            first.send()
-            await asyncio.sleep(REPAIR_S)
-            assert first.heard == second.heard == 1
-            assert total(first) == total(second) == 1
-
-    in_virtual_time(test)
+    async with two_replicas() as (_, first, second):
+        first.line._writing.is_to_replica = second.line._writing.is_to_replica = True
+        first.send()
+        await asyncio.sleep(REPAIR_S)
+        assert first.heard == second.heard == 1
+        assert total(first) == total(second) == 1
 
 
-def test_failure_to_receive_is_logged_once(caplog):
+@in_virtual_time()
+async def test_failure_to_receive_is_logged_once(caplog):
     """It works again once something can be read, not where only the newest entry can."""
     caplog.set_level(logging.INFO, "extproc.server")
-
-    async def test():
-        async with two_replicas() as (_, first, _):
-            caplog.clear()
-            first.line._reading.may_read = False
-            await asyncio.sleep(30.0)
-            assert caplog.messages == ["peer sync: cannot receive: NoPermissionError"]
-            first.line._reading.may_read = True
-            await asyncio.sleep(REPAIR_S)
-            assert caplog.messages[1:] == ["peer sync: can receive again"]
-
-    in_virtual_time(test)
+    async with two_replicas() as (_, first, _):
+        caplog.clear()
+        first.line._reading.may_read = False
+        await asyncio.sleep(30.0)
+        assert caplog.messages == ["peer sync: cannot receive: NoPermissionError"]
+        first.line._reading.may_read = True
+        await asyncio.sleep(REPAIR_S)
+        assert caplog.messages[1:] == ["peer sync: can receive again"]
 
 
-def test_lost_entries_of_the_stream_are_repaired():
+@in_virtual_time()
+async def test_lost_entries_of_the_stream_are_repaired():
     """A reader that fell behind a stream that was trimmed learns what is open."""
-
-    async def test():
-        async with two_replicas() as (store, first, second):
-            first.send()
-            await first.line.flush()
-            store.entries.clear()
-            await asyncio.sleep(0.5)
-            assert total(second) == 0
-            await asyncio.sleep(REPAIR_S)
-            assert total(second) == 1
-
-    in_virtual_time(test)
+    async with two_replicas() as (store, first, second):
+        first.send()
+        await first.line.flush()
+        store.entries.clear()
+        await asyncio.sleep(0.5)
+        assert total(second) == 0
+        await asyncio.sleep(REPAIR_S)
+        assert total(second) == 1
 
 
-def test_a_peer_that_was_dropped_and_is_heard_again_is_charged():
+@in_virtual_time()
+async def test_a_peer_that_was_dropped_and_is_heard_again_is_charged():
     """A replica that stood still for longer than the silence, and lost nothing by itself."""
-
-    async def test():
-        async with two_replicas() as (_, first, second):
-            first.send()
-            await asyncio.sleep(0.1)
-            assert total(second) == 1
-            second.line.replica.drop_silent(asyncio.get_running_loop().time() + SETTINGS.silent_s)
-            assert total(second) == 0
-            await asyncio.sleep(REPAIR_S)
-            assert total(second) == 1
-
-    in_virtual_time(test)
+    async with two_replicas() as (_, first, second):
+        first.send()
+        await asyncio.sleep(0.1)
+        assert total(second) == 1
+        second.line.replica.drop_silent(asyncio.get_running_loop().time() + SETTINGS.silent_s)
+        assert total(second) == 0
+        await asyncio.sleep(REPAIR_S)
+        assert total(second) == 1
 
 
-def test_new_replicas_learn_what_is_open_by_few_rewrites():
+@in_virtual_time()
+async def test_new_replicas_learn_what_is_open_by_few_rewrites():
     """Open requests are written again at most once per list, however many replicas come."""
-
-    async def test():
-        store = MemoryStream()
-        first = build_replica(store)
-        async with talking(first):
-            await asyncio.sleep(2.0)
-            for _ in range(10):
-                first.send()
-            await asyncio.sleep(10.0)
-            others = [build_replica(store) for _ in range(5)]
-            async with talking(*others):
-                await asyncio.sleep(REPAIR_S)
-                assert [total(other) for other in others] == [10] * 5
-                assert 20 <= store.started() <= 40
-
-    in_virtual_time(test)
-
-
-def test_a_new_replica_reads_once_its_endpoints_are_known():
-    """Open requests can be charged then, and only then."""
-
-    async def test():
-        store = MemoryStream()
-        first, second = build_replica(store), build_replica(store)
-        second.is_synced = False
-        async with talking(first, second):
-            await asyncio.sleep(2.0)
+    store = MemoryStream()
+    first = build_replica(store)
+    async with talking(first):
+        await asyncio.sleep(2.0)
+        for _ in range(10):
             first.send()
-            await asyncio.sleep(60.0)
-            assert (second.heard, total(second)) == (0, 0)
-            second.is_synced = True
+        await asyncio.sleep(10.0)
+        others = [build_replica(store) for _ in range(5)]
+        async with talking(*others):
             await asyncio.sleep(REPAIR_S)
-            assert total(second) == 1
+            assert [total(other) for other in others] == [10] * 5
+            assert 20 <= store.started() <= 40
 
-    in_virtual_time(test)
+
+@in_virtual_time()
+async def test_a_new_replica_reads_once_its_endpoints_are_known():
+    """Open requests can be charged then, and only then."""
+    store = MemoryStream()
+    first, second = build_replica(store), build_replica(store)
+    second.is_synced = False
+    async with talking(first, second):
+        await asyncio.sleep(2.0)
+        first.send()
+        await asyncio.sleep(60.0)
+        assert (second.heard, total(second)) == (0, 0)
+        second.is_synced = True
+        await asyncio.sleep(REPAIR_S)
+        assert total(second) == 1
 
 
-def test_requests_that_cannot_be_charged_are_written_once():
+@in_virtual_time()
+async def test_requests_that_cannot_be_charged_are_written_once():
     """A replica without the pool of a request does not let it be written again and again."""
-
-    async def test():
-        store = MemoryStream()
-        first, second = build_replica(store), build_replica(store)
-        del second.registry.by_name["b"]
-        async with talking(first, second):
-            await asyncio.sleep(2.0)
-            first.send("b")
-            await asyncio.sleep(60.0)
-            assert store.started() == 1
-
-    in_virtual_time(test)
+    store = MemoryStream()
+    first, second = build_replica(store), build_replica(store)
+    del second.registry.by_name["b"]
+    async with talking(first, second):
+        await asyncio.sleep(2.0)
+        first.send("b")
+        await asyncio.sleep(60.0)
+        assert store.started() == 1

@@ -25,7 +25,7 @@ from extproc.http2.limits import ReceiveBudget
 from extproc.server import admin, native_server, transport
 from extproc.server.stream_context import StreamSettings
 from tests.support import http2_serving, serving
-from tests.support.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import in_virtual_time
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/operations/transport.md"
@@ -260,15 +260,11 @@ class LookingServicer(transport.ExtProcServicer):
         """There are none."""
 
 
-def test_a_shorter_idle_time_of_bodies_counts_within_a_second():
+@in_virtual_time()
+async def test_a_shorter_idle_time_of_bodies_counts_within_a_second():
     """A reload may shorten `body_idle_s` during the sleep that derives from the old one."""
     servicer = LookingServicer(600.0)
-
-    async def run():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(3.5):
-                await servicer.follow_uploads()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(run())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(3.5):
+            await servicer.follow_uploads()
     assert servicer.looks == pytest.approx([1.0, 2.0, 3.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 
 
@@ -42,3 +43,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def compute(self, seconds: float) -> None:
         """Let time pass in which the loop is held, as if a callback computed for so long."""
         self._virtual.passed_s += seconds
+
+
+def in_virtual_time(begins_s=0.0):
+    """Decorate an async test, which then has a loop on virtual time of its own."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(**fixtures):
+            with asyncio.Runner(loop_factory=lambda: VirtualLoop(begins_s)) as runner:
+                runner.run(test(**fixtures))
+
+        return run
+
+    return decorate
