@@ -107,9 +107,7 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
     if written:
         plugins = validation.to_struct(written, EppPlugins, where=file)
         epp_handlers.check_handlers(plugins, file)
-    named = (
-        {plugin.name or plugin.type: plugin.type for plugin in plugins.plugins} if plugins else {}
-    )
+    named = {plugin.reference: plugin.type for plugin in plugins.plugins} if plugins else {}
     types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
     warnings += epp_data_layer.check_sections(tree, file, plugins=named, types=types)
     listed = plugins.plugins if plugins else ()
@@ -317,7 +315,7 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
         known = plugin_types().get(plugin.type)
         if known is None:
             continue
-        name = plugin.name or plugin.type
+        name = plugin.reference
         if known.status in ("deprecated", "unsupported"):
             yield f"plugin {name}: {known.note}"
         ignored = [
@@ -341,11 +339,7 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
 
 def _ambiguous_pickers(scheduling: EppPlugins) -> Iterator[str]:
     """Warn of profiles without a picker in a file that declares several."""
-    pickers = [
-        plugin.name or plugin.type
-        for plugin in scheduling.plugins
-        if plugin.type in registry.PICKERS
-    ]
+    pickers = [plugin.reference for plugin in scheduling.plugins if plugin.type in registry.PICKERS]
     for profile in scheduling.scheduling_profiles if len(pickers) > 1 else ():
         if not any(reference.plugin_ref in pickers for reference in profile.plugins):
             yield (
@@ -365,7 +359,7 @@ def _named(
     kinds = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers, *registry.DECIDERS}
     named: dict[str, tuple[int, NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
-        name, place = plugin.name or plugin.type, file / "plugins" / index
+        name, place = plugin.reference, file / "plugins" / index
         if name in named:
             raise ConfigError(
                 place / "name",

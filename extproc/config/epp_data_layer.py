@@ -193,7 +193,7 @@ def _find_plugin(
 ) -> tuple[NamedPlugin, Place] | None:
     """A plugin by name, and the place of its parameters; None where it stands for its type."""
     for at, plugin in enumerate(plugins):
-        if (plugin.name or plugin.type) == name:
+        if plugin.reference == name:
             return plugin, file / "plugins" / at / "parameters"
     return None
 

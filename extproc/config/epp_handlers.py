@@ -132,9 +132,8 @@ def check_supported(scheduling: EppPlugins, file: Place) -> None:
     Raises:
         ConfigError: The file has such a plugin, which is not supported here.
     """
-    for index, plugin in enumerate(scheduling.plugins):
-        if plugin.type == _SCREENER:
-            _check_selectors(plugin, file / "plugins" / index / "parameters")
+    for screener, place in scheduling.find_plugins({_SCREENER}, file):
+        _check_selectors(screener, place)
 
 
 def _check_selectors(screener: NamedPlugin, place: Place) -> None:
@@ -183,11 +182,9 @@ def find_profile_header(scheduling: EppPlugins, file: Place) -> str:
     """
     if len(scheduling.scheduling_profiles) < 2:
         return ""
-    handlers = ((at, p) for at, p in enumerate(scheduling.plugins) if p.type in _HANDLERS)
-    at, handler = next(handlers, (0, None))
+    handler, place = next(scheduling.find_plugins(_HANDLERS, file), (None, file))
     if handler is None or handler.type != _BY_HEADER:
         return ""
-    place = file / "plugins" / at / "parameters"
     chosen = validation.to_struct(handler.parameters, _HeaderChoice, where=place)
     return chosen.header_name.strip().lower() or "epp-profile"
 
@@ -203,9 +200,7 @@ def find_profile(scheduling: EppPlugins, file: Place, *, name: str = "") -> tupl
     """
     profiles = scheduling.scheduling_profiles
     if not profiles:
-        refs = tuple(
-            PluginRef(plugin_ref=plugin.name or plugin.type) for plugin in scheduling.plugins
-        )
+        refs = tuple(PluginRef(plugin_ref=plugin.reference) for plugin in scheduling.plugins)
         return EppProfile(name="default", plugins=refs), 0
     if len(profiles) == 1:
         return profiles[0], 0
@@ -254,7 +249,7 @@ def warn_of_missing_profiles(scheduling: EppPlugins) -> Iterator[str]:
     for stage, source in _read_sources(scheduling, Place("")).items():
         if source.profile not in names and source.decider is not None:
             yield (
-                f"plugin {source.decider.name or source.decider.type} decides nothing: there is no "
+                f"plugin {source.decider.reference} decides nothing: there is no "
                 f"profile {source.profile}, so the serving endpoint does {stage} itself"
             )
 
@@ -279,9 +274,9 @@ def _read_sources(scheduling: EppPlugins, file: Place) -> Mapping[str, StageSour
 
 def _find_decider(scheduling: EppPlugins, name: str, place: Place) -> tuple[int, NamedPlugin]:
     for at, plugin in enumerate(scheduling.plugins):
-        if (plugin.name or plugin.type) == name:
+        if plugin.reference == name:
             return at, plugin
-    names = [plugin.name or plugin.type for plugin in scheduling.plugins]
+    names = [plugin.reference for plugin in scheduling.plugins]
     raise ConfigError(
         place,
         wanted="a decider among the plugins of the file",

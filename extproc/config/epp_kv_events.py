@@ -130,7 +130,7 @@ def _replace_tracking_scorer(plugin: NamedPlugin, warnings: list[str], place: Pl
             got=validation.show(mode),
             fix=f"remove it, or write {SCORER} as the type to read KV events",
         )
-    name = plugin.name or plugin.type
+    name = plugin.reference
     warnings.append(
         f"plugin {name}: mode {_TRACKING} is of earlier releases: it is read as {SCORER}, to which "
         "engines connect unless discoverPods is true"
@@ -157,16 +157,9 @@ def convert_kv_events(
             producers with different ports.
     """
     warnings: list[str] = []
-    producers = [
-        (index, plugin) for index, plugin in enumerate(plugins.plugins) if plugin.type == PRODUCER
-    ]
-    if not producers:
-        producers = [
-            (index, plugin) for index, plugin in enumerate(plugins.plugins) if plugin.type == SCORER
-        ]
+    producers = [*plugins.find_plugins({PRODUCER}, file)] or plugins.find_plugins({SCORER}, file)
     section: dict[str, object] | None = None
-    for index, plugin in producers:
-        place = file / "plugins" / index / "parameters"
+    for plugin, place in producers:
         converted = _convert_producer(plugin, warnings, place)
         if section and converted and section != converted:
             raise ConfigError(
@@ -176,12 +169,10 @@ def convert_kv_events(
                 fix="keep one of the producers",
             )
         section = section or converted
-    for index, plugin in enumerate(plugins.plugins):
-        if plugin.type in TOKENIZERS:
-            place = file / "plugins" / index / "parameters"
-            renderer = _convert_tokenizer(plugin, warnings, place, is_read=section is not None)
-            if section is not None:
-                section |= renderer
+    for plugin, place in plugins.find_plugins(TOKENIZERS, file):
+        renderer = _convert_tokenizer(plugin, warnings, place, is_read=section is not None)
+        if section is not None:
+            section |= renderer
     return section, warnings
 
 
@@ -190,7 +181,7 @@ def _convert_producer(
 ) -> dict[str, object] | None:
     """The section of a producer; None where it reads no events."""
     producer = validation.to_struct(plugin.parameters, _Producer, where=place)
-    name = plugin.name or plugin.type
+    name = plugin.reference
     indexer = producer.indexer_config or _Indexer()
     if indexer.tokenizers_pool_config is not None and plugin.type == PRODUCER:
         raise ConfigError(
@@ -289,7 +280,7 @@ def _convert_tokenizer(
         is_read: Whether KV events are read, and so prompts are rendered at all.
     """
     tokenizer = validation.to_struct(plugin.parameters, _Tokenizer, where=place)
-    name = plugin.name or plugin.type
+    name = plugin.reference
     renderer = tokenizer.vllm or _Renderer()
     is_real = tokenizer.vllm is not None or tokenizer.model_name or tokenizer.uds_tokenizer_config
     if tokenizer.estimate is not None and is_real:
@@ -357,9 +348,7 @@ def convert_kv_cache_source(plugins: EppPlugins, file: Place) -> dict[str, objec
     Raises:
         ConfigError: Upstream refuses its parameters.
     """
-    for index, plugin in enumerate(plugins.plugins):
-        if plugin.type == "p2p-source-producer":
-            place = file / "plugins" / index / "parameters"
-            written = validation.to_struct(plugin.parameters, _SourceProducer, where=place)
-            return {"min_cached_token_delta": written.min_cached_token_delta}
+    for plugin, place in plugins.find_plugins({"p2p-source-producer"}, file):
+        written = validation.to_struct(plugin.parameters, _SourceProducer, where=place)
+        return {"min_cached_token_delta": written.min_cached_token_delta}
     return {}

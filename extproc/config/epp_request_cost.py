@@ -74,10 +74,7 @@ def convert_request_cost(plugins: EppPlugins, file: Place) -> dict[str, object]:
         ConfigError: The expression is no sum of tokens, or its value is for another key.
     """
     section: dict[str, object] = {}
-    for index, plugin in enumerate(plugins.plugins):
-        if plugin.type != _REPORTER:
-            continue
-        place = file / "plugins" / index / "parameters"
+    for plugin, place in plugins.find_plugins({_REPORTER}, file):
         attributes = validation.to_struct(plugin.parameters, _Reporter, where=place).attributes
         if section or len(attributes) != 1:
             raise ConfigError(

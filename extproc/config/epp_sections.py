@@ -437,10 +437,8 @@ def convert_metrics(
     """
     selectors: dict[str, str] = {}
     warnings: list[str] = []
-    for index, plugin in enumerate(plugins.plugins):
-        if plugin.type in _EXTRACTORS:
-            place = file / "plugins" / index / "parameters"
-            _read(plugin, selectors, warnings, place)
+    for plugin, place in plugins.find_plugins(_EXTRACTORS, file):
+        _read(plugin, selectors, warnings, place)
     if selectors:
         renamed = tuple(_rename(plugin, selectors) for plugin in plugins.plugins)
         plugins = msgspec.structs.replace(plugins, plugins=renamed)

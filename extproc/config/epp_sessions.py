@@ -73,18 +73,17 @@ def convert_sessions(
     """
     sources: dict[str, _Sources] = {}
     agent_headers: tuple[str, ...] = ()
-    for index, plugin in enumerate(plugins.plugins):
-        place = file / "plugins" / index / "parameters"
+    for plugin, place in plugins.find_plugins({_PRODUCER, _AGENT}, file):
         if plugin.type == _PRODUCER:
-            sources[_ATTRIBUTE + (plugin.name or plugin.type)] = _read_producer(plugin, place)
-        elif plugin.type == _AGENT:
+            sources[_ATTRIBUTE + plugin.reference] = _read_producer(plugin, place)
+        else:
             agent = validation.to_struct(plugin.parameters, _AgentIdentity, where=place)
             added = agent.additional_session_headers
             agent_headers = (*added, *_AGENT_HEADERS)
             # The request parsers read the others, in their own order and with the body.
             sources[_AGENT] = (*({"header": name} for name in added), {"attribute": _AGENT})
     warnings: list[str] = []
-    names = [plugin.name or plugin.type for plugin in plugins.plugins]
+    names = [plugin.reference for plugin in plugins.plugins]
     converted = list(plugins.plugins)
     for index, plugin in enumerate(plugins.plugins):
         if plugin.type in _AFFINITY_TYPES:
@@ -101,7 +100,7 @@ def _convert_old_header(plugin: NamedPlugin, warnings: list[str]) -> NamedPlugin
         parameters[_HEADER_SECTION] = {"header": parameters.pop(_OLD_HEADER)}
         plugin = msgspec.structs.replace(plugin, parameters=parameters)
         warnings.append(
-            f"plugin {plugin.name or plugin.type}: {_OLD_HEADER} is of earlier releases: write "
+            f"plugin {plugin.reference}: {_OLD_HEADER} is of earlier releases: write "
             f"{_HEADER_SECTION}.header"
         )
     return plugin

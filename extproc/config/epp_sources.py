@@ -85,8 +85,8 @@ def convert_sources(
     warnings: list[str] = []
     scrape: dict[str, object] | None = None
     pool: dict[str, object] = {}
-    for index, plugin in enumerate(plugins.plugins):
-        name, place = plugin.name or plugin.type, file / "plugins" / index / "parameters"
+    for plugin, place in plugins.find_plugins({_METRICS, _FILE}, file):
+        name = plugin.reference
         # Upstream has a source of the type's name of its own accord.
         if plugin.type == _METRICS and name in {*named.sources, _METRICS}:
             page = _read_page(plugin, place)
@@ -164,16 +164,15 @@ def _warn_of_model_sources(
 ) -> Iterator[str]:
     """Warn of sources of model lists with another scheme or other certificates than metrics have."""
     usual = {"scheme": "http", "verify_tls": False, "tls": {}}
-    for index, plugin in enumerate(plugins.plugins):
-        if plugin.type == _MODELS:
-            page = _read_page(plugin, file / "plugins" / index / "parameters")
-            for key, default in usual.items():
-                if page.get(key, default) != scrape.get(key, default) and key in page:
-                    what = f"scheme {page[key]}" if key == "scheme" else "its check of certificates"
-                    yield (
-                        f"plugin {plugin.name or plugin.type}: {what} is not acted on: model lists "
-                        "are read as metrics are"
-                    )
+    for plugin, place in plugins.find_plugins({_MODELS}, file):
+        page = _read_page(plugin, place)
+        for key, default in usual.items():
+            if page.get(key, default) != scrape.get(key, default) and key in page:
+                what = f"scheme {page[key]}" if key == "scheme" else "its check of certificates"
+                yield (
+                    f"plugin {plugin.reference}: {what} is not acted on: model lists are read as "
+                    "metrics are"
+                )
 
 
 def convert_topology(plugins: EppPlugins, file: Place) -> EppPlugins:
@@ -183,11 +182,9 @@ def convert_topology(plugins: EppPlugins, file: Place) -> EppPlugins:
         ConfigError: A label or the name of an extractor is no text, or a level is not known.
     """
     labels: dict[str, Mapping[str, str]] = {}
-    for index, plugin in enumerate(plugins.plugins):
-        if plugin.type == _TOPOLOGY:
-            place = file / "plugins" / index / "parameters"
-            topology = validation.to_struct(plugin.parameters, _Topology, where=place)
-            labels[plugin.name or plugin.type] = topology.to_labels()
+    for plugin, place in plugins.find_plugins({_TOPOLOGY}, file):
+        topology = validation.to_struct(plugin.parameters, _Topology, where=place)
+        labels[plugin.reference] = topology.to_labels()
 
     def with_labels(plugin: NamedPlugin, place: Place) -> NamedPlugin:
         if plugin.type not in _TOPOLOGY_READERS:

@@ -129,7 +129,7 @@ def _has_filter(scheduling: SchedulingSection) -> bool:
     if scheduling.epp is None:
         return bool(registry.profiles()[scheduling.strategy].filters)
     profile, _ = epp_handlers.find_profile(scheduling.epp, validation.Place(""))
-    types = {plugin.name or plugin.type: plugin.type for plugin in scheduling.epp.plugins}
+    types = {plugin.reference: plugin.type for plugin in scheduling.epp.plugins}
     rows = plugin_types()
     kinds = {
         rows[name].kind if name in rows else name

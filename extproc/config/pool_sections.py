@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
@@ -86,6 +86,11 @@ class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: str = ""
     parameters: Mapping[str, object] = {}
 
+    @property
+    def reference(self) -> str:
+        """The name by which others refer to it."""
+        return self.name or self.type
+
 
 class PluginRef(UpstreamParameters, frozen=True, kw_only=True):
     """A plugin's part in a profile.
@@ -122,6 +127,14 @@ class EppPlugins(UpstreamParameters, frozen=True, kw_only=True):
 
     plugins: tuple[NamedPlugin, ...]
     scheduling_profiles: tuple[EppProfile, ...] = ()
+
+    def find_plugins(
+        self, types: Collection[str], file: validation.Place
+    ) -> Iterator[tuple[NamedPlugin, validation.Place]]:
+        """Yield the plugins of some types with the places of their parameters."""
+        for index, plugin in enumerate(self.plugins):
+            if plugin.type in types:
+                yield plugin, file / "plugins" / index / "parameters"
 
 
 class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
