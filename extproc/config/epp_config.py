@@ -109,34 +109,35 @@ def from_endpoint_picker_config(tree: Mapping[str, object], file: Place) -> EppD
         epp_handlers.check_handlers(plugins, file)
     named = {plugin.reference: plugin.type for plugin in plugins.plugins} if plugins else {}
     types = [row.name for row in plugin_types().values() if row.role in _REFERRED_ROLES]
-    warnings += epp_data_layer.check_sections(tree, file, plugins=named, types=types)
+    upstream = epp_data_layer.read_sections(tree, file)
+    warnings += epp_data_layer.check_sections(upstream, file, plugins=named, types=types)
     listed = plugins.plugins if plugins else ()
     if plugins is not None:
-        plugins, unread = _convert_plugins(plugins, tree, sections, file)
+        plugins, unread = _convert_plugins(plugins, upstream, sections, file)
         warnings += unread
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         sections["scheduling"] = {"strategy": "weighted"}
-    warnings += _convert_gates(listed, tree, sections, file)
+    warnings += _convert_gates(listed, upstream, sections, file)
     ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
-    if not epp_data_layer.parses_bodies(tree, file, plugins=named):
+    if not epp_data_layer.parses_bodies(upstream, plugins=named):
         ours["parse_bodies"] = False
     return EppDocument({**ours, **sections}, plugins, tuple(warnings))
 
 
 def _convert_gates(
     plugins: Sequence[NamedPlugin],
-    tree: Mapping[str, object],
+    upstream: epp_data_layer.EppSections,
     sections: dict[str, dict[str, object]],
     file: Place,
 ) -> list[str]:
     """Add the saturation detector and the usage limit to the sections; returns warnings."""
-    rules = epp_data_layer.convert_saturation(tree, plugins, file)
+    rules = epp_data_layer.convert_saturation(upstream, plugins, file)
     if rules:
         sections["scheduling"] = {**sections.get("scheduling", {}), "saturation": rules}
     if "flow_control" not in sections:
         return []
-    limit, warnings = epp_data_layer.convert_usage_limit(tree, plugins, file)
+    limit, warnings = epp_data_layer.convert_usage_limit(upstream, plugins, file)
     if limit:
         sections["flow_control"]["usage_limit"] = limit
     elif rules:
@@ -222,7 +223,7 @@ def _set_twice(place: Place, theirs: str) -> ConfigError:
 
 def _convert_plugins(
     plugins: EppPlugins,
-    tree: Mapping[str, object],
+    upstream: epp_data_layer.EppSections,
     sections: dict[str, dict[str, object]],
     file: Place,
 ) -> tuple[EppPlugins, list[str]]:
@@ -234,7 +235,7 @@ def _convert_plugins(
     Returns:
         The plugins as profiles are built from them, and warnings.
     """
-    sources, warnings = epp_sources.convert_sources(tree, plugins, file)
+    sources, warnings = epp_sources.convert_sources(upstream, plugins, file)
     sections |= sources
     plugins = epp_sources.convert_topology(plugins, file)
     plugins, agent_headers, session_warnings = epp_sessions.convert_sessions(plugins, file)

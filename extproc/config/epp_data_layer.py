@@ -68,7 +68,9 @@ class NamedSources(msgspec.Struct, frozen=True):
     discovery: str
 
 
-class _Sections(UpstreamParameters, frozen=True):
+class EppSections(UpstreamParameters, frozen=True):
+    """Sections of the file that refer to its plugins."""
+
     data_layer: _DataLayer | None = None
     # The name of that section in the gateway's releases 1.3 and 1.4.
     data: _DataLayer | None = None
@@ -78,8 +80,18 @@ class _Sections(UpstreamParameters, frozen=True):
     flow_control: epp_sections.UpstreamFlowControl | None = None
 
 
+def read_sections(tree: Mapping[str, object], file: Place) -> EppSections:
+    """Read the sections of a file.
+
+    Raises:
+        ConfigError: A key is unknown, or a value has another type.
+    """
+    written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
+    return validation.to_struct(written, EppSections, where=file)
+
+
 def check_sections(
-    tree: Mapping[str, object], file: Place, *, plugins: Mapping[str, str], types: Collection[str]
+    sections: EppSections, file: Place, *, plugins: Mapping[str, str], types: Collection[str]
 ) -> list[str]:
     """Check the sections that refer to plugins, and warn of settings without effect.
 
@@ -88,9 +100,8 @@ def check_sections(
         types: Types of parsers, detectors and policies, which need no entry among the plugins.
 
     Raises:
-        ConfigError: A key is unknown, a value has another type, or a reference has no plugin.
+        ConfigError: A reference has no plugin.
     """
-    sections = _read_sections(tree, file)
     for name, place in _references(sections, file):
         if place.path[0] in ("dataLayer", "data"):
             layer = sections.data_layer or sections.data or _DataLayer()
@@ -110,39 +121,25 @@ def check_sections(
     ]
 
 
-def parses_bodies(tree: Mapping[str, object], file: Place, *, plugins: Mapping[str, str]) -> bool:
+def parses_bodies(sections: EppSections, *, plugins: Mapping[str, str]) -> bool:
     """True unless the first parser is the one that reads no body, as it takes all requests.
 
     Args:
         plugins: Types of the plugins of the file, by name.
-
-    Raises:
-        ConfigError: A section is not valid.
     """
-    sections = _read_sections(tree, file)
     handler = sections.request_handler or _RequestHandler()
     parser = next(iter(handler.parsers or ()), sections.parser)
     return parser is None or plugins.get(parser.plugin_ref, parser.plugin_ref) != _PASSTHROUGH
 
 
-def find_sources(tree: Mapping[str, object], file: Place) -> NamedSources:
-    """Find the plugins that the data layer names, under any of its keys.
-
-    Raises:
-        ConfigError: The section is not valid.
-    """
+def find_sources(sections: EppSections) -> NamedSources:
+    """Find the plugins that the data layer names, under any of its keys."""
     sources: set[str] = set()
     discovery = ""
-    for key in ("data", "dataLayer"):
-        section = validation.to_struct(tree.get(key) or {}, _DataLayer, where=file / key)
+    for section in filter(None, (sections.data, sections.data_layer)):
         sources |= {source.plugin_ref for source in section.sources or ()}
         discovery = section.discovery.plugin_ref if section.discovery else discovery
     return NamedSources(frozenset(sources), discovery)
-
-
-def _read_sections(tree: Mapping[str, object], file: Place) -> _Sections:
-    written = {key: tree[key] for key in _KEYS if tree.get(key) is not None}
-    return validation.to_struct(written, _Sections, where=file)
 
 
 #: Saturation detectors by type, with their fields of `SaturationRules`. Upstream uses the first one
@@ -154,17 +151,16 @@ _DETECTORS: Final[Mapping[str, tuple[str, type[UpstreamParameters]]]] = {
 
 
 def convert_saturation(
-    tree: Mapping[str, object], plugins: Sequence[NamedPlugin], file: Place
+    sections: EppSections, plugins: Sequence[NamedPlugin], file: Place
 ) -> dict[str, object]:
     """Convert `saturationDetector` to our section `scheduling.saturation`; empty without one.
 
     Args:
-        tree: The file, after `check_sections`.
+        sections: Those of the file, after `check_sections`.
 
     Raises:
         ConfigError: It refers to a plugin of another type, or a parameter of the plugin is wrong.
     """
-    sections = _read_sections(tree, file)
     detector = sections.saturation_detector
     flow, place = sections.flow_control, file / "saturationDetector"
     if flow is not None and flow.saturation_detector is not None:
@@ -214,12 +210,12 @@ class _Holdback(UpstreamParameters, frozen=True, kw_only=True):
 
 
 def convert_usage_limit(
-    tree: Mapping[str, object], plugins: Sequence[NamedPlugin], file: Place
+    sections: EppSections, plugins: Sequence[NamedPlugin], file: Place
 ) -> tuple[dict[str, object], list[str]]:
     """Convert the usage limit policy of `flowControl` to our section `flow_control.usage_limit`.
 
     Args:
-        tree: The file, after `check_sections`.
+        sections: Those of the file, after `check_sections`.
 
     Returns:
         The section, empty where no priority is held; and warnings.
@@ -227,7 +223,7 @@ def convert_usage_limit(
     Raises:
         ConfigError: It refers to a plugin of another type, or a parameter of the plugin is wrong.
     """
-    flow = _read_sections(tree, file).flow_control
+    flow = sections.flow_control
     name = flow.usage_limit_policy_plugin_ref if flow is not None else None
     if not name:
         return {}, []
@@ -273,10 +269,10 @@ NOT_GATED: Final = (
 )
 
 #: Keys of the sections in the file.
-_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Sections))
+_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(EppSections))
 
 
-def _references(sections: _Sections, file: Place) -> Iterator[tuple[str, Place]]:
+def _references(sections: EppSections, file: Place) -> Iterator[tuple[str, Place]]:
     """Names by which the sections refer to plugins, and the places of these names.
 
     Fairness and order of `flowControl` are left to the conversion of that section.

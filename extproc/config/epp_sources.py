@@ -71,7 +71,7 @@ class _Topology(UpstreamParameters, frozen=True):
 
 
 def convert_sources(
-    tree: Mapping[str, object], plugins: EppPlugins, file: Place
+    sections: epp_data_layer.EppSections, plugins: EppPlugins, file: Place
 ) -> tuple[dict[str, dict[str, object]], list[str]]:
     """Convert sources of metrics and of endpoints.
 
@@ -81,7 +81,7 @@ def convert_sources(
     Raises:
         ConfigError: A scheme is not known, or a file has no path.
     """
-    named = epp_data_layer.find_sources(tree, file)
+    named = epp_data_layer.find_sources(sections)
     warnings: list[str] = []
     scrape: dict[str, object] | None = None
     pool: dict[str, object] = {}
@@ -101,9 +101,9 @@ def convert_sources(
             pool["endpoints_file"] = validation.to_struct(
                 plugin.parameters, _File, where=place
             ).path
-    sections = {"scrape": scrape or {}, "pool": pool}
-    warnings += _warn_of_model_sources(plugins, sections["scrape"], file)
-    return {key: section for key, section in sections.items() if section}, warnings
+    ours = {"scrape": scrape or {}, "pool": pool}
+    warnings += _warn_of_model_sources(plugins, ours["scrape"], file)
+    return {key: section for key, section in ours.items() if section}, warnings
 
 
 def _read_page(plugin: NamedPlugin, place: Place) -> dict[str, object]:
