@@ -258,21 +258,19 @@ def build_discovery(
     clock: Callable[[], float],
     on_event: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
-) -> pools.EndpointDiscovery | None:
+) -> static_discovery.StaticDiscovery | None:
     """Build the discovery of a pool; None where another component sets its endpoints."""
-    sources = pools.configured_sources(parts.settings.pool)
-    if not sources or sources[0].build is None:
+    if not any(source.is_static for source in pools.configured_sources(parts.settings.pool)):
         return None
-    return sources[0].build(
-        pools.DiscoveryContext(
-            settings=parts.discovery,
-            flag_entries=parts.flag_entries,
-            store=parts.store,
-            rng=parts.rng,
-            clock=clock,
-            on_event=on_event,
-            supervisor=supervisor,
-        )
+    return static_discovery.StaticDiscovery(
+        parts.discovery,
+        parts.store,
+        flag_entries=parts.flag_entries,
+        resolver=static_discovery.DnsResolver(),
+        clock=clock,
+        rng=parts.rng,
+        on_event=on_event,
+        supervisor=supervisor,
     )
 
 

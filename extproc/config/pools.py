@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -15,48 +13,8 @@ from extproc.config.validation import Place
 from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import join_host_port
 from extproc.errors import ConfigError
-from extproc.pool.store import PoolStore
 from extproc.routing import pool_match
 from extproc.scrape import engines
-from extproc.supervision import Supervisor
-
-
-class DiscoveryContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Dependencies of the discovery of a pool.
-
-    Attributes:
-        settings: Settings of endpoints file and DNS names.
-        flag_entries: Endpoints of the configuration and the command line.
-        store: Receiver of the endpoints.
-        rng: Source of randomness.
-        supervisor: Receives successes and failures of steps.
-    """
-
-    settings: static_discovery.StaticDiscoverySettings
-    flag_entries: Sequence[endpoint_list.EndpointListEntry]
-    store: PoolStore
-    rng: random.Random
-    clock: Callable[[], float]
-    on_event: Callable[[static_discovery.DiscoveryEvent], None]
-    supervisor: Supervisor
-
-
-class EndpointDiscovery(Protocol):
-    """Follows a source and keeps the store of its pool current."""
-
-    @property
-    def dropped_addresses(self) -> int:
-        """Addresses beyond the limit of a pool, which are no endpoints (count)."""
-
-    async def start(self) -> None:
-        """Load the source once.
-
-        Raises:
-            ConfigError: The source cannot be read.
-        """
-
-    async def run(self) -> None:
-        """Follow the source until cancelled; requires `start`."""
 
 
 class DiscoverySource(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,14 +25,15 @@ class DiscoverySource(msgspec.Struct, frozen=True, kw_only=True):
         describe: Describes a pool for `extproc check`: what the source is, then a line for each
             endpoint; raises ConfigError where it cannot be read.
         check: Rejects a setting that contradicts itself.
-        build: Builds the discovery of a pool; None where another component sets its endpoints.
+        is_static: True if `StaticDiscovery` follows it; of the others, another component sets the
+            endpoints.
         in_kubernetes: True if the endpoints come from an API server.
     """
 
     key: str
     describe: Callable[[pool_sections.PoolSource], Iterator[str]]
     check: Callable[[pool_sections.PoolSource, Place], None] = lambda _, __: None
-    build: Callable[[DiscoveryContext], EndpointDiscovery] | None = None
+    is_static: bool = False
     in_kubernetes: bool = False
 
     def is_configured(self, pool: pool_sections.PoolSource) -> bool:
@@ -106,19 +65,6 @@ def _describe_kubernetes(pool: pool_sections.PoolSource) -> Iterator[str]:
 def _describe_launch(pool: pool_sections.PoolSource) -> Iterator[str]:
     if pool.autoscaling is not None and pool.autoscaling.launch is not None:
         yield f"started here{_owner(pool)}: {' '.join(pool.autoscaling.launch.command)}"
-
-
-def _build_static(context: DiscoveryContext) -> EndpointDiscovery:
-    return static_discovery.StaticDiscovery(
-        context.settings,
-        context.store,
-        flag_entries=context.flag_entries,
-        resolver=static_discovery.DnsResolver(),
-        clock=context.clock,
-        rng=context.rng,
-        on_event=context.on_event,
-        supervisor=context.supervisor,
-    )
 
 
 def _check_single_object(pool: pool_sections.PoolSource, place: Place) -> None:
@@ -162,8 +108,8 @@ def _check_single_object(pool: pool_sections.PoolSource, place: Place) -> None:
 #: `kubernetes_plan` collects the objects of all pools, and one `KubernetesDiscovery` watches them.
 #: An actuator starts engines, and publishes them itself.
 SOURCES = (
-    DiscoverySource(key="endpoints", describe=_describe_list, build=_build_static),
-    DiscoverySource(key="endpoints_file", describe=_describe_file, build=_build_static),
+    DiscoverySource(key="endpoints", describe=_describe_list, is_static=True),
+    DiscoverySource(key="endpoints_file", describe=_describe_file, is_static=True),
     DiscoverySource(
         key="kubernetes",
         describe=_describe_kubernetes,
