@@ -54,6 +54,27 @@ def send(core, source, count):
         stream.finish()
 
 
+def build_recorder(configured, counts=None, **callbacks):
+    """A recorder whose clock stands still."""
+    usual = {"clock": lambda: 1.0, "settle": lambda: None, "on_change": lambda _: None}
+    counts = Counter() if counts is None else counts
+    return decision_recording.DecisionRecorder(configured, counts, **{**usual, **callbacks})
+
+
+@contextlib.asynccontextmanager
+async def serving_pages():
+    """A picker that has synced, and the port of its pages."""
+    chosen = settings()
+    core = soak.Core(chosen)
+    await core.picker.sync()
+    await core.picker.start_admin()
+    try:
+        yield core, chosen.server.metrics_port
+    finally:
+        core.picker.decision_recorder.close()
+        await core.picker.admin_server.close()
+
+
 @contextlib.asynccontextmanager
 async def running(loop):
     """A loop of the picker while the block runs."""
@@ -87,9 +108,7 @@ async def test_a_recording_names_the_settings_in_force():
     plain = settings()
     own = SchedulingSection(strategy="random")
     pools = (PoolSection(name="a"), PoolSection(name="b", scheduling=own))
-    subject = decision_recording.DecisionRecorder(
-        plain, Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
-    )
+    subject = build_recorder(plain)
     recording = subject.recordings.start()
     subject.recordings.add_ends([rows.EndRow(1)])
     first, _ = map(json.loads, recording.take(100).splitlines())
@@ -118,9 +137,7 @@ def test_a_replay_reads_the_recorded_settings():
     recorded = msgspec.structs.replace(
         settings(), flow_control=flow_control, parse_bodies=False, kv_events=configured
     )
-    subject = decision_recording.DecisionRecorder(
-        recorded, Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
-    )
+    subject = build_recorder(recorded)
     recording = subject.recordings.start()
     subject.recordings.add_ends([rows.EndRow(1)])
     (line, _) = recording.take(100).splitlines()
@@ -170,9 +187,7 @@ async def test_files_are_rotated(tmp_path):
 async def test_a_file_is_written_while_more_comes_than_is_taken(tmp_path):
     """A batch ends where requests come faster than their rows are made."""
     path = tmp_path / "decisions.jsonl"
-    subject = decision_recording.DecisionRecorder(
-        settings(path), Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
-    )
+    subject = build_recorder(settings(path))
     async with running(subject.run), asyncio.timeout(300):
         while not path.exists() or not path.stat().st_size:
             for number in range(100):
@@ -184,13 +199,7 @@ async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
     """Requests go on; the recording begins anew when the folder is back."""
     folder = tmp_path / "gone"
     counts = Counter()
-    recorder = decision_recording.DecisionRecorder(
-        settings(folder / "f"),
-        counts,
-        clock=lambda: 1.0,
-        settle=lambda: None,
-        on_change=lambda _: None,
-    )
+    recorder = build_recorder(settings(folder / "f"), counts)
     caplog.set_level(logging.INFO, "extproc.server")
     async with running(recorder.run):
         await until(lambda: len(recorder.recordings))
@@ -214,13 +223,7 @@ async def test_a_file_that_cannot_be_written_is_a_problem_before_the_first_reque
     """Its cause is known, and its series are there; both end once the folder is there."""
     folder = tmp_path / "gone"
     counts = Counter()
-    recorder = decision_recording.DecisionRecorder(
-        settings(folder / "f"),
-        counts,
-        clock=lambda: 1.0,
-        settle=lambda: None,
-        on_change=lambda _: None,
-    )
+    recorder = build_recorder(settings(folder / "f"), counts)
     async with running(recorder.run):
         await until(lambda: recorder.error)
         assert recorder.error == f"the folder {folder} is missing or not writable"
@@ -232,14 +235,10 @@ async def test_a_file_that_cannot_be_written_is_a_problem_before_the_first_reque
 
 async def test_a_client_records_what_comes(tmp_path):
     """`extproc record` writes a file that can be replayed, and the picker forgets it."""
-    chosen = settings()
-    core = soak.Core(chosen)
-    await core.picker.sync()
-    await core.picker.start_admin()
     path = tmp_path / "decisions.jsonl"
-    words = ["record", str(path), "--server", f"127.0.0.1:{chosen.server.metrics_port}"]
-    recordings = core.picker.decision_recorder.recordings
-    try:
+    async with serving_pages() as (core, port):
+        words = ["record", str(path), "--server", f"127.0.0.1:{port}"]
+        recordings = core.picker.decision_recorder.recordings
         copying = asyncio.ensure_future(asyncio.to_thread(main.main, [*words, "--seconds", "60"]))
         await until(lambda: len(recordings))
         send(core, soak.Chats(Random(1)), 10)
@@ -247,9 +246,6 @@ async def test_a_client_records_what_comes(tmp_path):
         core.passes(60.0)
         assert await copying == 0
         assert not len(recordings)
-    finally:
-        core.picker.decision_recorder.close()
-        await core.picker.admin_server.close()
     source = reader.RecordingReader("f")
     events = list(source.read(reader.read_lines(path)))
     assert len(events) == 20
@@ -259,22 +255,16 @@ async def test_a_client_records_what_comes(tmp_path):
 @pytest.mark.parametrize("count", [0, 10])
 async def test_a_client_whose_server_ends_fails(tmp_path, capsys, count):
     """Its recording is shorter than it wanted; the rows that came are kept."""
-    chosen = settings()
-    core = soak.Core(chosen)
-    await core.picker.sync()
-    await core.picker.start_admin()
-    path, subject = tmp_path / "decisions.jsonl", core.picker.decision_recorder
-    words = ["record", str(path), "--server", f"127.0.0.1:{chosen.server.metrics_port}"]
-    try:
+    path = tmp_path / "decisions.jsonl"
+    async with serving_pages() as (core, port):
+        words = ["record", str(path), "--server", f"127.0.0.1:{port}"]
+        subject = core.picker.decision_recorder
         copying = asyncio.ensure_future(asyncio.to_thread(main.main, [*words, "--seconds", "60"]))
         await until(lambda: len(subject.recordings))
         send(core, soak.Chats(Random(1)), count)
         await until(lambda: core.picker.counters.recorded_rows["recorded"] == 2 * count)
         subject.close()
         assert await copying == 1
-    finally:
-        subject.close()
-        await core.picker.admin_server.close()
     assert "cut off" in capsys.readouterr().err
     if count:
         assert len([*reader.RecordingReader("f").read(reader.read_lines(path))]) == 2 * count
@@ -283,14 +273,8 @@ async def test_a_client_whose_server_ends_fails(tmp_path, capsys, count):
 @pytest.mark.parametrize("seconds", ["0", "x", "nan", "1e9"])
 async def test_a_recording_has_a_length(seconds):
     """An invalid length is refused."""
-    chosen = settings()
-    core = soak.Core(chosen)
-    await core.picker.sync()
-    await core.picker.start_admin()
-    try:
-        answer = await http1.ask(chosen.server.metrics_port, f"/debug/record?seconds={seconds}")
-    finally:
-        await core.picker.admin_server.close()
+    async with serving_pages() as (_, port):
+        answer = await http1.ask(port, f"/debug/record?seconds={seconds}")
     assert answer.status == 400
     assert "expected ?seconds=" in json.loads(answer.body)["error"]["message"]
 
@@ -298,14 +282,8 @@ async def test_a_recording_has_a_length(seconds):
 async def test_few_clients_record_at_a_time(monkeypatch):
     """Each recording costs every request something."""
     monkeypatch.setattr(decision_recording, "MAX_CLIENTS", 0)
-    chosen = settings()
-    core = soak.Core(chosen)
-    await core.picker.sync()
-    await core.picker.start_admin()
-    try:
-        answer = await http1.ask(chosen.server.metrics_port, "/debug/record")
-    finally:
-        await core.picker.admin_server.close()
+    async with serving_pages() as (_, port):
+        answer = await http1.ask(port, "/debug/record")
     assert answer.status == 429
 
 
@@ -334,10 +312,8 @@ def slow_writes(monkeypatch):
 async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, slow_writes):
     """A recording that is cancelled while a thread writes loses nothing, and leaves no file open."""
     may_write, is_writing = slow_writes
-    path, counts = tmp_path / "f", Counter()
-    subject = decision_recording.DecisionRecorder(
-        settings(path), counts, clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
-    )
+    path = tmp_path / "f"
+    subject = build_recorder(settings(path))
     task = asyncio.ensure_future(subject.run())
     await until(lambda: len(subject.recordings))
     subject.recordings.add_ends([rows.EndRow(1, "200")])
@@ -365,9 +341,7 @@ async def test_a_file_that_stalls_does_not_keep_the_process(
     monkeypatch.setattr(recorder.RotatingFile, "write", stall)
     monkeypatch.setattr(decision_recording, "_END_S", 0.01)
     path = tmp_path / "f"
-    subject = decision_recording.DecisionRecorder(
-        settings(path), Counter(), clock=lambda: 1.0, settle=lambda: None, on_change=lambda _: None
-    )
+    subject = build_recorder(settings(path))
     task = asyncio.ensure_future(subject.run())
     try:
         await until(lambda: len(subject.recordings))
@@ -390,12 +364,9 @@ async def test_a_stop_while_the_file_gets_full_leaves_files_with_headers(tmp_pat
     """Rows that come during the write that fills a file are in the next one, which is a recording."""
     may_write, is_writing = slow_writes
     path = tmp_path / "f"
-    subject = decision_recording.DecisionRecorder(
+    subject = build_recorder(
         settings(path, max_file_bytes=10),
-        Counter(),
-        clock=lambda: 1.0,
         settle=lambda: subject.recordings.encode(),  # noqa: PLW0108 - it is built later
-        on_change=lambda _: None,
     )
     task = asyncio.ensure_future(subject.run())
     await until(lambda: len(subject.recordings))
@@ -416,20 +387,13 @@ async def test_a_stop_while_the_file_gets_full_leaves_files_with_headers(tmp_pat
 
 async def test_a_client_that_leaves_ends_its_recording():
     """Its place is for others at once, also where nothing comes that could be written to it."""
-    chosen = settings()
-    core = soak.Core(chosen)
-    await core.picker.sync()
-    await core.picker.start_admin()
-    recordings = core.picker.decision_recorder.recordings
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", chosen.server.metrics_port)
+    async with serving_pages() as (core, port):
+        recordings = core.picker.decision_recorder.recordings
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /debug/record?seconds=86400 HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         await until(lambda: len(recordings))
         writer.close()
         await until(lambda: not len(recordings))
-    finally:
-        core.picker.decision_recorder.close()
-        await core.picker.admin_server.close()
 
 
 async def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
