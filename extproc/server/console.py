@@ -83,42 +83,28 @@ def read_files() -> Mapping[str, ConsoleFile]:
     return files
 
 
-class ConsolePages:
+class ConsolePages(msgspec.Struct, eq=False, kw_only=True):
     """Handlers of the console.
 
-    Args:
+    Attributes:
         recording_error: Returns why decisions are not recorded; empty while they are, or are not to be.
         scaling: Returns the metrics of autoscaling by pool.
         about: Returns the labels of the process, such as its profile.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a source of the page
-        self,
-        *,
-        counters: ProcessCounters,
-        views: Callable[[], Mapping[str, PoolView]],
-        history: TrafficHistory,
-        decisions: DecisionLog,
-        reloads: ReloadHistory,
-        readiness: Readiness,
-        recording_error: Callable[[], str],
-        scaling: Callable[[], Mapping[str, ScalingMetrics]],
-        about: Callable[[], Mapping[str, str]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._counters = counters
-        self._views = views
-        self._history = history
-        self._decisions = decisions
-        self._reloads = reloads
-        self._readiness = readiness
-        self._recording_error = recording_error
-        self._scaling = scaling
-        self._about = about
-        self._clock = clock
-        self._overview: dict[str, Any] = {}
-        self._overview_at = -math.inf
-        self._overview_lock = asyncio.Lock()
+    counters: ProcessCounters
+    views: Callable[[], Mapping[str, PoolView]]
+    history: TrafficHistory
+    decisions: DecisionLog
+    reloads: ReloadHistory
+    readiness: Readiness
+    recording_error: Callable[[], str]
+    scaling: Callable[[], Mapping[str, ScalingMetrics]]
+    about: Callable[[], Mapping[str, str]]
+    clock: Callable[[], float]
+    _overview: dict[str, Any] = {}
+    _overview_at: float = -math.inf
+    _overview_lock: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
     def routes(self) -> list[web.RouteDef]:
         """Routes of the page and of its data."""
@@ -150,21 +136,21 @@ class ConsolePages:
         `?pool=` has the traffic of that pool in place of all together.
         """
         pool = request.query.get("pool", "")
-        if pool and pool not in (views := self._views()):
+        if pool and pool not in (views := self.views()):
             return admin.refuse_unknown_pool(pool, views)
         async with self._overview_lock:  # who asks meanwhile waits for the same
-            now = self._clock()
+            now = self.clock()
             if now - self._overview_at >= _CACHE_S:
                 self._overview = await self._describe(now)
                 self._overview_at = now
-        points = self._history.points_of(pool) if pool else self._history.points
+        points = self.history.points_of(pool) if pool else self.history.points
         return _json(msgspec.json.encode({**self._overview, "traffic": list(points)}))
 
     async def strategies(self, _: web.Request) -> web.Response:
         """Strategies side by side on the last requests; estimates."""
         records: list[DecisionRecord] = []
         candidates = 0
-        for record in self._decisions.latest():
+        for record in self.decisions.latest():
             if isinstance(record, DecisionRecord):
                 candidates += len(record.decision.candidates)
                 if records and candidates > _MAX_COMPARED_CANDIDATES:
@@ -179,31 +165,31 @@ class ConsolePages:
 
     async def configuration(self, _: web.Request) -> web.Response:
         """Settings that differ from their defaults, and the reloads of this process."""
-        return _json(msgspec.json.encode(self._reloads.describe(self._clock())))
+        return _json(msgspec.json.encode(self.reloads.describe(self.clock())))
 
     async def _describe(self, now: float) -> dict[str, Any]:
-        views, reloads = self._views(), self._reloads
+        views, reloads = self.views(), self.reloads
         listed = problems.find_process_problems(
-            is_ready=self._readiness.ready,
+            is_ready=self.readiness.ready,
             reload_error=reloads.error,
             needs_restart=reloads.needs_restart,
-            degraded=self._counters.supervisor.degraded,
-            recording_error=self._recording_error(),
+            degraded=self.counters.supervisor.degraded,
+            recording_error=self.recording_error(),
         )
-        pools, scaling = [], self._scaling()
+        pools, scaling = [], self.scaling()
         for name, view in views.items():
             scaled = scaling.get(name)
             desired = None if scaled is None else scaled.gauges.get("desired_replicas")
             listed += problems.find_pool_problems(
-                name, view, self._history, now, desired_replicas=desired
+                name, view, self.history, now, desired_replicas=desired
             )
             pools.append(await self._describe_pool(name, view, now))
             await asyncio.sleep(0)  # many small pools are as much work as a large one
         return {
             "version": distribution.installed_version(),
-            "profile": self._about().get("profile", ""),
-            "is_ready": self._readiness.ready,
-            "streams_open": self._counters.streams_open,
+            "profile": self.about().get("profile", ""),
+            "is_ready": self.readiness.ready,
+            "streams_open": self.counters.streams_open,
             "problems": problems.sort_problems(listed),
             "pools": msgspec.Raw(msgspec.json.encode(pools)),
             "interval_s": INTERVAL_S,
@@ -211,7 +197,7 @@ class ConsolePages:
         }
 
     async def _describe_pool(self, name: str, view: PoolView, now: float) -> dict[str, Any]:
-        trends = self._history.trends(name)
+        trends = self.history.trends(name)
         endpoints = []
         for at, member in enumerate(view.pool.members):
             if at % _TURN_ENDPOINTS == _TURN_ENDPOINTS - 1:
