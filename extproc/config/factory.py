@@ -158,7 +158,6 @@ def _build_prefix_cache(
 def rebuild_routing(
     settings: Settings,
     *,
-    where: str,
     guards: plugin_guard.GuardFactory,
     before: profile_builder.ResolvedProfiles | None = None,
     running: ShadowScheduler | None = None,
@@ -177,7 +176,9 @@ def rebuild_routing(
     Raises:
         ConfigError: A profile cannot be built, see `profile_builder.build_profile`.
     """
-    resolved = profile_builder.resolve_all(settings, where=where, guards=guards, before=before)
+    resolved = profile_builder.resolve_all(
+        settings, where="the configuration", guards=guards, before=before
+    )
     built = build_shadow(settings, resolved, guards, on_shadow_pending)
     is_compared_alike = before is not None and before.profile is resolved.profile
     if (

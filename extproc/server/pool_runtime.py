@@ -364,7 +364,6 @@ class PoolRuntime:
         """
         routing, profiles = factory.rebuild_routing(
             plan.settings,
-            where="the configuration",
             guards=self._shared.guards,
             before=self.parts.profiles,
             running=self.parts.director.routing.shadow,

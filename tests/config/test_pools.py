@@ -201,7 +201,7 @@ def test_the_policy_changes_without_a_restart():
     """A changed policy of the file applies from the next request on, without a restart."""
     parts = built(POOL)
     wanted = read(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
-    routing, _ = factory.rebuild_routing(wanted, where="pool.yaml", guards=parts.guards)
+    routing, _ = factory.rebuild_routing(wanted, guards=parts.guards)
     parts.director.reconfigure(routing)
     outcome = decision(parts, "other")
     assert (outcome.request.priority, outcome.model_rewrite) == (3, "tiny")

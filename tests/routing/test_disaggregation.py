@@ -287,7 +287,7 @@ def test_a_queued_request_is_split_when_it_leaves():
 
 
 def reload(parts, wanted, before):
-    _, profiles = factory.rebuild_routing(wanted, where="x", guards=parts.guards, before=before)
+    _, profiles = factory.rebuild_routing(wanted, guards=parts.guards, before=before)
     return profiles
 
 

@@ -123,9 +123,7 @@ def test_a_reload_without_a_change_keeps_the_profiles():
     parts = build()
 
     def reload(wanted) -> RoutingConfig:
-        routing, _ = factory.rebuild_routing(
-            wanted, where="x", guards=parts.guards, before=parts.profiles
-        )
+        routing, _ = factory.rebuild_routing(wanted, guards=parts.guards, before=parts.profiles)
         return routing
 
     same = msgspec.structs.replace(

@@ -296,7 +296,7 @@ def test_a_request_does_not_depend_on_the_shadow():
 def reload(parts, section, running):
     settings = msgspec.structs.replace(parts.settings, scheduling=section)
     return factory.rebuild_routing(
-        settings, where="test", guards=parts.guards, before=parts.profiles, running=running
+        settings, guards=parts.guards, before=parts.profiles, running=running
     )[0]
 
 
