@@ -190,9 +190,9 @@ def find_edited_plugins(settings: Settings, edited: Collection[str]) -> Iterator
                 yield Change(f"{path}.plugin_files", name, f"{name}, edited", is_live=True)
 
 
-def find_restart_fields(running: Settings, wanted: Settings) -> Iterator[str]:
-    """Yield the paths of fields that differ and take effect only after a restart."""
-    return (change.path for change in find_changes(running, wanted) if not change.is_live)
+def find_restart_fields(running: Settings, wanted: Settings) -> tuple[str, ...]:
+    """Return the paths of fields that differ and take effect only after a restart."""
+    return tuple(change.path for change in find_changes(running, wanted) if not change.is_live)
 
 
 def _merge_section(old: Any, new: Any, live: tuple[str, ...]) -> Any:

@@ -217,7 +217,7 @@ class Reloader:
             # Plugin files may be others, and are executed after this. What changes while it is read
             # is read at the next look.
             stamps = read_stamps(self._source.files(written))
-            restart = await asyncio.to_thread(self._find_restart_fields, written)
+            restart = await asyncio.to_thread(reloading.find_restart_fields, self._applied, written)
             if restart:
                 await asyncio.to_thread(self._source.check_start, written)
             in_force, changes = await asyncio.to_thread(self._compare, written)
@@ -234,9 +234,6 @@ class Reloader:
         warnings = tuple(text for text in read.warnings if text not in self._warnings)
         self._warnings = read.warnings
         return ReloadResult(changes=changes, restart=restart, settings=in_force, warnings=warnings)
-
-    def _find_restart_fields(self, written: Settings) -> tuple[str, ...]:
-        return tuple(reloading.find_restart_fields(self._applied, written))
 
     def _compare(self, written: Settings) -> tuple[Settings, tuple[reloading.Change, ...]]:
         """Settings that are to be in force, and what they change."""
