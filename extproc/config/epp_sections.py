@@ -246,7 +246,11 @@ def convert_flow_control(
         **_bounds(section, place),
         **_bands(section, place, policy_type, warnings),
     }
-    warnings += _unmapped(section)
+    if section["enableEviction"]:
+        warnings.append(
+            "flowControl.enableEviction is not acted on: a request that was sent to an engine is never "
+            "ended for another one"
+        )
     return ours, warnings
 
 
@@ -333,15 +337,6 @@ def _policy(
             fix="name a plugin of this file, or its type",
         )
     return known.get(kind) or nearest[kind]
-
-
-def _unmapped(section: Mapping[str, Any]) -> Iterator[str]:
-    """Warn of settings that flow control has no field for."""
-    if section["enableEviction"]:
-        yield (
-            "flowControl.enableEviction is not acted on: a request that was sent to an engine is never "
-            "ended for another one"
-        )
 
 
 #: Upstream plugin types whose parameters name metrics.

@@ -279,12 +279,8 @@ def _read(words: Sequence[str]) -> ScaleTarget | None:
         case (group, version, kind, name):
             # Of a known kind in another group or version only the plural is known.
             resource = autoscaling.KINDS.get(kind, ("", "", ""))[2]
-            return ScaleTarget(
-                kind=kind, name=name, group=group, version=version, resource=resource
-            )
         case (group, version, resource, kind, name):
-            return ScaleTarget(
-                kind=kind, name=name, group=group, version=version, resource=resource
-            )
+            pass
         case _:
             return None
+    return ScaleTarget(kind=kind, name=name, group=group, version=version, resource=resource)
