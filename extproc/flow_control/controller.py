@@ -124,6 +124,7 @@ class FlowController(Generic[ItemT, GrantT]):
     Attributes:
         outcomes: Departures of queued requests by outcome: `dispatched`, `expired`, `displaced`,
             `cancelled`, `rejected`, `failed`, `shutdown` (counts).
+        unserved_tokens: Prompt tokens of those that were not dispatched (total).
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class FlowController(Generic[ItemT, GrantT]):
         self._closed: Rejection | None = None
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
+        self.unserved_tokens = 0
         self._looks = 0
 
     def check(
@@ -380,6 +382,8 @@ class FlowController(Generic[ItemT, GrantT]):
         if not items:
             items.clear()  # its empty table stays as large as it was
         self.outcomes[cause] += 1
+        if cause != "dispatched":
+            self.unserved_tokens += queued.tokens
         if self._callbacks.on_departed is not None:
             wait_s = self._timer.now() - queued.arrived
             self._callbacks.on_departed(item, cause, wait_s, rejection)

@@ -164,6 +164,11 @@ class AsyncFlowController:
         """Results of queued requests (count); see `FlowController`."""
         return self._controller.outcomes
 
+    @property
+    def unserved_tokens(self) -> int:
+        """Prompt tokens of queued requests that were not dispatched; see `FlowController`."""
+        return self._controller.unserved_tokens
+
     def add_arrival_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever a request is queued."""
         self._arrival_listeners.append(listener)

@@ -76,18 +76,18 @@ class DemandCounters:
         self._counters.settle()
         counters, pool = self._counters, self.runtime.parts.store.pool
         flow_controller = self.runtime.flow_controller
-        held, held_tokens = (
-            (0, 0)
-            if flow_controller is None
-            else (flow_controller.queue.count, flow_controller.queue.tokens)
-        )
+        held = left = queue_tokens = 0
+        if flow_controller is not None:
+            held, left = flow_controller.queue.count, flow_controller.outcomes["cancelled"]
+            # Also of those that left: what comes after them must add to the total.
+            queue_tokens = flow_controller.queue.tokens + flow_controller.unserved_tokens
         refused = sum(
             count for (status, _), count in counters.rejections.items() if status in _WANTED
         )
         refused -= counters.rejection_causes[_LIMITED]
         # A request that stops waiting is counted elsewhere a moment later.
-        self._arrived = max(self._arrived, float(counters.routed_total + refused + held))
-        tokens = counters.prompt_tokens - counters.matched_tokens + held_tokens
+        self._arrived = max(self._arrived, float(counters.routed_total + refused + held + left))
+        tokens = counters.prompt_tokens - counters.matched_tokens + queue_tokens
         self._prompt_tokens = max(self._prompt_tokens, float(tokens))
         self._read_answers(pool)
         return PickerCounters(

@@ -35,6 +35,20 @@ async def test_counters_report_arrivals_and_queued_requests():
     assert counters.read().answer_tokens > 40.0
 
 
+async def test_requests_whose_clients_leave_the_queue_have_arrived():
+    """Those that come after them add to the totals, as after a cold start that took too long."""
+    fixture = ControlLoopFixture()
+    fixture.come()
+    reads = []
+    for _ in range(3):
+        queued = [fixture.ask() for _ in range(5)]
+        read = fixture.counters.read()
+        reads.append((read.held, read.arrived, read.prompt_tokens / read.arrived))
+        for request in queued:
+            fixture.runtime.flow_controller.cancel(request, 0.0)
+    assert reads == [(5, 5.0, 1.0), (5, 10.0, 1.0), (5, 15.0, 1.0)]
+
+
 async def test_a_single_request_counts_before_others_follow():
     """Requests are counted together, and at low rates none may come for long."""
     fixture = ControlLoopFixture(spec=1)
