@@ -14,8 +14,9 @@ from extproc.decision import model_not_found
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
-from extproc.telemetry import counters, decision_log, exposition, pool_state
+from extproc.telemetry import counters, decision_log
 from tests.cli.explain_inputs import BODY, told_by
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.raw_server import answering
 
 
@@ -61,17 +62,7 @@ def server(decisions, dry_runs, tokens):
         return parts.director.route(raw, 1.0)
 
     pages = admin.AdminPages(
-        exposition=exposition.Exposition(
-            counters.ProcessCounters(),
-            lambda: {
-                "": pool_state.PoolView(
-                    parts.store.pool, lambda _: pool_state.PrefixCacheStats(0, 0, None)
-                )
-            },
-            clock=lambda: 1.0,
-            gauges={},
-            about=dict,
-        ),
+        exposition=build_exposition(counters.ProcessCounters(), {"": build_view(parts.store.pool)}),
         readiness=health.Readiness(lambda: True),
         pools=lambda: {"": parts.store.pool},
         dry_run=dry_run,

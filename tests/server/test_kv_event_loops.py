@@ -14,7 +14,7 @@ from extproc.prefix_cache.cache_model import index_key
 from extproc.request import HttpRequest
 from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.supervision import Supervisor
-from extproc.telemetry import pool_metrics, pool_state
+from extproc.telemetry import pool_metrics
 from tests.simulator import engine_server
 from tests.support.waiting import until
 
@@ -22,6 +22,7 @@ pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
 from extproc.server.pool_runtime import KvEventLoops
 from extproc.simulator.http.kv_publisher import KvPublisherSettings
+from tests.support.metrics_pages import build_view
 
 
 class KvEventPool:
@@ -188,11 +189,7 @@ async def test_metrics_show_subscriptions_blocks_and_prompts():
         await until(lambda: pool.parts.exact.is_any_live)
         await pool.ask("/v1/chat/completions", chat(words(1)))
         await until(pool.is_settled)
-        view = pool_state.PoolView(
-            pool.parts.store.pool,
-            lambda _: pool_state.PrefixCacheStats(0.0, 0.0, None),
-            kv_events=pool.loops.stats(),
-        )
+        view = build_view(pool.parts.store.pool, kv_events=pool.loops.stats())
         families = {family.name: family for family in pool_metrics.state_families({"p": view}, 1.0)}
         address = pool.endpoint.address
         state = families["extproc_kv_event_subscription_state"].samples

@@ -6,7 +6,7 @@ import asyncio
 
 from extproc.server import health
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.exposition import Exposition
+from tests.support.metrics_pages import build_exposition
 
 
 class StallScene:
@@ -104,7 +104,7 @@ async def test_a_blocked_loop_shows_on_the_page():
                 counters.event_loop_lag_s.counts[counters.event_loop_lag_s.bounds.index(0.05) + 1 :]
             )
     subject.stop()
-    page = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about=dict).render().decode()
+    page = build_exposition(counters).render().decode()
     assert 'extproc_event_loop_lag_seconds_bucket{le="0.05"}' in page
     assert "extproc_event_loop_lag_cpu_seconds_sum" in page
 

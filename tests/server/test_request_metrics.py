@@ -8,8 +8,8 @@ import pytest
 
 from bench import soak, soak_messages
 from extproc.server.stream_handler import StreamHandler
-from extproc.telemetry.exposition import Exposition
 from tests.parsing.builders import field, frame
+from tests.support.metrics_pages import build_exposition
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -27,13 +27,8 @@ USAGE = b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 5}}\n\n'
 
 def page_of(core: soak.Core) -> list[str]:
     """The lines of the metrics page."""
-    exposition = Exposition(
-        core.picker.counters,
-        core.picker.pool_registry.views,
-        clock=lambda: core.now,
-        gauges={},
-        about=dict,
-    )
+    views = core.picker.pool_registry.views()
+    exposition = build_exposition(core.picker.counters, views, now=core.now)
     return exposition.render(is_openmetrics=True).decode().splitlines()
 
 

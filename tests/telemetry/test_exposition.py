@@ -7,9 +7,8 @@ from extproc.endpoint import Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from extproc.telemetry.stream_recorder import StreamRecorder
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.pool_fixture import PoolFixture
 from tests.telemetry.test_llmd_metrics import FIRST
 
@@ -29,7 +28,7 @@ def test_a_request_that_ends_while_the_page_is_rendered_is_counted():
         body_bytes=700,
     )
     counters.settle()
-    exposition = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
+    exposition = build_exposition(counters)
     pieces = exposition.pieces(is_openmetrics=False)
     text = ""
     for piece in pieces:
@@ -47,14 +46,8 @@ def test_a_pool_that_is_removed_while_the_page_is_rendered_stays_removed():
     """The rest of the page makes no new counters for it, which would be there for good."""
     counters = ProcessCounters(has_llmd_names=True)
     counters.for_pool("pool")
-    view = PoolView(
-        PoolFixture({FIRST: None}).store.pool,
-        lambda _: PrefixCacheStats(0.0, 0.0, None),
-        queue=(0, 0),
-    )
-    exposition = Exposition(
-        counters, lambda: {"pool": view}, clock=lambda: 0.0, gauges={}, about=dict
-    )
+    view = build_view(PoolFixture({FIRST: None}).store.pool, queue=(0, 0))
+    exposition = build_exposition(counters, {"pool": view})
     for piece in exposition.pieces(is_openmetrics=False):
         if "# TYPE llm_d_epp_request_total " in piece:
             del counters.open_pools["pool"]

@@ -7,31 +7,27 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND, THIRD = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
 
 
-def build_exposition(house: PoolFixture) -> Exposition:
+def exposition_of(house: PoolFixture) -> Exposition:
     """The metrics page of one pool."""
-    store = house.store
-    watched = PoolView(
-        store.pool,
-        lambda _: PrefixCacheStats(0.0, 0.0, None),
-        {},
-        store.outlier_detector.ejections,
-        store.outlier_detector.probes,
-        count_ejections=store.outlier_detector.count_ejections,
+    detector = house.store.outlier_detector
+    watched = build_view(
+        house.store.pool,
+        ejections=detector.ejections,
+        probes=detector.probes,
+        count_ejections=detector.count_ejections,
     )
-    return Exposition(
-        ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about=dict
-    )
+    return build_exposition(ProcessCounters(), {"p": watched}, now=house.now)
 
 
 def page(house: PoolFixture) -> dict[tuple[str, str], float]:
     """Samples of health by name and by the label that tells them apart."""
-    exposition = build_exposition(house)
+    exposition = exposition_of(house)
     return {
         (sample.name, labels.get("endpoint") or labels.get("cause") or labels.get("result", "")): (
             sample.value
@@ -69,23 +65,15 @@ def test_ejections_and_probes_are_exported():
 def test_dropped_addresses_are_exported():
     """A pool that is cut at the bound of its size can be alerted on."""
     pool_fixture = PoolFixture({FIRST: None})
-    watched = PoolView(
-        pool_fixture.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), dropped_addresses=3616
-    )
-    exposition = Exposition(
-        ProcessCounters(),
-        lambda: {"p": watched},
-        clock=lambda: pool_fixture.now,
-        gauges={},
-        about=dict,
-    )
+    watched = build_view(pool_fixture.store.pool, dropped_addresses=3616)
+    exposition = build_exposition(ProcessCounters(), {"p": watched})
     assert b'extproc_discovery_dropped_addresses{pool="p"} 3616.0' in exposition.render()
 
 
 def test_an_endpoint_may_leave_while_the_page_is_rendered():
     """The page goes on with what it had: the event loop serves others between two pieces."""
     pool_fixture = PoolFixture({FIRST: None, SECOND: None})
-    pieces = build_exposition(pool_fixture).pieces(is_openmetrics=False)
+    pieces = exposition_of(pool_fixture).pieces(is_openmetrics=False)
     text = ""
     for piece in pieces:
         text += piece

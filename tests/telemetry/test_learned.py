@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from extproc.request import MediaSpan
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
+from extproc.telemetry.pool_state import PrefixCacheStats
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.pool_fixture import PoolFixture
 
 
@@ -17,21 +17,14 @@ def test_learned_values_are_on_the_page():
         pool_fixture.store.bytes_per_token.observe_usage(
             "m", prompt_bytes=0, tokens=200, media=[image]
         )
-    page = Exposition(
-        ProcessCounters(),
-        lambda: {
-            "": PoolView(
-                pool_fixture.store.pool,
-                lambda _: PrefixCacheStats(5.0, 4.0, 100),
-                pool_fixture.store.bytes_per_token.ratios,
-                conversations=pool_fixture.director.conversation_stats,
-                media_factors=pool_fixture.store.bytes_per_token.media.factors,
-            )
-        },
-        clock=lambda: 1.0,
-        gauges={},
-        about=dict,
-    ).render()
+    view = build_view(
+        pool_fixture.store.pool,
+        PrefixCacheStats(5.0, 4.0, 100),
+        bytes_per_token=pool_fixture.store.bytes_per_token.ratios,
+        conversations=pool_fixture.director.conversation_stats,
+        media_factors=pool_fixture.store.bytes_per_token.media.factors,
+    )
+    page = build_exposition(ProcessCounters(), {"": view}).render()
     spot = b'{endpoint="10.0.0.1:8000",pool=""}'
     for line in (
         b'extproc_continuation_ratio{pool=""} 0.5',

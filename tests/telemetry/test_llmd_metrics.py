@@ -18,8 +18,8 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.kv_event_metrics import KvEventStats
-from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from extproc.telemetry.stream_recorder import StreamRecorder
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -90,9 +90,8 @@ def exported(*, has_llmd_names, saturation=None):
     store = PoolFixture(loads).store
     store.set_endpoints([Endpoint(FIRST, labels={"namespace": "ml"}), Endpoint(SECOND)], 100.0)
     store.pool.members[0].account.restore(1, prompt_tokens=60, queued_tokens=40, now=100.0)
-    view = PoolView(
+    view = build_view(
         store.pool,
-        lambda _: PrefixCacheStats(0.0, 0.0, None),
         queue=(3, 30),
         queue_capacity=100,
         queue_capacity_bytes=1000,
@@ -464,18 +463,9 @@ def test_the_configured_detectors_say_how_saturated_a_pool_is(rules, expected):
 
 def test_a_pool_without_endpoints_is_saturated():
     """Whatever scales by saturation then adds some."""
-    exposition = Exposition(
-        ProcessCounters(has_llmd_names=True),
-        lambda: {
-            "pool": PoolView(
-                msgspec.structs.replace(PoolFixture({FIRST: None}).store.pool, members=()),
-                lambda _: PrefixCacheStats(0.0, 0.0, None),
-            )
-        },
-        clock=lambda: 1.0,
-        gauges={},
-        about=dict,
-    )
+    empty = msgspec.structs.replace(PoolFixture({FIRST: None}).store.pool, members=())
+    counters = ProcessCounters(has_llmd_names=True)
+    exposition = build_exposition(counters, {"pool": build_view(empty)})
     name = "llm_d_epp_flow_control_pool_saturation"
     lines = [
         line for line in exposition.render().decode().splitlines() if line.startswith(f"{name}{{")

@@ -16,8 +16,7 @@ from extproc.telemetry import (
     pool_state,
 )
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.pool_fixture import PoolFixture
 
 A, B = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2))
@@ -122,13 +121,7 @@ def test_metrics_of_models():
     counts.record_rejection(model_not_found("x", ["y"]))
     counts.record_rewrite(edited=True)
     counts.record_rewrite(edited=False)
-    page = Exposition(
-        counters,
-        lambda: {"": PoolView(TWO.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},
-        clock=lambda: 1.0,
-        gauges={},
-        about=dict,
-    )
+    page = build_exposition(counters, {"": build_view(TWO.store.pool)})
     shown = page.render().decode()
     for line in (
         'extproc_endpoint_models{endpoint="10.0.0.1:8000",pool=""} 3.0',

@@ -2,9 +2,8 @@ import pytest
 
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_state import PoolView, PrefixCacheStats
 from tests.scheduling import builders
+from tests.support.metrics_pages import build_exposition, build_view
 from tests.support.pool_fixture import PoolFixture
 
 
@@ -23,13 +22,7 @@ def test_external_plugins_are_counted_by_role_and_kind():
     guards = GuardFactory(lambda: float(next(ticks)), counters.plugins, GuardLimits(max_overruns=1))
     with pytest.raises(ValueError, match="bug"):
         GuardedPlugin(BrokenScorer(), guards).score(builders.context(), [])
-    page = Exposition(
-        counters,
-        lambda: {"": PoolView(pool_fixture.store.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
-        clock=lambda: 1.0,
-        gauges={},
-        about=dict,
-    )
+    page = build_exposition(counters, {"": build_view(pool_fixture.store.pool)})
     text = page.render().decode()
     for name in ("overruns", "bypasses", "exceptions"):
         assert f'extproc_plugin_{name}_total{{kind="broken",role="scorer"}} 1.0' in text

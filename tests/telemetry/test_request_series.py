@@ -13,7 +13,6 @@ from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.request_series import (
     MAX_HISTOGRAM_MODELS,
     MAX_HISTOGRAMS,
@@ -21,6 +20,7 @@ from extproc.telemetry.request_series import (
     MAX_UNANSWERED_MODELS,
 )
 from extproc.telemetry.stream_recorder import StreamRecorder
+from tests.support.metrics_pages import build_exposition
 
 ADDRESS = "10.0.0.1:8000"
 
@@ -68,7 +68,7 @@ class TrafficFixture:
 
     def page(self, name):
         """The samples of a metric, by their labels besides the pool."""
-        exposition = Exposition(self.counters, dict, clock=lambda: 0.0, gauges={}, about=dict)
+        exposition = build_exposition(self.counters)
         samples = {}
         for line in exposition.render().decode().splitlines():
             sample, _, value = line.rpartition(" ")
@@ -250,7 +250,7 @@ def test_requests_that_are_counted_together_make_the_same_page(seed):
             _serve_anything(traffic, rng)
             if is_alone:
                 traffic.recorder.settle()
-        exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
+        exposition = build_exposition(traffic.counters)
         lines = exposition.render().decode().splitlines()
         pages.append(sorted(line for line in lines if not line.startswith("process_")))
     assert pages[0] == pages[1]
@@ -408,7 +408,7 @@ def test_durations_and_first_tokens_of_sampled_traces_are_exemplars():
     traffic = TrafficFixture(has_llmd_names=False)
     traffic.serve()
     traffic.serve(trace_id="0a" * 16)
-    exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
+    exposition = build_exposition(traffic.counters)
     families = text_string_to_metric_families(exposition.render(is_openmetrics=True).decode())
     exemplars = {
         (sample.name, sample.labels["le"]): (sample.exemplar.labels, sample.exemplar.value)
@@ -476,7 +476,7 @@ def test_memory_and_series_are_bounded_whatever_clients_name():
         return RequestLabels(f"m{number}", f"m{number}", f"t{number}", number)
 
     def render():
-        page = Exposition(traffic.counters, dict, clock=float, gauges={}, about=dict)
+        page = build_exposition(traffic.counters)
         return page.render().count(b"\n")
 
     def flood(numbers):
