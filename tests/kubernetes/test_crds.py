@@ -6,13 +6,10 @@ import pytest
 
 from tests.support import kube
 
+pytestmark = pytest.mark.usefixtures("crds")
+
 SERVICE = {"name": "extproc", "port": {"number": 9002}}
 TIME = "2026-01-01T00:00:00Z"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def served(crds):
-    return crds
 
 
 async def refused(api, item):

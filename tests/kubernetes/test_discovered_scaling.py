@@ -12,13 +12,10 @@ import pytest
 from tests.kubernetes import test_scaling
 from tests.support import kube, kube_picker, serving
 
+pytestmark = pytest.mark.usefixtures("crds")
+
 POLICY = {name: test_scaling.POLICY[name] for name in ("policy", "params")}
 TARGET, MIN, MAX = "extproc/scale-target", "extproc/scale-min", "extproc/scale-max"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def served(crds):
-    return crds
 
 
 def engines(namespace, name):

@@ -9,13 +9,10 @@ import pytest
 from extproc.discovery.kubernetes import settings
 from tests.support import kube, kube_follow
 
+pytestmark = pytest.mark.usefixtures("crds")
+
 A, B, C = "127.2.0.1", "127.2.0.2", "127.2.0.3"
 LABELS = {"app": "vllm"}
-
-
-@pytest.fixture(autouse=True)
-def served(crds):
-    return crds
 
 
 async def test_060_ready_pods_of_the_pool(api, place):

@@ -9,6 +9,8 @@ import pytest
 from tests.manifests import test_overlays, tools
 from tests.support import kube
 
+pytestmark = pytest.mark.usefixtures("crds")
+
 #: Kinds of other projects, whose definitions are not ours to install: their documents are checked
 #: offline only (tests/manifests).
 FOREIGN = frozenset(
@@ -40,11 +42,6 @@ FOLDERS = [
 
 #: Documents that kubectl would read, outside of any kustomization.
 LOOSE = [tools.MANIFESTS / "plain.yaml"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def served(crds):
-    return crds
 
 
 async def apply_all(api, namespace, documents):

@@ -7,13 +7,10 @@ import pytest
 from extproc.pool import inference_policy
 from tests.support import kube, kube_follow
 
+pytestmark = pytest.mark.usefixtures("crds")
+
 A = "127.2.0.1"
 LABELS = {"app": "vllm"}
-
-
-@pytest.fixture(autouse=True)
-def served(crds):
-    return crds
 
 
 @pytest.mark.usefixtures("ours")
