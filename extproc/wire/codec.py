@@ -332,9 +332,12 @@ _END_OF_STREAM = {0x12: b"\x18\x01", 0x1A: b"\x18\x01", 0x22: b"\x10\x01", 0x2A:
 _BODIES = frozenset({MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY})
 
 #: A HeaderValue{key = 1, raw_value = 3} with a short key: its key and its value. Tag bytes are
-#: line feeds, which neither a name nor a value can hold (RFC 9110, 5.5; Envoy refuses them).
+#: line feeds, which neither a name nor a value can hold (RFC 9110, 5.5; Envoy refuses them). A length
+#: may be one as well, so that a match begins with the tag and the length of the HeaderValue.
 _PAIR = re.compile(
-    r"\n.([0-9a-z:!#$%&'*+.^_`|~-]+)\x1a(?:[\x00-\x7f]|[\x80-\xff].)([^\n]*)", re.DOTALL
+    r"\n[\x80-\xff]?+[\x00-\x7f]\n.([0-9a-z:!#$%&'*+.^_`|~-]++)"
+    r"\x1a[\x80-\xff]?+[\x00-\x7f]([^\n]*+)",
+    re.DOTALL,
 )
 _find_pairs = _PAIR.findall
 

@@ -47,6 +47,23 @@ def test_common_messages_decode_as_with_protobuf(message, modes):
     agree(message.encode(modes))
 
 
+#: Lengths of names and values: those of which a byte looks like a tag or a character of a name, those
+#: that take more bytes, and none.
+name_lengths = st.sampled_from([1, 10, 33, 37, 45, 97, 122, 126, 127, 128])
+value_lengths = st.sampled_from([0, 1, 10, 120, 127, 128, 1240, 1300, 1390, 1407, 16_300, 16_384])
+
+
+@given(lengths=st.lists(st.tuples(name_lengths, value_lengths), max_size=8))
+@calm
+@example([(37, 1300)] * 5 + [(1, 0)])
+def test_headers_of_any_length_decode_as_with_protobuf(lengths):
+    """A length is not taken for a part of a name, also where bytes left out make up for it."""
+    headers = [
+        (f"{at}".ljust(name, "k")[:name], "v" * value) for at, (name, value) in enumerate(lengths)
+    ]
+    agree(ext_proc_script.request_headers(headers).encode(None))
+
+
 @given(message=messages, modes=modes, data=st.data())
 @calm
 def test_damaged_messages_decode_as_with_protobuf(message, modes, data):
