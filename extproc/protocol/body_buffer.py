@@ -18,8 +18,10 @@ ALWAYS_TAKEN_BYTES: Final = 64 * 1024
 #: stall, each leaves room for one more of its size.
 SHARES: Final = 4
 
-#: Chunks of a body are joined when it is complete; beyond this size, as they arrive (bytes).
+#: Chunks of a body are joined when it is complete; beyond this size (bytes), or so many of them (count),
+#: as they arrive. One of two bytes takes some 50: clients may send each in a frame of its own.
 JOIN_BYTES: Final = 1024 * 1024
+MAX_CHUNKS: Final = 128
 
 #: Bodies from this size are freed by `BufferBudget.free` (bytes): to take their memory back costs the
 #: kernel 1 to 2 ms, and ten times that for the largest.
@@ -80,7 +82,7 @@ class BodyBuffer(msgspec.Struct):
                 )
         budget.held_bytes += size
         self.size_bytes = after
-        if after <= JOIN_BYTES or after == size:
+        if after == size or (after <= JOIN_BYTES and len(self._chunks) < MAX_CHUNKS):
             self._chunks.append(chunk)
         else:
             self._append_in_place(chunk)
@@ -88,10 +90,12 @@ class BodyBuffer(msgspec.Struct):
 
     def _append_in_place(self, chunk: RequestBody) -> None:
         """Append to a single bytearray, so that no later step copies a large body at once."""
-        body = self._chunks[0]
-        if not isinstance(body, bytearray) or len(self._chunks) > 1:
+        body, *others = self._chunks
+        if not isinstance(body, bytearray):
             body = bytearray().join(self._chunks)
-            self._chunks = [body]
+        elif others:
+            body += b"".join(others)
+        self._chunks = [body]
         body += chunk
 
     def joined(self) -> RequestBody:

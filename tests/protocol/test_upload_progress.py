@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -154,6 +155,20 @@ def test_a_body_is_the_same_however_its_chunks_are_stored(sizes, span, content, 
     edited = buffer.apply_edit(edit)
     assert edited == expected[: min(span)] + content + expected[max(span) :]
     assert budget.held_bytes == buffer.size_bytes == len(edited)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_small_chunks_take_little_more_than_their_bytes(size):
+    """A client that sends each of two bytes in a frame of its own takes no other memory."""
+    buffer = BodyBuffer(BufferBudget(512 * MIB), 64 * MIB)
+    tracemalloc.start()
+    try:
+        for at in range(40_000):
+            assert buffer.add(bytes([at & 0xFF]) * size) is None
+        assert tracemalloc.get_traced_memory()[0] < 1.2 * buffer.size_bytes + 32_768
+    finally:
+        tracemalloc.stop()
+    assert buffer.joined() == b"".join(bytes([at & 0xFF]) * size for at in range(40_000))
 
 
 @pytest.mark.parametrize(
