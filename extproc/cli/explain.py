@@ -265,7 +265,7 @@ def _explain_recorded(args: argparse.Namespace, server: str, token: str) -> dict
             sequence = _select_recorded(args, server, token)
         page, name = f"decision?sequence={sequence}", f"number {sequence}"
     explanation = _get(f"{server}/debug/{page}", token)
-    if "id" not in explanation and explanation["status"] == 404:
+    if "id" not in explanation:
         raise NotRecordedError(
             wanted=f"a request that was routed or refused lately as {name}",
             got=explanation["message"],

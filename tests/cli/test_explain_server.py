@@ -265,6 +265,8 @@ def test_each_request_of_an_id_is_explained(server, decisions, capsys):
     error = capsys.readouterr().err
     assert "lately as number 9" in error
     assert "no decision of that sequence number among the last 4" in error
+    assert main.main(["explain", *flags, "--sequence", "-1"]) == 1
+    assert "expected a number as ?sequence=" in capsys.readouterr().err
 
 
 def test_any_recorded_id_is_found(server, decisions, capsys):
