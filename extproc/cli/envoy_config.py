@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from extproc.config import loader
 from extproc.errors import ConfigError
 
 
@@ -22,11 +23,10 @@ def run(args: argparse.Namespace) -> int:
     """List or print; returns the exit status.
 
     Raises:
-        ConfigError: No configuration has the name.
+        ConfigError: No configuration has the name, or the file of this name cannot be read.
     """
-    if args.name:
-        path = find(args.name, where="NAME")
-        print(path.read_text(encoding="utf-8"), end="")
+    if args.name is not None:
+        print(loader.read_text(find(args.name, where="NAME")), end="")
         return 0
     shipped = names()
     width = max(map(len, shipped), default=0)

@@ -195,6 +195,17 @@ def test_color_is_for_terminals(monkeypatch):
     assert main.paint("a", "red", Screen()) == "a"
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("binary", "expected UTF-8 text"), ("", "or a file, got ''"), ("nothing", "or a file")],
+)
+def test_only_a_readable_configuration_is_printed(tmp_path, name, says, capsys):
+    """Another file than a shipped one may have anything in it."""
+    (tmp_path / "binary").write_bytes(b"\xff")
+    assert main.main(["envoy-config", name and str(tmp_path / name)]) == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_commands_and_flags(shell, capsys):
     """The script is made from the parsers."""
