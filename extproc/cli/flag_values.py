@@ -9,7 +9,7 @@ from extproc.config import validation
 from extproc.errors import ConfigError
 
 _PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
-_SIZE = re.compile(r"(\d+)\s*([kKMG]?)(i?)(B?)")
+_SIZE = re.compile(r"(\d{1,19})\s*([kKMG]?)(i?)(B?)")
 _POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3}
 #: Texts that Go's ParseBool accepts.
 TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
@@ -55,9 +55,7 @@ def seconds(flag: str, value: str) -> float:
     Raises:
         ConfigError: It is neither.
     """
-    if _PLAIN.fullmatch(value):
-        return float(value)
-    duration_s = validation.parse_duration(value)
+    duration_s = validation.parse_duration(f"{value}s" if _PLAIN.fullmatch(value) else value)
     if duration_s is None:
         raise ConfigError(
             flag, wanted="a duration", got=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
@@ -101,9 +99,10 @@ def whole_number(flag: str, value: str) -> int:
     Raises:
         ConfigError: It is none.
     """
-    if re.fullmatch(r"-?[0-9]+", value):
+    if re.fullmatch(r"-?[0-9]{1,19}", value):
         return int(value)
-    raise ConfigError(flag, wanted="a whole number", got=repr(value), fix="write digits only")
+    fix = "write digits only, 19 at most"
+    raise ConfigError(flag, wanted="a whole number", got=validation.show(value), fix=fix)
 
 
 def listed(_: str, value: str) -> list[str]:

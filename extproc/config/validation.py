@@ -52,13 +52,17 @@ _COLLECTIONS = (
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
+#: Longest Go duration (seconds): 2**63 ns.
+_MAX_DURATION_S = 2.0**63 * 1e-9
+
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of a Go duration such as `1m30s`; None for any other text."""
+    """Seconds of a Go duration such as `1m30s`; None for any other text, and for more than Go takes."""
     parts = _DURATION_PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
-    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    seconds = sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    return seconds if seconds < _MAX_DURATION_S else None
 
 
 def format_path(path: Path) -> str:
