@@ -213,17 +213,24 @@ async def _measure(
 ) -> StrategyRun:
     url = f"http://127.0.0.1:{place.envoy}"
     samples = await traffic.play(url, talks, at_once=_AT_ONCE, on_answer=show)
-    hits = queries = 0.0
-    async with aiohttp.ClientSession() as session:
-        for address in place.engines:
-            async with session.get(f"http://{address}/metrics") as response:
-                load = metrics_page.read(await response.read(), 0.0)
-            if isinstance(load, Load):
-                hits += load.prefix_hits or 0.0
-                queries += load.prefix_queries or 0.0
+    hit_ratio = await find_hit_ratio(place.engines)
     requests = Counter(dict.fromkeys(place.engines, 0))
     requests.update(f"127.0.0.1:{sample.engine}" for sample in samples if sample.engine)
-    return StrategyRun(strategy, samples, hits / queries if queries else 0.0, requests)
+    return StrategyRun(strategy, samples, hit_ratio, requests)
+
+
+async def find_hit_ratio(engines: Sequence[str]) -> float:
+    """Prefix cache hit ratio by the counters of engines; one that has ended is left out."""
+    hits = queries = 0.0
+    async with aiohttp.ClientSession() as session:
+        for address in engines:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"http://{address}/metrics") as response:
+                    load = metrics_page.read(await response.read(), 0.0)
+                if isinstance(load, Load):
+                    hits += load.prefix_hits or 0.0
+                    queries += load.prefix_queries or 0.0
+    return hits / queries if queries else 0.0
 
 
 def _progress(strategy: str, total: int) -> Callable[[traffic.AnswerSample], None]:
@@ -274,17 +281,21 @@ def _healthy(runs: Sequence[StrategyRun]) -> bool:
 
 
 async def find_decision(place: DemoInstallation, most: int) -> str:
-    """The decision that saved the most prompt tokens of the last ones, in words."""
+    """The decision that saved the most prompt tokens of the last ones, in words.
+
+    Empty if there is none, or extproc has ended.
+    """
     base = f"http://127.0.0.1:{place.metrics}/debug/decisions"
+    decisions = []
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{base}?limit={most}") as response:
-            listed = (await response.json())["decisions"]
-        decisions = []
-        for summary in listed:
-            if summary["endpoint"] is None:
-                continue  # refused
-            async with session.get(f"{base}/{summary['id']}") as response:
-                decisions.append(await response.json())
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.get(f"{base}?limit={most}") as response:
+                listed = (await response.json())["decisions"]
+            for summary in listed:
+                if summary["endpoint"] is None:
+                    continue  # refused
+                async with session.get(f"{base}/{summary['id']}") as response:
+                    decisions.append(await response.json())
     best = max(decisions, key=_cached_tokens, default=None)
     return "" if best is None else render_decision(best)
 

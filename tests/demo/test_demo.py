@@ -77,3 +77,22 @@ def test_requests_that_were_refused_are_no_decisions():
             return await demo.find_decision(place, 2)
 
     assert asyncio.run(run()) == demo.render_decision(DECISION)
+
+
+def test_results_are_shown_without_children_that_have_ended():
+    """One may have been killed as a test: its counters are missing, and the others count."""
+
+    async def show(_):
+        text = "vllm:prefix_cache_queries_total 40\nvllm:prefix_cache_hits_total 30\n"
+        return web.Response(text=text)
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/metrics", show)
+        dead_port = stack.free_port()
+        dead = f"127.0.0.1:{dead_port}"
+        async with test_utils.TestServer(app) as server:
+            assert await demo.find_hit_ratio((dead, f"127.0.0.1:{server.port}")) == 0.75
+        assert await demo.find_decision(demo.DemoInstallation(1, 2, dead_port, (dead,)), 2) == ""
+
+    asyncio.run(run())
