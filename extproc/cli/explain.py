@@ -164,17 +164,16 @@ def run(args: argparse.Namespace) -> int:
 def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], object]) -> int:
     """Show again and again, on a terminal always at its top, until Ctrl-C."""
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-    while True:
-        print(clear, end="")
-        try:
-            show()
-        except (UnreachableError, NotRecordedError) as error:  # it may come back, one may come
-            main.print_error(error)
-        sys.stdout.flush()
-        try:
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            print(clear, end="")
+            try:
+                show()
+            except (UnreachableError, NotRecordedError) as error:  # it may come back, one may come
+                main.print_error(error)
+            sys.stdout.flush()
             wait(every_s)
-        except KeyboardInterrupt:
-            return 0
+    return 0
 
 
 @contextlib.contextmanager

@@ -265,3 +265,12 @@ def test_watch_shows_until_it_is_interrupted(capsys):
     assert explain.watch(show, every_s=3.0, wait=wait) == 0
     assert len(rounds) == 3
     assert "extproc: " in capsys.readouterr().err
+
+
+def test_a_watch_that_is_interrupted_while_it_asks_ends_as_well():
+    """Ctrl-C is its end, whatever it does at that moment."""
+
+    def show():
+        raise KeyboardInterrupt
+
+    assert explain.watch(show, every_s=3.0, wait=print) == 0
