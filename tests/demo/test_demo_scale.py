@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 import pytest
 from aiohttp import test_utils, web
 
 from extproc.cli import main
-from extproc.demo import demo_scale, scaling_plot
+from extproc.demo import demo_scale, scaling_plot, stack
 
 
 @pytest.mark.parametrize("name", ["charts.jpg", "charts.pdf", "charts"])
@@ -54,3 +55,16 @@ def test_what_is_not_answered_is_lost_and_the_demo_goes_on(monkeypatch):
 
     answer, depth = asyncio.run(run())
     assert (answer.status, answer.error, depth) == (0, "TimeoutError()", 7.0)
+
+
+def test_a_client_whose_request_is_lost_asks_no_more():
+    """Without Envoy, thousands of requests would be lost in a moment, and listed at the end."""
+
+    async def run():
+        port = stack.free_port()
+        async with aiohttp.ClientSession() as http:
+            place = demo_scale.DemoAddresses(port, port)
+            return await demo_scale.ask_until(http, place, time.monotonic() + 1.0)
+
+    (lost,) = asyncio.run(run())
+    assert lost.status == 0
