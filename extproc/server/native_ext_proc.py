@@ -42,11 +42,13 @@ _BATCH = 100
 #: Envoy sends a handful, and another peer may send a hundred thousand.
 _TURN_MESSAGES = 16
 
-#: What a message has besides its body costs no more than `ALWAYS_TAKEN_BYTES` up to this size (bytes),
-#: with the objects of a header and of an endpoint in a hint.
-_SMALL_BYTES = 4096
+#: What the objects of a header and of an endpoint in a hint take (bytes).
 _HEADER_OVERHEAD = 128
 _SUBSET_OVERHEAD = 64
+
+#: What a message has besides its body costs no more than `ALWAYS_TAKEN_BYTES` up to this size (bytes):
+#: an endpoint in a hint has two bytes at least, one of them the comma, and a header five.
+_SMALL_BYTES = ALWAYS_TAKEN_BYTES // (1 + _SUBSET_OVERHEAD // 2)
 
 ArgumentT = TypeVar("ArgumentT")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from extproc.http2.limits import ReceiveBudget
 from extproc.http2.messages import GrpcStatus, MessageAssembler
+from extproc.protocol import body_buffer
 from extproc.server.native_ext_proc import NativeExternalProcessor
 from tests.server.test_stream_flow_control import WaitingStreamFixture
 from tests.support import ext_proc_script, peer
@@ -230,6 +233,20 @@ async def test_large_headers_count_to_the_budget_of_bodies():
     assert connection.log == []
     call.on_terminated()
     assert budget.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "hint"),
+    [({f"{at:x}": "" for at in range(520)}, ""), ({}, "a," * 1050)],
+)
+async def test_short_headers_and_endpoints_count_with_their_objects(headers, hint):
+    """Thousands of them fit into a few kilobytes, and take more than is always taken."""
+    scene = NativeScene()
+    message = ext_proc_script.request_headers(headers, metadata=peer.hinted(hint))
+    data = message.encode(("DUPLEX", "BUFFERED"))
+    assert len(data) < 4096
+    scene.servicer.open(ConnectionFake(scene.budget), 1).on_message(data)
+    assert scene.fixture.shared.body_budget.held_bytes > body_buffer.ALWAYS_TAKEN_BYTES
 
 
 async def test_large_headers_without_room_end_their_call():
