@@ -41,6 +41,8 @@ _named = re.compile(rb'"model"[ \t\r\n]{0,16}+:').match
 
 _QUOTE, _OBJECT, _ARRAY = b'"{['
 
+#: Characters of a string up to its end; possessive, so that no text makes it try again.
+_characters: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL).match
 
 _Matcher = Callable[[bytes, int, int], "re.Match[bytes] | None"]
 
@@ -208,17 +210,17 @@ class ModelNameRestorer:
         if self._escaped and at < end:
             self._escaped = False
             at += 1
-        while self._inside:
-            quote = text.find(b'"', at, end)
-            part = text[at : end if quote < 0 else quote]
-            # An odd number of backslashes escapes what comes next.
-            escaped = bool((len(part) - len(part.rstrip(b"\\"))) % 2)
-            if quote < 0:
-                self._escaped = escaped
-                at = end
-                break
-            self._inside = escaped
-            at = quote + 1
+        quote = text.find(b'"', at, end)
+        stop = quote if quote >= 0 else end
+        # Two searches for one byte are many times as fast as one for a class of them.
+        if text.find(b"\\", at, stop) >= 0 and (characters := _characters(text, at, end)):
+            stop = characters.end()
+        at = stop
+        if at < end:
+            # A quote, or a backslash whose character is still to come.
+            self._escaped = text[at] != _QUOTE
+            self._inside = self._escaped
+            at += 1
         if self._depth == 1 and len(self._key) < _MAX_KEY_BYTES:
             self._key += text[start : min(at, start + _MAX_KEY_BYTES)]
         return at

@@ -214,14 +214,15 @@ def test_restorer_leaves_a_document_after_many_members():
 
 
 class CountingBytes(bytes):
-    """Bytes that count what is copied of them."""
+    """Bytes that count what is copied of them, and how often."""
 
-    num_copied = 0
+    num_copied = num_copies = 0
 
     def __getitem__(self, place):
         copied = super().__getitem__(place)
         if isinstance(place, slice):
             CountingBytes.num_copied += len(copied)
+            CountingBytes.num_copies += 1
         return copied
 
 
@@ -232,6 +233,16 @@ def test_work_on_an_answer_follows_its_size():
     CountingBytes.num_copied = 0
     assert restorer.pass_on(piece, last=False) == piece
     assert CountingBytes.num_copied < 4 * len(piece)
+
+
+@pytest.mark.parametrize("text", [rb"\"" * 10_000, rb"\\\"" * 10_000, rb"\\" * 9_999])
+def test_a_text_with_escapes_is_one_step(text):
+    """Instructions of the client stand before the model in vLLM's Responses API."""
+    piece = CountingBytes(b'{"instructions":"' + text + b'","model":"big-v2"}')
+    restorer = model_name_restorer.for_response(JSON, "big-v2", "big")
+    CountingBytes.num_copies = 0
+    assert restorer.pass_on(piece, last=True) == piece.replace(b"big-v2", b"big")
+    assert CountingBytes.num_copies < 50
 
 
 @pytest.mark.parametrize("name", ["big-v2", "x"])
