@@ -27,14 +27,13 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from extproc.cli import main
 from extproc.errors import ConfigError, ExtprocError, file_error
 
 #: What a server takes to answer; a dry run takes under a millisecond.
 _TIMEOUT_S = 10.0
-
 
 #: Where a server is, unless a flag says otherwise.
 SERVER = "http://127.0.0.1:9090"
@@ -50,6 +49,9 @@ _MAX_ID_BYTES = 8000
 
 #: Name of a header (RFC 9110, 5.1).
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
+#: What reading JSON of another shape raises.
+_WRONG_SHAPE = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 
 #: Exit status of a request that would be refused, or would have to wait.
 _REFUSED = 3
@@ -181,7 +183,7 @@ def _shape_checked(server: str) -> Iterator[None]:
     """Report what a server says otherwise than extproc, where there is one."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+    except _WRONG_SHAPE:
         if not server:
             raise
         raise not_extproc_error(server, "JSON of another shape") from None
@@ -326,8 +328,7 @@ def _explain_offline(
     from extproc.cli import offline_explain
     from extproc.config import loader, profile_builder, validation, yaml_documents
     from extproc.request import HttpRequest
-    from extproc.telemetry import explanation
-    from extproc.telemetry.pool_state import PoolState
+    from extproc.telemetry import explanation, pool_state
 
     document = loader.read(Path(args.config_file)) if args.config_file else loader.EMPTY
     overrides: list[loader.FlagOverride] = []
@@ -340,7 +341,7 @@ def _explain_offline(
         path = ("scheduling", "allow_unsupported")
         overrides.append(loader.FlagOverride(path, value=True, flag="--allow-unsupported"))
     tree = yaml_documents.parse_tree(loader.read_text(Path(args.state)), where=args.state)
-    pool = validation.to_struct(tree, PoolState, where=args.state)
+    pool = validation.to_struct(tree, pool_state.PoolState, where=args.state)
     raw = HttpRequest({":method": "POST", **headers}, body)
     settings = loader.settings(document, overrides)
     profile_builder.build_profile(settings, where="--strategy" if args.strategy else document.where)
@@ -428,6 +429,13 @@ def base_url(server: str) -> str:
     return url.rstrip("/")
 
 
+def open_page(request: urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
+    """Open a page of a server; raises as `urllib.request.urlopen`."""
+    # A proxy of the environment reaches no metrics port of this machine, and has no use for a token.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return cast("http.client.HTTPResponse", opener.open(request, timeout=timeout_s))
+
+
 def not_extproc_error(url: str, got: str) -> UnreachableError:
     """The error of a server that answers otherwise than extproc would."""
     return UnreachableError(
@@ -444,7 +452,7 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
         # Not for the server of a redirect, which may be any.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+        with open_page(request, timeout_s=_TIMEOUT_S) as response:
             body = response.read()
     except urllib.error.HTTPError as http_error:
         with http_error:
@@ -481,11 +489,7 @@ def _to_rejection(url: str, error: urllib.error.HTTPError, *, has_token: bool) -
         )
     try:
         message = json.load(error)["error"]["message"]
-    except (
-        *(ValueError, LookupError, TypeError, RecursionError),
-        OSError,
-        http.client.HTTPException,
-    ):
+    except (*_WRONG_SHAPE, OSError, http.client.HTTPException):
         raise not_extproc_error(url, f"status {error.code} without an explanation") from None
     return {
         "outcome": "rejection",

@@ -229,7 +229,7 @@ def _is_header(line: bytes) -> bool:
 def _ask(request: urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
     url = request.full_url
     try:
-        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)  # noqa: S310
+        return explain.open_page(request, timeout_s=timeout_s)
     except urllib.error.HTTPError as error:
         with error:
             raise _refusal(url, error) from None
@@ -237,7 +237,6 @@ def _ask(request: urllib.request.Request, *, timeout_s: float) -> http.client.HT
         raise explain.not_extproc_error(url, "an answer that is not HTTP") from None
     except (OSError, ValueError) as error:
         raise _cut_error(url, str(getattr(error, "reason", error))) from None
-    return response
 
 
 def _cut_error(url: str, got: str) -> explain.UnreachableError:

@@ -11,6 +11,7 @@ from aiohttp import web
 from extproc.cli import explain, main
 from extproc.config import factory, settings
 from extproc.decision import model_not_found
+from extproc.demo import stack
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
@@ -93,6 +94,14 @@ def server(decisions, dry_runs, tokens):
 def test_running_server_explains(server, files, capsys):
     """A running server is asked for a dry run with what it knows now."""
     output = told_by(capsys, files["body"], "--server", f"http://{server}/")
+    assert "chosen by rendezvous: 10.0.0.2:8000" in output
+
+
+def test_a_proxy_of_the_environment_is_not_used(server, files, capsys, monkeypatch):
+    """Proxies to the internet reach no metrics port, and get no token."""
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the environment it began in
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{stack.free_port()}")
+    output = told_by(capsys, files["body"], "--server", server)
     assert "chosen by rendezvous: 10.0.0.2:8000" in output
 
 
