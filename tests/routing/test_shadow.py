@@ -266,7 +266,7 @@ def test_plugins_of_a_shadow_follow_what_it_rejects():
     parts.director.reserve(decision, 1.0)
     second.run_pending(1.0)
     assert second.counts.results == {"rejected": 1}
-    assert affinity.affinity.memory.find("s", 1.0) == decision.endpoints[0].address
+    assert affinity.memory.find("s", 1.0) == decision.endpoints[0].address
 
 
 def test_a_request_does_not_depend_on_the_shadow():
