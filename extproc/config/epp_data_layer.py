@@ -56,18 +56,6 @@ class _RequestHandler(UpstreamParameters, frozen=True):
     parsers: tuple[_Reference, ...] | None = None
 
 
-class NamedSources(msgspec.Struct, frozen=True):
-    """Plugins that the data layer names.
-
-    Attributes:
-        sources: Names of the data sources.
-        discovery: Name of the plugin that finds endpoints; empty where Kubernetes does.
-    """
-
-    sources: frozenset[str]
-    discovery: str
-
-
 class EppSections(UpstreamParameters, frozen=True):
     """Sections of the file that refer to its plugins."""
 
@@ -78,6 +66,12 @@ class EppSections(UpstreamParameters, frozen=True):
     parser: _Reference | None = None
     saturation_detector: epp_sections.UpstreamDetector | None = None
     flow_control: epp_sections.UpstreamFlowControl | None = None
+
+    @property
+    def data_layers(self) -> Mapping[str, _DataLayer]:
+        """The data layer under each key that the file has for it, that of today first."""
+        layers = {"dataLayer": self.data_layer, "data": self.data}
+        return {key: layer for key, layer in layers.items() if layer is not None}
 
 
 def read_sections(tree: Mapping[str, object], file: Place) -> EppSections:
@@ -104,7 +98,7 @@ def check_sections(
     """
     for name, place in _references(sections, file):
         if place.path[0] in ("dataLayer", "data"):
-            layer = sections.data_layer or sections.data or _DataLayer()
+            layer, *_ = sections.data_layers.values()
             is_known = name == _EXTRACTOR and layer.has_added_extractor()
         else:
             is_known = name in types
@@ -116,8 +110,9 @@ def check_sections(
                 fix=validation.suggest(name, plugins, "add it to plugins"),
             )
     return [
-        *_warn_without_effect("dataLayer", sections.data_layer),
-        *_warn_without_effect("data", sections.data),
+        warning
+        for key, layer in sections.data_layers.items()
+        for warning in _warn_without_effect(key, layer)
     ]
 
 
@@ -130,16 +125,6 @@ def parses_bodies(sections: EppSections, *, plugins: Mapping[str, str]) -> bool:
     handler = sections.request_handler or _RequestHandler()
     parser = next(iter(handler.parsers or ()), sections.parser)
     return parser is None or plugins.get(parser.plugin_ref, parser.plugin_ref) != _PASSTHROUGH
-
-
-def find_sources(sections: EppSections) -> NamedSources:
-    """Find the plugins that the data layer names, under any of its keys."""
-    sources: set[str] = set()
-    discovery = ""
-    for section in filter(None, (sections.data, sections.data_layer)):
-        sources |= {source.plugin_ref for source in section.sources or ()}
-        discovery = section.discovery.plugin_ref if section.discovery else discovery
-    return NamedSources(frozenset(sources), discovery)
 
 
 #: Saturation detectors by type, with their fields of `SaturationRules`. Upstream uses the first one
@@ -277,8 +262,8 @@ def _references(sections: EppSections, file: Place) -> Iterator[tuple[str, Place
 
     Fairness and order of `flowControl` are left to the conversion of that section.
     """
-    yield from _data_layer_references(sections.data_layer, file / "dataLayer")
-    yield from _data_layer_references(sections.data, file / "data")
+    for key, layer in sections.data_layers.items():
+        yield from _data_layer_references(layer, file / key)
     handler = sections.request_handler or _RequestHandler()
     for at, parser in enumerate(handler.parsers or ()):
         yield parser.plugin_ref, file / "requestHandler" / "parsers" / at / "pluginRef"
@@ -295,9 +280,7 @@ def _references(sections: EppSections, file: Place) -> Iterator[tuple[str, Place
         yield flow.usage_limit_policy_plugin_ref, file / "flowControl" / "usageLimitPolicyPluginRef"
 
 
-def _data_layer_references(section: _DataLayer | None, place: Place) -> Iterator[tuple[str, Place]]:
-    if section is None:
-        return
+def _data_layer_references(section: _DataLayer, place: Place) -> Iterator[tuple[str, Place]]:
     for at, source in enumerate(section.sources or ()):
         yield source.plugin_ref, place / "sources" / at / "pluginRef"
         for n, extractor in enumerate(source.extractors or ()):
@@ -310,9 +293,7 @@ def _data_layer_references(section: _DataLayer | None, place: Place) -> Iterator
         yield section.cross_replica_syncer_plugin_ref, place / "crossReplicaSyncerPluginRef"
 
 
-def _warn_without_effect(name: str, section: _DataLayer | None) -> Iterator[str]:
-    if section is None:
-        return
+def _warn_without_effect(name: str, section: _DataLayer) -> Iterator[str]:
     if section.inject_defaults is False:
         yield f"{name}.injectDefaults: false is not acted on: engines are scraped all the same"
     if section.peer_discovery is not None:

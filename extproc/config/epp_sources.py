@@ -81,14 +81,16 @@ def convert_sources(
     Raises:
         ConfigError: A scheme is not known, or a file has no path.
     """
-    named = epp_data_layer.find_sources(sections)
+    layers = sections.data_layers.values()
+    sources = {source.plugin_ref for layer in layers for source in layer.sources or ()}
+    discovery = next((layer.discovery.plugin_ref for layer in layers if layer.discovery), "")
     warnings: list[str] = []
     scrape: dict[str, object] | None = None
     pool: dict[str, object] = {}
     for plugin, place in plugins.find_plugins({_METRICS, _FILE}, file):
         name = plugin.reference
         # Upstream has a source of the type's name of its own accord.
-        if plugin.type == _METRICS and name in {*named.sources, _METRICS}:
+        if plugin.type == _METRICS and name in {*sources, _METRICS}:
             page = _read_page(plugin, place)
             if scrape is None:
                 scrape = page
@@ -97,7 +99,7 @@ def convert_sources(
                     f"plugin {name}: its parameters are not acted on: an endpoint is scraped at one page, "
                     "that of the first source"
                 )
-        elif plugin.type == _FILE and name == named.discovery:
+        elif plugin.type == _FILE and name == discovery:
             pool["endpoints_file"] = validation.to_struct(
                 plugin.parameters, _File, where=place
             ).path
