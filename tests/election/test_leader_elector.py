@@ -296,7 +296,7 @@ def test_the_duration_in_the_lease_applies():
     assert [other.name for other in cluster.leaders] == ["b"]
 
 
-def test_run_ends_with_a_release():
+async def test_run_ends_with_a_release():
     """`run` stands until it is resigned, releases the Lease and closes the way to it."""
 
     class Near:
@@ -316,41 +316,34 @@ def test_run_ends_with_a_release():
         async def close(self):
             self.closed = True
 
-    async def test():
-        near, elected, facts = Near(), asyncio.Event(), []
+    near, elected, facts = Near(), asyncio.Event(), []
 
-        def note(fact):
-            facts.append(fact.kind)
-            elected.set()
+    def note(fact):
+        facts.append(fact.kind)
+        elected.set()
 
-        cluster = leader_elector.LeaderElector(
-            "me", PATIENCE, near, clock=time.monotonic, rng=random.Random(1), on_event=note
-        )
-        async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
-            tasks.create_task(cluster.run())
-            await elected.wait()
-            assert cluster.is_leader
-            cluster.resign()
-            assert not cluster.is_leader
-            await cluster.wait_ended(5.0)
-        assert near.store.record.holder == ""
-        assert near.closed
-        assert facts == ["elected", "resigned"]
-
-    asyncio.run(test())
-
-
-def test_a_candidate_that_never_ran_is_not_waited_for():
-    """A process that has to stop while it starts is not held up."""
-    loop = virtual_loop.VirtualLoop()
-
-    async def test():
-        cluster = leader_elector.LeaderElector(
-            "me", PATIENCE, Store(), clock=loop.time, rng=random.Random(1)
-        )
+    cluster = leader_elector.LeaderElector(
+        "me", PATIENCE, near, clock=time.monotonic, rng=random.Random(1), on_event=note
+    )
+    async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
+        tasks.create_task(cluster.run())
+        await elected.wait()
+        assert cluster.is_leader
         cluster.resign()
+        assert not cluster.is_leader
         await cluster.wait_ended(5.0)
+    assert near.store.record.holder == ""
+    assert near.closed
+    assert facts == ["elected", "resigned"]
 
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(test())
-        assert not loop.time()
+
+@virtual_loop.in_virtual_time()
+async def test_a_candidate_that_never_ran_is_not_waited_for():
+    """A process that has to stop while it starts is not held up."""
+    clock = asyncio.get_running_loop().time
+    cluster = leader_elector.LeaderElector(
+        "me", PATIENCE, Store(), clock=clock, rng=random.Random(1)
+    )
+    cluster.resign()
+    await cluster.wait_ended(5.0)
+    assert not clock()
