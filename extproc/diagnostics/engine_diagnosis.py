@@ -17,7 +17,7 @@ import msgspec
 from extproc.config import finding
 from extproc.config.finding import Finding
 from extproc.config.settings import Settings
-from extproc.diagnostics.pages import EnginePages, read_json
+from extproc.diagnostics.pages import EnginePages, decode, read_json
 from extproc.endpoint import Load
 from extproc.errors import TOO_MANY_FILES
 from extproc.request import is_long_name
@@ -158,13 +158,8 @@ def _read_kv_events(pages: EnginePages, flags: Mapping[str, Any]) -> bool | None
     """True if KV events are published; None where no page says so."""
     if "kv_events_config" in flags:
         return bool(flags["kv_events_config"])
-    if pages.kv_events.failure:
-        return None
-    try:
-        sources = msgspec.json.decode(pages.kv_events.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return bool(sources) if isinstance(sources, list) else None
+    sources = decode(pages.kv_events, list[Any])
+    return None if sources is None else bool(sources)
 
 
 def _answers(pages: EnginePages, settings: Settings) -> Iterator[Finding]:

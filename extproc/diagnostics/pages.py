@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from extproc.endpoint import Endpoint
 from extproc.scrape.client import FetchedPage
+
+PageT = TypeVar("PageT")
 
 #: A page that was not requested.
 NO_PAGE = FetchedPage(failure="not requested")
@@ -65,12 +67,16 @@ class EnginePages(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: FetchedPage = NO_PAGE
 
 
+def decode(page: FetchedPage, into: type[PageT]) -> PageT | None:
+    """Decode the JSON of a page; None where it failed, or has another form."""
+    if page.failure:
+        return None
+    try:
+        return msgspec.json.decode(page.body, type=into)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def read_json(page: FetchedPage) -> Mapping[str, Any]:
     """Return the JSON object of a page; empty for anything else."""
-    if page.failure:
-        return {}
-    try:
-        value = msgspec.json.decode(page.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return decode(page, dict[str, Any]) or {}

@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.config import finding
 from extproc.config.finding import Finding
-from extproc.diagnostics.pages import PickerPages
+from extproc.diagnostics.pages import PickerPages, decode
 from extproc.endpoint import Endpoint, parse_port
 from extproc.scrape.client import FetchedPage
 
@@ -71,19 +71,11 @@ _COMPARED: Final = frozenset(
 #: metrics is valid, which is not compared.
 _LEFT_OUT: Final = "scrape.enabled"
 
-_CONFIGURATION = msgspec.json.Decoder(_ConfigurationPage)
-_POOLS = msgspec.json.Decoder(_PoolsPage)
-
 
 def read_pools(page: FetchedPage) -> Mapping[str, Sequence[EndpointRow]]:
     """Return the endpoints on `/debug/pools` by the name of their pool; none if unreadable."""
-    if page.failure:
-        return {}
-    try:
-        pools = _POOLS.decode(page.body).pools
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return {name: pool.endpoints for name, pool in pools.items()}
+    decoded = decode(page, _PoolsPage)
+    return {} if decoded is None else {name: p.endpoints for name, p in decoded.pools.items()}
 
 
 def read_configuration(page: FetchedPage) -> Mapping[str, object]:
@@ -91,14 +83,9 @@ def read_configuration(page: FetchedPage) -> Mapping[str, object]:
 
     The tree is as in a file. What is as by default is missing, and so is what the page shortens.
     """
-    if page.failure:
-        return {}
-    try:
-        rows = _CONFIGURATION.decode(page.body).settings
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
+    decoded = decode(page, _ConfigurationPage)
     tree: dict[str, object] = {}
-    for row in rows:
+    for row in () if decoded is None else decoded.settings:
         *sections, name = row.path.split(".")
         if not sections or not (sections[0] in _COMPARED or row.path in _COMPARED):
             continue
