@@ -48,6 +48,7 @@ class DecisionRecorder:
 
     Attributes:
         error: Reason for which the file of the configuration cannot be written; empty while it can.
+        is_closed: True once recordings of clients are cut short, because the process ends.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class DecisionRecorder:
         self._process = secrets.token_hex(8)
         self.error = ""
         self._clients = 0
-        self._is_closed = False
+        self.is_closed = False
         self._unwritten = bytearray()
         self._writing: asyncio.Future[bool] | None = None
         self.recordings = Recordings(
@@ -75,11 +76,6 @@ class DecisionRecorder:
             schedule=settings.prefix.schedule,
             on_change=lambda active: on_change(self.recordings if active else None),
         )
-
-    @property
-    def is_closed(self) -> bool:
-        """True once recordings of clients are cut short, because the process ends."""
-        return self._is_closed
 
     @property
     def has_room(self) -> bool:
@@ -93,7 +89,7 @@ class DecisionRecorder:
 
     def close(self) -> None:
         """End the recordings of clients."""
-        self._is_closed = True
+        self.is_closed = True
 
     async def run(self) -> None:
         """Write the recording of the configuration until cancelled."""
@@ -146,7 +142,7 @@ class DecisionRecorder:
         self._clients += 1
         try:
             ends_at = self._clock() + min(seconds, MAX_CLIENT_S)
-            while self._clock() < ends_at and not (self._is_closed or is_gone()):
+            while self._clock() < ends_at and not (self.is_closed or is_gone()):
                 await asyncio.sleep(_BATCH_S)
                 self._settle()
                 async for lines in _take_batch(recording):

@@ -184,6 +184,9 @@ class LargeBodies:
 
     Args:
         process: Parses them; None creates one.
+
+    Attributes:
+        waiting_bytes: Bytes of bodies that are parsed or wait for it.
     """
 
     def __init__(
@@ -199,14 +202,9 @@ class LargeBodies:
         self._process = ParserProcess() if process is None else process
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
         self._turn = asyncio.Lock()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._idle: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of bodies that are parsed or wait for it."""
-        return self._waiting_bytes
 
     async def read(self, raw: HttpRequest) -> HttpRequest | Rejection:
         """Parse a request's body.
@@ -218,10 +216,10 @@ class LargeBodies:
             ParserDiedError: Parsing it failed.
         """
         size = len(raw.body)
-        if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
+        if self.waiting_bytes and self.waiting_bytes + size > MAX_WAITING_BYTES:
             self._counts["refused"] += 1
             return _CROWDED
-        self._waiting_bytes += size
+        self.waiting_bytes += size
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
@@ -231,7 +229,7 @@ class LargeBodies:
             self._counts["failed"] += 1
             raise
         finally:
-            self._waiting_bytes -= size
+            self.waiting_bytes -= size
         self._counts["read"] += 1
         self._counters.large_body_duration_s.add(loop.time() - begun)
         return surfaces.attach(raw, result)
