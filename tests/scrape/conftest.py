@@ -1,10 +1,13 @@
-"""A scripted HTTP server on loopback, as the fixture `http`."""
+"""A scripted HTTP server on loopback, as the fixture `http`, and the event loop of async tests."""
 
 import asyncio
 import contextlib
 import sys
 
 import pytest
+import uvloop
+
+from tests.support.child_process import Live
 
 PAGE = b"vllm:num_requests_waiting 3.0\nvllm:num_requests_running 2.0\n"
 
@@ -13,6 +16,13 @@ def answer(body=PAGE, *, status="200 OK", fields=()):
     """The bytes of one answer."""
     head = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *fields]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+@pytest.fixture
+def live():
+    """An event loop for each async test, which is that of `extproc serve`."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        yield Live(runner)
 
 
 class ScriptedServer:

@@ -18,7 +18,6 @@ from tests.scrape.kv_event_engines import (
     Subscriber,
     copy_stream,
     depth,
-    run_async,
     running,
     text,
 )
@@ -176,49 +175,41 @@ class FaultySite:
         await self.settle()
 
 
-def test_a_hundredth_of_the_messages_is_lost():
+async def test_a_hundredth_of_the_messages_is_lost():
     """Each gap is filled, the last one too."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            for _ in range(8):
-                site.engine.arm("kv-drop,rate=0.01")
-                await site.serve(60)
-                await site.settle()
-            await site.wait(30.0)
-            site.engine.arm("kv-drop,count=1")
-            site.engine.run_prompt(text(9_999))
-            assert not site.is_right()
-            await site.wait(WRONG_S)
-            assert site.state == "exact"
-            assert site.subscriber.events.batches["replayed"]
-            assert not site.subscriber.events.batches["lost"]
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        for _ in range(8):
+            site.engine.arm("kv-drop,rate=0.01")
+            await site.serve(60)
+            await site.settle()
+        await site.wait(30.0)
+        site.engine.arm("kv-drop,count=1")
+        site.engine.run_prompt(text(9_999))
+        assert not site.is_right()
+        await site.wait(WRONG_S)
+        assert site.state == "exact"
+        assert site.subscriber.events.batches["replayed"]
+        assert not site.subscriber.events.batches["lost"]
 
 
-def test_a_replay_socket_that_was_silent_is_asked_again():
+async def test_a_replay_socket_that_was_silent_is_asked_again():
     """Nothing was known to be missing, so what is known counts on."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            subscription = site.subscriber.subscription
-            site.tasks.pop().cancel()  # it answers replays
-            site.time += 1.0
-            await site.subscriber.until(lambda: subscription.is_replaying)
-            site.time += 2.0
-            await site.subscriber.until(lambda: not subscription.is_replaying)
-            assert site.state == "exact"
-            site.tasks.append(asyncio.ensure_future(site.engine.publisher.run()))
-            site.engine.arm("kv-drop,count=1")
-            site.engine.run_prompt(text(9_999))
-            assert not site.is_right()
-            site.time += 31.0
-            await site.subscriber.until(site.is_right)
-            assert site.state == "exact"
-            assert not site.subscriber.events.batches["lost"]
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        subscription = site.subscriber.subscription
+        site.tasks.pop().cancel()  # it answers replays
+        site.time += 1.0
+        await site.subscriber.until(lambda: subscription.is_replaying)
+        site.time += 2.0
+        await site.subscriber.until(lambda: not subscription.is_replaying)
+        assert site.state == "exact"
+        site.tasks.append(asyncio.ensure_future(site.engine.publisher.run()))
+        site.engine.arm("kv-drop,count=1")
+        site.engine.run_prompt(text(9_999))
+        assert not site.is_right()
+        site.time += 31.0
+        await site.subscriber.until(site.is_right)
+        assert site.state == "exact"
+        assert not site.subscriber.events.batches["lost"]
 
 
 def send_garbage(site):
@@ -226,193 +217,161 @@ def send_garbage(site):
     site.engine.publisher.send((b"", b"short", b""))
 
 
-def test_a_replay_socket_that_is_silent_leaves_what_was_forgotten_unknown():
+async def test_a_replay_socket_that_is_silent_leaves_what_was_forgotten_unknown():
     """Behind a malformed message everything is asked for; without an answer, it is not known."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            site.engine.run_prompt(text(1))
-            await site.subscriber.until(site.is_right)
-            subscription = site.subscriber.subscription
-            site.tasks.pop().cancel()  # it answers replays
-            send_garbage(site)
-            await site.subscriber.until(lambda: site.state == "partial")
-            site.time += 1.0
-            await site.subscriber.until(lambda: subscription.is_replaying)
-            site.time += 2.0
-            await site.subscriber.until(lambda: not subscription.is_replaying)
-            assert not subscription.engine.held
-            assert site.state == "partial"
-            site.tasks.append(asyncio.ensure_future(site.engine.publisher.run()))
-            site.cut()
-            await site.subscriber.until(lambda: site.state == "lost")
-            site.time += 2.0
-            await site.subscriber.until(lambda: site.state == "exact")
-            assert site.is_right()
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        site.engine.run_prompt(text(1))
+        await site.subscriber.until(site.is_right)
+        subscription = site.subscriber.subscription
+        site.tasks.pop().cancel()  # it answers replays
+        send_garbage(site)
+        await site.subscriber.until(lambda: site.state == "partial")
+        site.time += 1.0
+        await site.subscriber.until(lambda: subscription.is_replaying)
+        site.time += 2.0
+        await site.subscriber.until(lambda: not subscription.is_replaying)
+        assert not subscription.engine.held
+        assert site.state == "partial"
+        site.tasks.append(asyncio.ensure_future(site.engine.publisher.run()))
+        site.cut()
+        await site.subscriber.until(lambda: site.state == "lost")
+        site.time += 2.0
+        await site.subscriber.until(lambda: site.state == "exact")
+        assert site.is_right()
 
 
-def test_everything_is_asked_for_once_a_lost_connection_is_back(monkeypatch):
+async def test_everything_is_asked_for_once_a_lost_connection_is_back(monkeypatch):
     """The time to ask may come while there is none."""
     monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.4)
-
-    async def test():
-        async with FaultySite().running() as site:
-            site.engine.run_prompt(text(1))
-            await site.subscriber.until(site.is_right)
-            send_garbage(site)
-            await site.subscriber.until(lambda: site.state == "partial")
-            site.cut()
-            await site.subscriber.until(lambda: site.state == "lost")
-            site.time += 1.0
-            site.subscriber.events.step()
-            assert site.state == "lost"
-            await site.subscriber.until(lambda: site.state == "exact")
-            assert site.is_right()
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        site.engine.run_prompt(text(1))
+        await site.subscriber.until(site.is_right)
+        send_garbage(site)
+        await site.subscriber.until(lambda: site.state == "partial")
+        site.cut()
+        await site.subscriber.until(lambda: site.state == "lost")
+        site.time += 1.0
+        site.subscriber.events.step()
+        assert site.state == "lost"
+        await site.subscriber.until(lambda: site.state == "exact")
+        assert site.is_right()
 
 
-def test_the_connection_is_cut_every_ten_seconds():
+async def test_the_connection_is_cut_every_ten_seconds():
     """Batches that were published meanwhile are requested."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            for _ in range(6):
-                await site.serve(200)  # 10 s
-                site.cut()
-                await site.serve(5)
-                await site.settle()
-                await site.regain()
-            assert not site.subscriber.events.batches["lost"]
-            assert site.subscriber.events.batches["replayed"]
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        for _ in range(6):
+            await site.serve(200)  # 10 s
+            site.cut()
+            await site.serve(5)
+            await site.settle()
+            await site.regain()
+        assert not site.subscriber.events.batches["lost"]
+        assert site.subscriber.events.batches["replayed"]
 
 
-def test_the_engine_restarts_under_load():
+async def test_the_engine_restarts_under_load():
     """Nothing of its earlier life is left."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            for prompts in (3, 80, 1, 20):
-                await site.serve(40)
-                await site.restart()
-                await site.serve(prompts)
-                await site.settle()
-                await site.regain()
-            assert site.subscriber.cleared
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        for prompts in (3, 80, 1, 20):
+            await site.serve(40)
+            await site.restart()
+            await site.serve(prompts)
+            await site.settle()
+            await site.regain()
+        assert site.subscriber.cleared
 
 
 @pytest.mark.parametrize("num_batches", [0, 1, 5])
-def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
+async def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
     """With fewer or more batches than before, blocks of the earlier process are dropped."""
-
-    async def test():
-        first = PublishingEngine()
-        first.run_prompt(text(1))
-        async with running(first) as subscriber:
-            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(first))
-            first.run_prompt(text(2))
-            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
-            await first.close()
-            await subscriber.until(lambda: subscriber.state == "lost")
-            assert not subscriber.subscription.engine.is_live
-            second = PublishingEngine(
-                port=first.publisher.port, replay_port=first.publisher.replay_port
-            )
-            for number in range(num_batches):
-                second.run_prompt(text(100 + number))
-            answering = asyncio.ensure_future(second.publisher.run())
-            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(second))
-            assert depth(subscriber, text(1)) == 0
-            assert subscriber.cleared
-            states = [change.state for change in subscriber.changes]
-            assert states == ["exact", "lost", "exact"]
-            # The next batch is one of the process that is known, whatever its number.
-            num_cleared = len(subscriber.cleared)
-            await subscriber.until(lambda: second.publisher.num_subscriptions)
-            second.run_prompt(text(200))
-            await subscriber.until(lambda: depth(subscriber, text(200)) == 4)
-            assert len(subscriber.cleared) == num_cleared
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
-            first.publisher = second.publisher
-
-    run_async(test())
+    first = PublishingEngine()
+    first.run_prompt(text(1))
+    async with running(first) as subscriber:
+        await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(first))
+        first.run_prompt(text(2))
+        await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+        await first.close()
+        await subscriber.until(lambda: subscriber.state == "lost")
+        assert not subscriber.subscription.engine.is_live
+        second = PublishingEngine(
+            port=first.publisher.port, replay_port=first.publisher.replay_port
+        )
+        for number in range(num_batches):
+            second.run_prompt(text(100 + number))
+        answering = asyncio.ensure_future(second.publisher.run())
+        await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(second))
+        assert depth(subscriber, text(1)) == 0
+        assert subscriber.cleared
+        states = [change.state for change in subscriber.changes]
+        assert states == ["exact", "lost", "exact"]
+        # The next batch is one of the process that is known, whatever its number.
+        num_cleared = len(subscriber.cleared)
+        await subscriber.until(lambda: second.publisher.num_subscriptions)
+        second.run_prompt(text(200))
+        await subscriber.until(lambda: depth(subscriber, text(200)) == 4)
+        assert len(subscriber.cleared) == num_cleared
+        answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+        first.publisher = second.publisher
 
 
-def test_a_flood_of_garbage_is_survived():
+async def test_a_flood_of_garbage_is_survived():
     """The subscription rests, and learns all anew behind it; memory stays bounded."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            for _ in range(3):
-                await site.serve(40)
-                site.garbage(1)
-                await site.serve(1)
-                await site.settle()
-                site.garbage(300)
-                await site.settle()
-                await site.subscriber.until(lambda: site.state == "lost")
-                await site.serve(20)
-                await site.settle()
-                site.time += 31.0
-                await site.regain()
-            assert site.subscriber.events.batches["malformed"] >= 48
-            assert not site.subscriber.supervisor.failures["kv_events"]
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        for _ in range(3):
+            await site.serve(40)
+            site.garbage(1)
+            await site.serve(1)
+            await site.settle()
+            site.garbage(300)
+            await site.settle()
+            await site.subscriber.until(lambda: site.state == "lost")
+            await site.serve(20)
+            await site.settle()
+            site.time += 31.0
+            await site.regain()
+        assert site.subscriber.events.batches["malformed"] >= 48
+        assert not site.subscriber.supervisor.failures["kv_events"]
 
 
-def test_malformed_events_end_the_subscription_for_a_while():
+async def test_malformed_events_end_the_subscription_for_a_while():
     """Sixteen batches in a row count, whatever is well-formed in them; a whole batch ends the row."""
-
-    async def test():
-        engine = PublishingEngine()
-        cleared = ["AllBlocksCleared"]
-        good = msgspec.msgpack.encode([0.0, [cleared]])
-        bad = msgspec.msgpack.encode([0.0, [cleared, ["BlockStored", "no hashes", None, [1], 16]]])
-        async with running(engine) as subscriber:
-            await subscriber.until(lambda: subscriber.state == "exact")
-            batches = subscriber.events.batches
-            payloads = [bad] * 15 + [good] + [bad] * 15
-            for seq, payload in enumerate(payloads):
-                engine.publisher.send((b"", seq.to_bytes(8), payload))
-            await subscriber.until(lambda: batches["malformed"] == 30)
-            assert not subscriber.subscription.is_resting
-            engine.publisher.send((b"", len(payloads).to_bytes(8), bad))
-            await subscriber.until(lambda: batches["malformed"] == 31)
-            assert subscriber.subscription.is_resting
-            assert subscriber.changes[-1].detail == "its messages are malformed"
-
-    run_async(test())
+    engine = PublishingEngine()
+    cleared = ["AllBlocksCleared"]
+    good = msgspec.msgpack.encode([0.0, [cleared]])
+    bad = msgspec.msgpack.encode([0.0, [cleared, ["BlockStored", "no hashes", None, [1], 16]]])
+    async with running(engine) as subscriber:
+        await subscriber.until(lambda: subscriber.state == "exact")
+        batches = subscriber.events.batches
+        payloads = [bad] * 15 + [good] + [bad] * 15
+        for seq, payload in enumerate(payloads):
+            engine.publisher.send((b"", seq.to_bytes(8), payload))
+        await subscriber.until(lambda: batches["malformed"] == 30)
+        assert not subscriber.subscription.is_resting
+        engine.publisher.send((b"", len(payloads).to_bytes(8), bad))
+        await subscriber.until(lambda: batches["malformed"] == 31)
+        assert subscriber.subscription.is_resting
+        assert subscriber.changes[-1].detail == "its messages are malformed"
 
 
-def test_all_of_it_at_once():
+async def test_all_of_it_at_once():
     """Losses, cuts, restarts and garbage in an order by chance."""
-
-    async def test():
-        async with FaultySite().running() as site:
-            for _ in range(25):
-                site.engine.arm("kv-drop,rate=0.01")
-                await site.serve(site.rng.randrange(40))
-                match site.rng.randrange(4):
-                    case 0:
-                        site.cut()
-                    case 1:
-                        await site.restart()
-                    case 2:
-                        site.garbage(site.rng.choice([1, 5, 40]))
-                await site.serve(site.rng.randrange(1, 10))
-                await site.settle()
-                if site.subscriber.subscription.is_resting:
-                    site.time += 31.0
-                await site.regain()
-            assert not site.subscriber.supervisor.failures["kv_events"]
-
-    run_async(test())
+    async with FaultySite().running() as site:
+        for _ in range(25):
+            site.engine.arm("kv-drop,rate=0.01")
+            await site.serve(site.rng.randrange(40))
+            match site.rng.randrange(4):
+                case 0:
+                    site.cut()
+                case 1:
+                    await site.restart()
+                case 2:
+                    site.garbage(site.rng.choice([1, 5, 40]))
+            await site.serve(site.rng.randrange(1, 10))
+            await site.settle()
+            if site.subscriber.subscription.is_resting:
+                site.time += 31.0
+            await site.regain()
+        assert not site.subscriber.supervisor.failures["kv_events"]

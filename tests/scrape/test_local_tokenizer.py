@@ -372,36 +372,28 @@ def test_a_folder_that_cannot_be_read_is_refused(write, tmp_path, monkeypatch):
     assert not is_available(settings.tokenizer_path)
 
 
-def test_prompts_are_mapped_by_a_tokenizer_without_an_engine(write):
+async def test_prompts_are_mapped_by_a_tokenizer_without_an_engine(write):
     """In a thread; what it leaves out is asked of the engine, and what it refuses is not."""
-
-    async def test():
-        settings = KvEventsSection(tokenizer_path=write())
-        async with running(reply(RENDERED), settings=settings) as (server, prefixes, renderer):
-            body = chat(user("a " * 100))
-            assert await mapped(server, renderer, body=body) == ["mapped"]
-            assert not server.requests
-            assert len(prefixes.prompts.find([11, 12])[0].keys) == 105 // 16
-            assert await mapped(server, renderer, chain=[1], body=b"[]") == ["failed"]
-            image = chat(user([{"type": "image_url"}]))
-            assert await mapped(server, renderer, chain=[2], body=image) == ["mapped"]
-            assert len(server.requests) == 1
-
-    asyncio.run(test())
+    settings = KvEventsSection(tokenizer_path=write())
+    async with running(reply(RENDERED), settings=settings) as (server, prefixes, renderer):
+        body = chat(user("a " * 100))
+        assert await mapped(server, renderer, body=body) == ["mapped"]
+        assert not server.requests
+        assert len(prefixes.prompts.find([11, 12])[0].keys) == 105 // 16
+        assert await mapped(server, renderer, chain=[1], body=b"[]") == ["failed"]
+        image = chat(user([{"type": "image_url"}]))
+        assert await mapped(server, renderer, chain=[2], body=image) == ["mapped"]
+        assert len(server.requests) == 1
 
 
-def test_an_engine_that_renders_nothing_does_not_stop_the_tokenizer(write):
+async def test_an_engine_that_renders_nothing_does_not_stop_the_tokenizer(write):
     """Its rest concerns what it is asked."""
-
-    async def test():
-        settings = KvEventsSection(tokenizer_path=write(), render_budget_ms=600_000.0)
-        absent = answer(b"{}", status="404 Not Found")
-        async with running(absent, settings=settings) as (server, prefixes, renderer):
-            image = chat(user([{"type": "image_url"}]))
-            assert await mapped(server, renderer, chain=[2], body=image) == ["unsupported"]
-            raw = HttpRequest({}, chat(user("a " * 100)))
-            async with asyncio.timeout(300):
-                await renderer.render_ahead(decision(server), raw)
-            assert prefixes.prompts.covers([11, 12])
-
-    asyncio.run(test())
+    settings = KvEventsSection(tokenizer_path=write(), render_budget_ms=600_000.0)
+    absent = answer(b"{}", status="404 Not Found")
+    async with running(absent, settings=settings) as (server, prefixes, renderer):
+        image = chat(user([{"type": "image_url"}]))
+        assert await mapped(server, renderer, chain=[2], body=image) == ["unsupported"]
+        raw = HttpRequest({}, chat(user("a " * 100)))
+        async with asyncio.timeout(300):
+            await renderer.render_ahead(decision(server), raw)
+        assert prefixes.prompts.covers([11, 12])

@@ -65,169 +65,129 @@ class ListingEngine:
         return self.lists
 
 
-def test_a_new_endpoint_is_polled_at_once_and_then_rarely():
+async def test_a_new_endpoint_is_polled_at_once_and_then_rarely():
     """Once at once, then once an interval, however often loads are scraped."""
-
-    async def scene():
-        engine = ListingEngine()
-        assert await engine.at(0) == 1
-        assert engine.models == LISTED
-        assert await engine.at(0.2, 5, 29.9) == 1
-        assert await engine.at(30.0) == 2
-        assert await engine.at(30.2, 59.9) == 2
-        assert await engine.at(60.0) == 3
-        first = engine.facts[:2]
-        assert [(fact.listing, fact.outcome) for fact in first] == [(False, "ok"), (True, "ok")]
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    assert await engine.at(0) == 1
+    assert engine.models == LISTED
+    assert await engine.at(0.2, 5, 29.9) == 1
+    assert await engine.at(30.0) == 2
+    assert await engine.at(30.2, 59.9) == 2
+    assert await engine.at(60.0) == 3
+    first = engine.facts[:2]
+    assert [(fact.listing, fact.outcome) for fact in first] == [(False, "ok"), (True, "ok")]
 
 
-def test_a_disabled_poller_never_polls():
+async def test_a_disabled_poller_never_polls():
     """Without an interval no list is requested."""
-
-    async def scene():
-        engine = ListingEngine(interval_s=None)
-        assert await engine.at(0, 100, 1000) == 0
-        assert engine.models is None
-
-    asyncio.run(scene())
+    engine = ListingEngine(interval_s=None)
+    assert await engine.at(0, 100, 1000) == 0
+    assert engine.models is None
 
 
 @pytest.mark.parametrize(
     "failure",
     [client.FetchFailed("status 404"), client.FetchFailed("timeout"), b"<html>", b'{"data": []}'],
 )
-def test_a_failed_poll_keeps_the_models_and_retries_sooner(failure):
+async def test_a_failed_poll_keeps_the_models_and_retries_sooner(failure):
     """After 2, 4, 8 s and at last every interval; the names stay."""
-
-    async def scene():
-        engine = ListingEngine()
-        await engine.at(0)
-        engine.list = failure
-        assert await engine.at(30.0, 31.9) == 2
-        assert await engine.at(32.0, 35.9) == 3
-        assert await engine.at(36.0, 43.9) == 4
-        assert await engine.at(44.0, 60.0, 90.0) == 7
-        assert await engine.at(119.9) == 7
-        assert engine.models == LISTED
-        assert engine.facts[-2].outcome == getattr(failure, "reason", "unreadable")
-        engine.list = LIST
-        assert await engine.at(120.0, 149.9) == 8
-        engine.list = failure
-        assert await engine.at(150.0, 151.9) == 9
-        assert await engine.at(152.0) == 10
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    await engine.at(0)
+    engine.list = failure
+    assert await engine.at(30.0, 31.9) == 2
+    assert await engine.at(32.0, 35.9) == 3
+    assert await engine.at(36.0, 43.9) == 4
+    assert await engine.at(44.0, 60.0, 90.0) == 7
+    assert await engine.at(119.9) == 7
+    assert engine.models == LISTED
+    assert engine.facts[-2].outcome == getattr(failure, "reason", "unreadable")
+    engine.list = LIST
+    assert await engine.at(120.0, 149.9) == 8
+    engine.list = failure
+    assert await engine.at(150.0, 151.9) == 9
+    assert await engine.at(152.0) == 10
 
 
-def test_an_endpoint_without_a_model_list_stays_unknown():
+async def test_an_endpoint_without_a_model_list_stays_unknown():
     """No list is not an empty list."""
-
-    async def scene():
-        engine = ListingEngine()
-        engine.list = client.FetchFailed("status 404")
-        await engine.at(0, 2, 6)
-        assert engine.models is None
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    engine.list = client.FetchFailed("status 404")
+    await engine.at(0, 2, 6)
+    assert engine.models is None
 
 
 @pytest.mark.parametrize("reason", sorted(scraper.UNREACHABLE))
-def test_an_unreachable_endpoint_is_not_polled(reason):
+async def test_an_unreachable_endpoint_is_not_polled(reason):
     """A refused or hung scrape is not followed by a second one."""
-
-    async def scene():
-        engine = ListingEngine()
-        engine.page = client.FetchFailed(reason)
-        assert await engine.at(0, 1) == 0
-        engine.page = client.FetchFailed("status 404")
-        assert await engine.at(2) == 1
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    engine.page = client.FetchFailed(reason)
+    assert await engine.at(0, 1) == 0
+    engine.page = client.FetchFailed("status 404")
+    assert await engine.at(2) == 1
 
 
-def test_a_restarted_engine_is_polled_at_once():
+async def test_a_restarted_engine_is_polled_at_once():
     """Another process may serve other models."""
-
-    async def scene():
-        engine = ListingEngine()
-        engine.page = PAGE + b"process_start_time_seconds 1000\n"
-        assert await engine.at(0, 1) == 1
-        engine.page = PAGE + b"process_start_time_seconds 2000\n"
-        engine.list = b'{"data": [{"id": "other"}]}'
-        assert await engine.at(2, 3) == 2
-        assert engine.models == ServedModels(frozenset({"other"}))
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    engine.page = PAGE + b"process_start_time_seconds 1000\n"
+    assert await engine.at(0, 1) == 1
+    engine.page = PAGE + b"process_start_time_seconds 2000\n"
+    engine.list = b'{"data": [{"id": "other"}]}'
+    assert await engine.at(2, 3) == 2
+    assert engine.models == ServedModels(frozenset({"other"}))
 
 
-def test_requests_for_unlisted_models_trigger_a_poll():
+async def test_requests_for_unlisted_models_trigger_a_poll():
     """Once after each such request, and never within 5 s of the last list."""
-
-    async def scene():
-        engine = ListingEngine()
-        assert await engine.at(0, 3) == 1
-        engine.missed += 1
-        assert await engine.at(3.2, 4.9) == 1
-        assert await engine.at(5.0, 29.9) == 2
-        engine.missed += 100
-        assert await engine.at(30.0) == 3
-        assert await engine.at(34.9, 36.0) == 3
-        engine.missed += 1
-        assert await engine.at(36.2, 60.0) == 4
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    assert await engine.at(0, 3) == 1
+    engine.missed += 1
+    assert await engine.at(3.2, 4.9) == 1
+    assert await engine.at(5.0, 29.9) == 2
+    engine.missed += 100
+    assert await engine.at(30.0) == 3
+    assert await engine.at(34.9, 36.0) == 3
+    engine.missed += 1
+    assert await engine.at(36.2, 60.0) == 4
 
 
-def test_a_model_that_the_engine_does_not_know_triggers_a_poll():
+async def test_a_model_that_the_engine_does_not_know_triggers_a_poll():
     """One that listed an adapter and answers 404 has unloaded it; other answers say nothing."""
-
-    async def scene():
-        engine = ListingEngine()
-        account = engine.store.pool.members[0].account
-        assert await engine.at(0) == 1
-        engine.list = b'{"data": [{"id": "m"}]}'
-        for target, not_found in (("lora", False), ("", True)):
-            account.open(target, 1, cached_tokens=0, now=0.0).refuse(not_found=not_found)
-        assert await engine.at(5.0) == 1
-        account.open("lora", 1, cached_tokens=0, now=0.0).refuse(not_found=True)
-        assert await engine.at(5.2, 29.9) == 2
-        assert engine.models == ServedModels(frozenset({"m"}))
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    account = engine.store.pool.members[0].account
+    assert await engine.at(0) == 1
+    engine.list = b'{"data": [{"id": "m"}]}'
+    for target, not_found in (("lora", False), ("", True)):
+        account.open(target, 1, cached_tokens=0, now=0.0).refuse(not_found=not_found)
+    assert await engine.at(5.0) == 1
+    account.open("lora", 1, cached_tokens=0, now=0.0).refuse(not_found=True)
+    assert await engine.at(5.2, 29.9) == 2
+    assert engine.models == ServedModels(frozenset({"m"}))
 
 
-def test_a_large_pool_lists_no_oftener_than_its_budget():
+async def test_a_large_pool_lists_no_oftener_than_its_budget():
     """Neither failures nor made-up names make 1,000 endpoints list more than 40 times a second."""
-
-    async def scene():
-        engine = ListingEngine()
-        engine.scraper.endpoint_counts.all = 1000
-        engine.list = client.FetchFailed("status 500")
-        assert await engine.at(0, 24.9) == 1
-        engine.list = LIST
-        assert await engine.at(25.0) == 2
-        engine.missed += 1
-        assert await engine.at(30.0, 49.9) == 2
-        assert await engine.at(50.0) == 3
-
-    asyncio.run(scene())
+    engine = ListingEngine()
+    engine.scraper.endpoint_counts.all = 1000
+    engine.list = client.FetchFailed("status 500")
+    assert await engine.at(0, 24.9) == 1
+    engine.list = LIST
+    assert await engine.at(25.0) == 2
+    engine.missed += 1
+    assert await engine.at(30.0, 49.9) == 2
+    assert await engine.at(50.0) == 3
 
 
-def test_models_are_polled_on_the_serving_port():
+async def test_models_are_polled_on_the_serving_port():
     """A metrics-port label moves the metrics only; both connections are closed at the end."""
-
-    async def scene():
-        engine = ListingEngine(("metrics-port", "9100"))
-        await engine.at(0)
-        assert engine.requests == [(9100, "/metrics"), (8000, "/v1/models")]
-        async with asyncio.TaskGroup() as tasks:
-            await engine.scraper.step(tasks)
-            engine.store.set_endpoints([], 0.0)
-            await engine.scraper.step(tasks)
-        assert engine.forgotten == [9100, 8000]
-
-    asyncio.run(scene())
+    engine = ListingEngine(("metrics-port", "9100"))
+    await engine.at(0)
+    assert engine.requests == [(9100, "/metrics"), (8000, "/v1/models")]
+    async with asyncio.TaskGroup() as tasks:
+        await engine.scraper.step(tasks)
+        engine.store.set_endpoints([], 0.0)
+        await engine.scraper.step(tasks)
+    assert engine.forgotten == [9100, 8000]
 
 
 def test_a_model_list_of_a_removed_endpoint_is_dropped():

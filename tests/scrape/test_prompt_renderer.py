@@ -86,35 +86,27 @@ from tests.support.waiting import until
         ([reply(RENDERED)], {"chain": ()}, []),
     ],
 )
-def test_each_answer_has_a_result(script, fields, expected):
+async def test_each_answer_has_a_result(script, fields, expected):
     """A prompt is mapped, or counted as why not."""
-
-    async def test():
-        async with running(*script) as (server, prefixes, renderer):
-            assert await mapped(server, renderer, **fields) == expected
-            assert prefixes.prompts.covers(CHAIN) == (expected == ["mapped"])
-            assert not renderer.num_unmapped
-
-    asyncio.run(test())
+    async with running(*script) as (server, prefixes, renderer):
+        assert await mapped(server, renderer, **fields) == expected
+        assert prefixes.prompts.covers(CHAIN) == (expected == ["mapped"])
+        assert not renderer.num_unmapped
 
 
 @pytest.mark.parametrize("status", ["302 Found", "307 Temporary Redirect"])
-def test_redirects_are_not_followed(status):
+async def test_redirects_are_not_followed(status):
     """No engine makes extproc send requests to an address of its choice."""
-
-    async def test():
-        async with serving(ScriptedServer(reply(RENDERED))) as other:
-            location = f"location: http://127.0.0.1:{other.port}/v1/chat/completions/render"
-            async with running(answer(b"", status=status, fields=[location])) as (
-                server,
-                _,
-                renderer,
-            ):
-                assert await mapped(server, renderer) == ["failed"]
-                assert b"accept-encoding: identity\r\n" in server.requests[0].lower()
-                assert not other.requests
-
-    asyncio.run(test())
+    async with serving(ScriptedServer(reply(RENDERED))) as other:
+        location = f"location: http://127.0.0.1:{other.port}/v1/chat/completions/render"
+        async with running(answer(b"", status=status, fields=[location])) as (
+            server,
+            _,
+            renderer,
+        ):
+            assert await mapped(server, renderer) == ["failed"]
+            assert b"accept-encoding: identity\r\n" in server.requests[0].lower()
+            assert not other.requests
 
 
 @pytest.mark.parametrize(
@@ -130,63 +122,47 @@ def test_redirects_are_not_followed(status):
         pytest.param(b'{"token_ids": [1], "more": [%b{}]}' % (b"{}," * 600_000), id="unknown"),
     ],
 )
-def test_work_on_an_answer_is_bounded(body):
+async def test_work_on_an_answer_is_bounded(body):
     """Nothing is built of an answer but its tokens, whatever an engine puts into it."""
-
-    async def test():
-        async with running() as (server, _, renderer):
-            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", "", 192, 0)
-            tracemalloc.start()
-            renderer._map_answer(prompt, body)
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-            assert peak < 12 * len(body)
-            assert not server.requests
-
-    asyncio.run(test())
+    async with running() as (server, _, renderer):
+        prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", "", 192, 0)
+        tracemalloc.start()
+        renderer._map_answer(prompt, body)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 12 * len(body)
+        assert not server.requests
 
 
 @pytest.mark.parametrize(("num_tokens", "result"), [(262_144, "mapped"), (262_145, "failed")])
-def test_tokens_of_an_answer_are_counted_before_they_are_read(num_tokens, result):
+async def test_tokens_of_an_answer_are_counted_before_they_are_read(num_tokens, result):
     """They may be a byte each."""
-
-    async def test():
-        async with running() as (_, _, renderer):
-            prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", "", 192, 0)
-            body = b'{"token_ids":[1%b]}' % (b",1" * (num_tokens - 1))
-            assert renderer._map_answer(prompt, body) == result
-
-    asyncio.run(test())
+    async with running() as (_, _, renderer):
+        prompt = _UnmappedPrompt("e", "chat", b"", CHAIN, "", "", 192, 0)
+        body = b'{"token_ids":[1%b]}' % (b",1" * (num_tokens - 1))
+        assert renderer._map_answer(prompt, body) == result
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
-def test_answers_of_real_engines_are_mapped(path):
+async def test_answers_of_real_engines_are_mapped(path):
     """Of both paths, for chats and completions."""
     samples = json.loads(path.read_text())["samples"]
-
-    async def test():
-        answers = [sample[name] for sample in samples for name in ("render", "tokenize")]
-        async with running(*map(reply, answers)) as (server, _, renderer):
-            for number in range(len(answers)):
-                api = "completions" if number < 2 else "chat"
-                assert await mapped(server, renderer, api=api, chain=[number]) == ["mapped"]
-
-    asyncio.run(test())
+    answers = [sample[name] for sample in samples for name in ("render", "tokenize")]
+    async with running(*map(reply, answers)) as (server, _, renderer):
+        for number in range(len(answers)):
+            api = "completions" if number < 2 else "chat"
+            assert await mapped(server, renderer, api=api, chain=[number]) == ["mapped"]
 
 
-def test_a_prompt_is_rendered_once_with_the_bytes_of_the_client():
+async def test_a_prompt_is_rendered_once_with_the_bytes_of_the_client():
     """As the engine got them, with another model name where that was replaced."""
-
-    async def test():
-        async with running(reply(RENDERED)) as (server, _, renderer):
-            edit = BodyEdit(1, 4, b'"b"')
-            assert await mapped(server, renderer, edit=edit) == ["mapped"]
-            assert await mapped(server, renderer) == []
-            assert len(server.requests) == 1
-            assert server.requests[0].startswith(b"POST /v1/chat/completions/render ")
-            assert b"content-length: 8\r\n" in server.requests[0].lower()
-
-    asyncio.run(test())
+    async with running(reply(RENDERED)) as (server, _, renderer):
+        edit = BodyEdit(1, 4, b'"b"')
+        assert await mapped(server, renderer, edit=edit) == ["mapped"]
+        assert await mapped(server, renderer) == []
+        assert len(server.requests) == 1
+        assert server.requests[0].startswith(b"POST /v1/chat/completions/render ")
+        assert b"content-length: 8\r\n" in server.requests[0].lower()
 
 
 def test_images_are_rendered_without_their_pixels():
@@ -241,162 +217,126 @@ def test_an_answer_with_pixels_does_not_stop_the_others():
     assert asyncio.run(listed()) == [["unsupported"], ["unsupported"], ["mapped"], 2]
 
 
-def test_a_prompt_of_too_many_blocks_is_rendered_once(monkeypatch):
+async def test_a_prompt_of_too_many_blocks_is_rendered_once(monkeypatch):
     """Nor is what goes on from it; it counts as unsupported each time."""
     monkeypatch.setattr("extproc.prefix_cache.exact_prefixes._MAX_PROMPT_BLOCKS", 2)
-
-    async def test():
-        async with running(reply(RENDERED)) as (server, prefixes, renderer):
-            for chain in (CHAIN, CHAIN, [*CHAIN, 13]):
-                assert await mapped(server, renderer, chain=chain) == ["unsupported"]
-            assert renderer.results["unsupported"] == 3
-            assert len(server.requests) == 1
-            assert not prefixes.prompts.covers(CHAIN)
-
-    asyncio.run(test())
+    async with running(reply(RENDERED)) as (server, prefixes, renderer):
+        for chain in (CHAIN, CHAIN, [*CHAIN, 13]):
+            assert await mapped(server, renderer, chain=chain) == ["unsupported"]
+        assert renderer.results["unsupported"] == 3
+        assert len(server.requests) == 1
+        assert not prefixes.prompts.covers(CHAIN)
 
 
-def test_a_prompt_of_too_many_blocks_is_forgotten_in_time(monkeypatch):
+async def test_a_prompt_of_too_many_blocks_is_forgotten_in_time(monkeypatch):
     """As many are remembered as have a place."""
     monkeypatch.setattr("extproc.prefix_cache.exact_prefixes._MAX_PROMPT_BLOCKS", 2)
     monkeypatch.setattr("extproc.scrape.prompt_renderer._MAX_TOO_LONG", 1)
-
-    async def test():
-        async with running(reply(RENDERED)) as (server, _, renderer):
-            for number in (1, 2, 1):
-                await mapped(server, renderer, chain=[number])
-            assert len(server.requests) == 3
-
-    asyncio.run(test())
+    async with running(reply(RENDERED)) as (server, _, renderer):
+        for number in (1, 2, 1):
+            await mapped(server, renderer, chain=[number])
+        assert len(server.requests) == 3
 
 
-def test_the_first_prompts_wait_for_the_size_of_blocks():
+async def test_the_first_prompts_wait_for_the_size_of_blocks():
     """It comes with the events of the prompt itself; without any event nothing is rendered."""
-
-    async def test():
-        prefixes = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
-        engine = prefixes.open(("e", 0), 0)
-        async with running(reply(RENDERED), prefixes=prefixes) as (server, _, renderer):
-            assert await mapped(server, renderer) == []
-            prefixes.index.set_live(engine, is_live=True)
-            renderer.note(decision(server), HttpRequest({}, b"{}"))
-            await asyncio.sleep(0)
-            assert renderer.num_unmapped
-            assert not server.requests
-            event = BlockStored([1], None, array("I", range(16)).tobytes(), 16)
-            prefixes.index.apply(engine, event)
-            await until(lambda: not renderer.num_unmapped)
-            assert renderer.results["mapped"] == 1
-
-    asyncio.run(test())
+    prefixes = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
+    engine = prefixes.open(("e", 0), 0)
+    async with running(reply(RENDERED), prefixes=prefixes) as (server, _, renderer):
+        assert await mapped(server, renderer) == []
+        prefixes.index.set_live(engine, is_live=True)
+        renderer.note(decision(server), HttpRequest({}, b"{}"))
+        await asyncio.sleep(0)
+        assert renderer.num_unmapped
+        assert not server.requests
+        event = BlockStored([1], None, array("I", range(16)).tobytes(), 16)
+        prefixes.index.apply(engine, event)
+        await until(lambda: not renderer.num_unmapped)
+        assert renderer.results["mapped"] == 1
 
 
-def test_prompts_beyond_the_queue_are_dropped():
+async def test_prompts_beyond_the_queue_are_dropped():
     """They are counted, and nothing waits for them."""
-
-    async def test():
-        async with running(None) as (server, _, renderer):
-            for number in range(400):
-                renderer.note(decision(server, chain=[number]), HttpRequest({}, b"{}"))
-            assert renderer.results["dropped"] == 400 - 256
-
-    asyncio.run(test())
+    async with running(None) as (server, _, renderer):
+        for number in range(400):
+            renderer.note(decision(server, chain=[number]), HttpRequest({}, b"{}"))
+        assert renderer.results["dropped"] == 400 - 256
 
 
-def test_an_engine_that_hangs_has_its_share_of_the_renderer():
+async def test_an_engine_that_hangs_has_its_share_of_the_renderer():
     """Prompts of others are mapped meanwhile, and its own end with it."""
-
-    async def test():
-        async with (
-            running(None) as (hung, _, renderer),
-            serving(ScriptedServer(reply(RENDERED))) as other,
-        ):
-            for number in range(20):
-                renderer.note(decision(hung, chain=[100 + number]), HttpRequest({}, b"{}"))
-            renderer.note(decision(other, chain=CHAIN), HttpRequest({}, b"{}"))
-            await until(lambda: renderer.results["mapped"] and len(hung.requests) >= 2)
-            assert renderer.num_unmapped == 20
-            assert len(hung.requests) == 2
-            for writer in hung.writers:
-                writer.transport.abort()
-            await until(lambda: not renderer.num_unmapped)
-            assert renderer.results["failed"] == 20
-
-    asyncio.run(test())
+    async with (
+        running(None) as (hung, _, renderer),
+        serving(ScriptedServer(reply(RENDERED))) as other,
+    ):
+        for number in range(20):
+            renderer.note(decision(hung, chain=[100 + number]), HttpRequest({}, b"{}"))
+        renderer.note(decision(other, chain=CHAIN), HttpRequest({}, b"{}"))
+        await until(lambda: renderer.results["mapped"] and len(hung.requests) >= 2)
+        assert renderer.num_unmapped == 20
+        assert len(hung.requests) == 2
+        for writer in hung.writers:
+            writer.transport.abort()
+        await until(lambda: not renderer.num_unmapped)
+        assert renderer.results["failed"] == 20
 
 
 #: Settings of a renderer for which requests wait.
 PATIENT = KvEventsSection(render_budget_ms=600_000.0)
 
 
-def test_a_request_waits_until_its_prompt_is_mapped():
+async def test_a_request_waits_until_its_prompt_is_mapped():
     """Others with the same prompt wait for the same answer; a mapped one does not wait."""
-
-    async def test():
-        async with running(reply(RENDERED), settings=PATIENT) as (server, prefixes, renderer):
-            raw = HttpRequest({}, b'{"a": 1}')
-            waits = [renderer.render_ahead(decision(server), raw) for _ in range(3)]
-            waits.pop().cancel()  # its client left
-            async with asyncio.timeout(300):
-                await asyncio.gather(*waits)
-            assert prefixes.prompts.covers(CHAIN)
-            assert not prefixes.prompts.find(CHAIN)[0].sent
-            assert renderer.render_ahead(decision(server), raw) is None
-            assert len(server.requests) == 1
-            assert renderer.waits == {"mapped": 2, "failed": 0, "expired": 0}
-            assert renderer.num_waiting_bytes == 0
-
-    asyncio.run(test())
+    async with running(reply(RENDERED), settings=PATIENT) as (server, prefixes, renderer):
+        raw = HttpRequest({}, b'{"a": 1}')
+        waits = [renderer.render_ahead(decision(server), raw) for _ in range(3)]
+        waits.pop().cancel()  # its client left
+        async with asyncio.timeout(300):
+            await asyncio.gather(*waits)
+        assert prefixes.prompts.covers(CHAIN)
+        assert not prefixes.prompts.find(CHAIN)[0].sent
+        assert renderer.render_ahead(decision(server), raw) is None
+        assert len(server.requests) == 1
+        assert renderer.waits == {"mapped": 2, "failed": 0, "expired": 0}
+        assert renderer.num_waiting_bytes == 0
 
 
-def test_a_prompt_that_cannot_be_mapped_ends_the_wait():
+async def test_a_prompt_that_cannot_be_mapped_ends_the_wait():
     """And the next one does not wait while the engine rests."""
-
-    async def test():
-        script = reply({}, status="500 Internal Server Error")
-        async with running(script, settings=PATIENT) as (server, _, renderer):
-            raw = HttpRequest({}, b'{"a": 1}')
-            async with asyncio.timeout(300):
-                await renderer.render_ahead(decision(server), raw)
-            assert renderer.waits["failed"] == 1
-            assert renderer.render_ahead(decision(server), raw) is None
-
-    asyncio.run(test())
+    script = reply({}, status="500 Internal Server Error")
+    async with running(script, settings=PATIENT) as (server, _, renderer):
+        raw = HttpRequest({}, b'{"a": 1}')
+        async with asyncio.timeout(300):
+            await renderer.render_ahead(decision(server), raw)
+        assert renderer.waits["failed"] == 1
+        assert renderer.render_ahead(decision(server), raw) is None
 
 
-def test_a_wait_ends_with_its_budget():
+async def test_a_wait_ends_with_its_budget():
     """The prompt is mapped behind it, as sent to where its request was routed meanwhile."""
-
-    async def test():
-        settings = KvEventsSection(render_budget_ms=10.0)
-        async with running(None, settings=settings) as (server, _, renderer):
-            raw = HttpRequest({}, b'{"a": 1}')
-            async with asyncio.timeout(300):
-                await renderer.render_ahead(decision(server), raw)
-            renderer.note(decision(server), raw)
-            assert renderer.waits == {"mapped": 0, "failed": 0, "expired": 1}
-            assert renderer.num_unmapped == 1
-            assert renderer.num_waiting_bytes == 0
-
-    asyncio.run(test())
+    settings = KvEventsSection(render_budget_ms=10.0)
+    async with running(None, settings=settings) as (server, _, renderer):
+        raw = HttpRequest({}, b'{"a": 1}')
+        async with asyncio.timeout(300):
+            await renderer.render_ahead(decision(server), raw)
+        renderer.note(decision(server), raw)
+        assert renderer.waits == {"mapped": 0, "failed": 0, "expired": 1}
+        assert renderer.num_unmapped == 1
+        assert renderer.num_waiting_bytes == 0
 
 
-def test_no_request_waits_without_budget_or_blocks_or_place():
+async def test_no_request_waits_without_budget_or_blocks_or_place():
     """Waiting prompts are bounded by bytes and number."""
-
-    async def test():
-        empty = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
-        async with running(None, settings=PATIENT, prefixes=empty) as (server, _, renderer):
-            assert renderer.render_ahead(decision(server), HttpRequest({}, b"{}")) is None
-        async with running(None) as (server, _, renderer):
-            assert renderer.render_ahead(decision(server), HttpRequest({}, b"{}")) is None
-        async with running(None, settings=PATIENT) as (server, _, renderer):
-            raw = HttpRequest({}, b" " * 1_000_000)
-            waits = [renderer.render_ahead(decision(server), raw) for _ in range(20)]
-            assert [wait is None for wait in waits] == [False] * 16 + [True] * 4
-        async with running(None, settings=PATIENT) as (server, _, renderer):
-            raw = HttpRequest({}, b"{}")
-            waits = [renderer.render_ahead(decision(server), raw) for _ in range(300)]
-            assert sum(wait is None for wait in waits) == 300 - 256
-
-    asyncio.run(test())
+    empty = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
+    async with running(None, settings=PATIENT, prefixes=empty) as (server, _, renderer):
+        assert renderer.render_ahead(decision(server), HttpRequest({}, b"{}")) is None
+    async with running(None) as (server, _, renderer):
+        assert renderer.render_ahead(decision(server), HttpRequest({}, b"{}")) is None
+    async with running(None, settings=PATIENT) as (server, _, renderer):
+        raw = HttpRequest({}, b" " * 1_000_000)
+        waits = [renderer.render_ahead(decision(server), raw) for _ in range(20)]
+        assert [wait is None for wait in waits] == [False] * 16 + [True] * 4
+    async with running(None, settings=PATIENT) as (server, _, renderer):
+        raw = HttpRequest({}, b"{}")
+        waits = [renderer.render_ahead(decision(server), raw) for _ in range(300)]
+        assert sum(wait is None for wait in waits) == 300 - 256

@@ -22,81 +22,67 @@ from tests.scrape.scraper_scene import QUICK, ScraperScene
         (12, "bug: AttributeError"),
     ],
 )
-def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
+async def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
     """Checklist 116: failures are named, counted, and do not touch the load."""
-
-    async def scene():
-        scene = ScraperScene("10.0.0.1:1")
-        watch = scene.watch()
-        await watch.step()
-        scene.fetcher.answers["p1"] = answer
-        await watch.step()
-        await watch.step()
-        assert (scene.load().waiting, scene.load().at) == (3.0, 100.125)
-        assert scene.store.pool.members[0].failure == outcome
-        assert [fact.outcome for fact in scene.facts] == ["ok", outcome, outcome]
-        assert watch.failures == 2
-        assert watch.is_refused == (outcome == "refused")
-        scene.fetcher.answers.clear()
-        await watch.step()
-        assert watch.failures == 0
-        assert not watch.is_refused
-
-    asyncio.run(scene())
+    scene = ScraperScene("10.0.0.1:1")
+    watch = scene.watch()
+    await watch.step()
+    scene.fetcher.answers["p1"] = answer
+    await watch.step()
+    await watch.step()
+    assert (scene.load().waiting, scene.load().at) == (3.0, 100.125)
+    assert scene.store.pool.members[0].failure == outcome
+    assert [fact.outcome for fact in scene.facts] == ["ok", outcome, outcome]
+    assert watch.failures == 2
+    assert watch.is_refused == (outcome == "refused")
+    scene.fetcher.answers.clear()
+    await watch.step()
+    assert watch.failures == 0
+    assert not watch.is_refused
 
 
-def test_a_lack_of_files_says_nothing_about_an_engine():
+async def test_a_lack_of_files_says_nothing_about_an_engine():
     """It neither ejects nor readmits, and the next scrape comes as soon as ever."""
-
-    async def scene():
-        scene = ScraperScene("10.0.0.1:1")
-        watch = scene.watch()
-        for answer, failures, is_up in (
-            (TOO_MANY_FILES, 0, True),
-            ("refused", 1, True),
-            (TOO_MANY_FILES, 1, True),
-            ("refused", 2, False),
-            (TOO_MANY_FILES, 2, False),
-        ):
-            scene.fetcher.answers["p1"] = client.FetchFailed(answer)
-            await watch.step()
-            member = scene.store.pool.members[0]
-            assert (member.failure, member.failures, member.is_up) == (answer, failures, is_up)
-            assert watch.failures == failures
-
-    asyncio.run(scene())
+    scene = ScraperScene("10.0.0.1:1")
+    watch = scene.watch()
+    for answer, failures, is_up in (
+        (TOO_MANY_FILES, 0, True),
+        ("refused", 1, True),
+        (TOO_MANY_FILES, 1, True),
+        ("refused", 2, False),
+        (TOO_MANY_FILES, 2, False),
+    ):
+        scene.fetcher.answers["p1"] = client.FetchFailed(answer)
+        await watch.step()
+        member = scene.store.pool.members[0]
+        assert (member.failure, member.failures, member.is_up) == (answer, failures, is_up)
+        assert watch.failures == failures
 
 
 @pytest.mark.parametrize(("port", "state"), [(None, HealthState.DOWN), (9400, HealthState.HEALTHY)])
-def test_a_refusal_at_another_port_is_none_of_the_engine(port, state):
+async def test_a_refusal_at_another_port_is_none_of_the_engine(port, state):
     """The sidecar that serves the page may be away while the engine serves."""
-
-    async def scene():
-        settings = msgspec.structs.replace(QUICK, port=port)
-        refused = client.FetchFailed("refused")
-        scene = ScraperScene("10.0.0.1:1", settings=settings, p1=refused, p9400=refused)
-        watch = scene.watch()
-        for _ in range(5):
-            await watch.step()
-        assert scene.store.pool.members[0].condition.state is state
-
-    asyncio.run(scene())
+    settings = msgspec.structs.replace(QUICK, port=port)
+    refused = client.FetchFailed("refused")
+    scene = ScraperScene("10.0.0.1:1", settings=settings, p1=refused, p9400=refused)
+    watch = scene.watch()
+    for _ in range(5):
+        await watch.step()
+    assert scene.store.pool.members[0].condition.state is state
 
 
 @pytest.mark.parametrize(("reason", "longest_s"), [("refused", 2.0), ("timeout", 11.0)])
-def test_a_refused_endpoint_is_scraped_again_within_two_seconds_of_recovery(reason, longest_s):
+async def test_a_refused_endpoint_is_scraped_again_within_two_seconds_of_recovery(
+    reason, longest_s
+):
     """Back-off from refused connections ends at 2 s, from others at its own cap."""
-
-    async def scene():
-        scene = ScraperScene(
-            "10.0.0.1:1", settings=scraper.ScraperSettings(), p1=client.FetchFailed(reason)
-        )
-        watch = scene.watch()
-        for _ in range(9):
-            await watch.step()
-        assert 0.8 * longest_s <= scene.subject.wait_s(watch) <= longest_s
-
-    asyncio.run(scene())
+    scene = ScraperScene(
+        "10.0.0.1:1", settings=scraper.ScraperSettings(), p1=client.FetchFailed(reason)
+    )
+    watch = scene.watch()
+    for _ in range(9):
+        await watch.step()
+    assert 0.8 * longest_s <= scene.subject.wait_s(watch) <= longest_s
 
 
 @pytest.mark.parametrize("reason", ["status 500", "refused"])
@@ -181,21 +167,18 @@ def test_a_page_that_raises_stops_no_other_endpoint(caplog):
     assert len([line for line in caplog.messages if "OverflowError" in line]) == 1
 
 
-def test_a_callback_that_raises_stops_no_scraping():
+async def test_a_callback_that_raises_stops_no_scraping():
     """A listener of scrapes may raise; scraping continues after a pause."""
 
     async def no_pause(_):
         await asyncio.sleep(0)
 
-    async def scene():
-        scene = ScraperScene("10.0.0.1:1")
-        scene.subject.supervisor = Supervisor(sleep=no_pause)
-        scene.subject.on_result = {}.__getitem__
-        task = asyncio.ensure_future(scene.subject.run())
-        await scene.fetcher.until(lambda: len(scene.fetcher.requests) >= 5)
-        assert scene.load().waiting == 3.0
-        assert scene.subject.supervisor.failures["scrape"] >= 4
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(scene())
+    scene = ScraperScene("10.0.0.1:1")
+    scene.subject.supervisor = Supervisor(sleep=no_pause)
+    scene.subject.on_result = {}.__getitem__
+    task = asyncio.ensure_future(scene.subject.run())
+    await scene.fetcher.until(lambda: len(scene.fetcher.requests) >= 5)
+    assert scene.load().waiting == 3.0
+    assert scene.subject.supervisor.failures["scrape"] >= 4
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
