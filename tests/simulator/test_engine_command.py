@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
 import socket
 import subprocess
@@ -129,7 +128,7 @@ def test_a_taken_port_of_kv_events_is_refused_with_status_2(capsys):
             assert error.count("\n") == 1
 
 
-def test_events_are_published_on_ipv6_as_well():
+async def test_events_are_published_on_ipv6_as_well():
     """As the HTTP server listens there."""
     pytest.importorskip("zmq", reason="the extra kv-events is not installed")
     try:
@@ -139,10 +138,6 @@ def test_events_are_published_on_ipv6_as_well():
     wanted = server.EngineServerSettings(
         profile=profiles.PROFILES["demo"], kv_events=kv_publisher.KvPublisherSettings()
     )
-
-    async def start():
-        async with server.serving(wanted, host="::1") as started:
-            for port in (started.publisher.port, started.publisher.replay_port):
-                socket.create_connection(("::1", port)).close()
-
-    asyncio.run(start())
+    async with server.serving(wanted, host="::1") as started:
+        for port in (started.publisher.port, started.publisher.replay_port):
+            socket.create_connection(("::1", port)).close()
