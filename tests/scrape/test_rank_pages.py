@@ -18,7 +18,6 @@ def read(page: bytes) -> Load | RankedLoad | metrics_page.UnreadablePage:
     return metrics_page.MetricsPageReader().read_ranks(page, 5.0)
 
 
-@engine_server.run
 async def test_each_rank_of_a_whole_page_has_its_own_load():
     """Counters, cache sizes and the start are those of the rank; the engine is one process."""
     settings = {"ranks": 3, "speed": 100_000.0}
@@ -47,7 +46,6 @@ async def test_each_rank_of_a_whole_page_has_its_own_load():
     assert joined.kv_blocks == 3 * (ranked.loads[0].kv_blocks or 0)
 
 
-@engine_server.run
 async def test_the_page_of_a_single_rank_reads_as_before():
     """An engine without ranks is one load, whatever number its samples carry."""
     async with engine_server.engine() as (_, client):
@@ -56,7 +54,6 @@ async def test_the_page_of_a_single_rank_reads_as_before():
     assert read(vllm_page({3: (1, 2)})) == metrics_page.read(vllm_page({3: (1, 2)}), 5.0)
 
 
-@engine_server.run
 async def test_a_server_without_a_rank_header_balances_by_itself():
     """Of two ranks the second request goes to the one with less to do; unknown ranks get 400."""
     async with engine_server.engine(ranks=2, speed=0.001) as (subject, client):

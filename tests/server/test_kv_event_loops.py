@@ -106,7 +106,6 @@ def words(number, count=600):
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-@engine_server.run
 async def test_repeated_prompts_are_predicted_to_the_token(form):
     """At cache pressure, predictions are what the engine reports, where belief alone is wrong."""
     async with running(form=form) as pool:
@@ -127,7 +126,6 @@ async def test_repeated_prompts_are_predicted_to_the_token(form):
         assert wrong_beliefs
 
 
-@engine_server.run
 async def test_follow_up_turns_are_predicted_with_the_answer():
     """The earlier prompt and the generated answer count as cached."""
     async with running() as pool:
@@ -144,7 +142,6 @@ async def test_follow_up_turns_are_predicted_with_the_answer():
             texts += [pool.answer, words(2 + turn, 40)]
 
 
-@engine_server.run
 async def test_the_first_request_of_a_prompt_is_exact_where_it_waits():
     """Another replica routed the same prompt before."""
     async with running(budget_ms=10_000.0) as pool:
@@ -165,7 +162,6 @@ async def test_the_first_request_of_a_prompt_is_exact_where_it_waits():
         assert decision.matched_tokens == min(cached, decision.request.prompt_tokens) > 300
 
 
-@engine_server.run
 async def test_a_cleared_cache_is_forgotten_at_once():
     """Events and belief alike."""
     async with running() as pool:
@@ -182,7 +178,6 @@ async def test_a_cleared_cache_is_forgotten_at_once():
         assert decision.matched_tokens == usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-@engine_server.run
 async def test_metrics_show_subscriptions_blocks_and_prompts():
     """Every family has a series."""
     async with running() as pool:

@@ -1,10 +1,9 @@
-"""A served engine and a client for one test, in its own event loop."""
+"""A served engine and a client for one test."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 
 import aiohttp
@@ -14,20 +13,6 @@ from extproc.simulator import profiles
 from extproc.simulator.http import server
 
 DEMO = profiles.PROFILES["demo"]
-
-
-def run(test):
-    """Run an async test in a fresh loop, for a minute at most."""
-
-    @functools.wraps(test)
-    def sync(*args, **kwargs):
-        async def limited():
-            async with asyncio.timeout(300):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return sync
 
 
 @contextlib.asynccontextmanager

@@ -40,7 +40,6 @@ async def scrape(client):
     return await (await client.get("/metrics")).text()
 
 
-@engine_server.run
 async def test_an_idle_page_is_line_by_line_a_real_one():
     """Names, labels, order, HELP and TYPE of a fresh vLLM 0.32; no LoRA sample yet."""
     async with engine_server.engine(model="tiny", machine=TINY) as (_, client):
@@ -50,7 +49,6 @@ async def test_an_idle_page_is_line_by_line_a_real_one():
     assert "vllm:lora_requests_info{" not in page
 
 
-@engine_server.run
 async def test_a_page_after_load_is_line_by_line_a_real_one():
     """After requests to the base model with LoRA on: the empty adapter set, HTTP families."""
     async with engine_server.engine(model="tiny", machine=TINY) as (_, client):
@@ -61,7 +59,6 @@ async def test_a_page_after_load_is_line_by_line_a_real_one():
     assert skeleton(page) == skeleton(real)
 
 
-@engine_server.run
 async def test_counters_agree_with_what_was_served():
     """Tokens, hits, requests, histograms, and usage 0 with a full cache."""
     async with engine_server.engine() as (_, client):
@@ -128,7 +125,6 @@ def assert_counts_fit(page, *, requests):
     assert times["queue"] + times["prefill"] <= vllm("time_to_first_token_seconds_sum") + 1e-9
 
 
-@engine_server.run
 async def test_counters_fit_each_other_as_on_a_real_page():
     """The same sums agree on the capture and on ours, preemptions and chunked prompts included."""
     assert_counts_fit((DATA / "vllm-0.32-after-lora-load.txt").read_text(), requests=120)
@@ -150,7 +146,6 @@ async def read(request):
         return await response.read()
 
 
-@engine_server.run
 async def test_gauges_show_what_runs_and_what_waits():
     """One runs, two wait for the batch, and live blocks are in use."""
     async with engine_server.engine(speed=0.001, machine={"max_num_seqs": 1}) as (server, client):
@@ -168,7 +163,6 @@ async def test_gauges_show_what_runs_and_what_waits():
         await engine_server.leave(*tasks)
 
 
-@engine_server.run
 async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
     """Every set ever reported stays; the live one is the newest; waiting repeats running."""
     async with engine_server.engine(loras=("b", "a")) as (_, client):
@@ -191,7 +185,6 @@ async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
     assert values[series("a")] < values[series("b")]
 
 
-@engine_server.run
 async def test_sets_of_adapters_of_several_ranks_are_there_once():
     """The series have no label of a rank, and a page has none twice."""
     async with engine_server.engine(loras=("a",), ranks=2) as (_, client):
@@ -205,7 +198,6 @@ async def test_sets_of_adapters_of_several_ranks_are_there_once():
     assert len(series) == len(set(series)) == 2
 
 
-@engine_server.run
 async def test_refusals_of_every_rank_are_counted():
     """The counter has no label of a rank: it is that of the server."""
     slow = {"speed": 1e-3, "ranks": 2, "machine": {"max_queued": 1}}
@@ -226,7 +218,6 @@ async def test_refusals_of_every_rank_are_counted():
     assert sum(rejections.values()) == 1
 
 
-@engine_server.run
 async def test_without_lora_there_is_no_lora_family():
     """max_loras 0 turns it off, and an adapter is unknown."""
     async with engine_server.engine(machine={"max_loras": 0}) as (_, client):

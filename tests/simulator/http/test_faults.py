@@ -20,7 +20,6 @@ async def ask(client, fault="", **more):
     return await client.post(PATH, json=chat("hi", max_tokens=20, **more), headers=headers)
 
 
-@engine_server.run
 async def test_a_status_fault_answers_that_status():
     """By header, with an error body."""
     async with engine_server.engine() as (server, client):
@@ -29,7 +28,6 @@ async def test_a_status_fault_answers_that_status():
         assert server.engine.prefix_queries == 0
 
 
-@engine_server.run
 async def test_armed_faults_hit_inference_only_and_end_after_their_count():
     """PUT arms, GET lists what is left, DELETE clears."""
     async with engine_server.engine() as (_, client):
@@ -44,7 +42,6 @@ async def test_armed_faults_hit_inference_only_and_end_after_their_count():
         assert (await ask(client)).status == 200
 
 
-@engine_server.run
 async def test_a_rate_hits_a_share_of_requests():
     """The share is drawn from the seed."""
     async with engine_server.engine(faults=("status=503,rate=0.5",)) as (_, client):
@@ -53,7 +50,6 @@ async def test_a_rate_hits_a_share_of_requests():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@engine_server.run
 async def test_reset_breaks_the_connection_before_any_answer(stream):
     """The client sees a broken connection, not a status."""
     async with engine_server.engine() as (server, client):
@@ -62,7 +58,6 @@ async def test_reset_breaks_the_connection_before_any_answer(stream):
         await engine_server.until(lambda: server.in_flight == 0)
 
 
-@engine_server.run
 async def test_reset_after_breaks_a_stream_with_so_many_tokens_sent():
     """Three words arrive, then the connection breaks; the engine is free again."""
     async with engine_server.engine() as (server, client):
@@ -78,7 +73,6 @@ async def test_reset_after_breaks_a_stream_with_so_many_tokens_sent():
         assert b"[DONE]" not in got
 
 
-@engine_server.run
 async def test_hang_and_stall_end_only_when_the_client_leaves():
     """No answer, or three words and then silence."""
     async with engine_server.engine() as (server, client):
@@ -94,7 +88,6 @@ async def test_hang_and_stall_end_only_when_the_client_leaves():
         await engine_server.until(lambda: server.in_flight == 0)
 
 
-@engine_server.run
 async def test_an_in_band_error_comes_with_status_200():
     """As a real engine rejects streams in a burst: a gateway cannot see it from the status."""
     async with engine_server.engine() as (_, client):
@@ -103,7 +96,6 @@ async def test_an_in_band_error_comes_with_status_200():
         assert (reply.status, error["error"]["code"], done) == (200, 503, "[DONE]")
 
 
-@engine_server.run
 async def test_errors_of_messages_have_the_form_of_anthropic():
     """Clients of Anthropic read `type` beside the error, also in a stream."""
     async with engine_server.engine() as (_, client):
@@ -118,14 +110,12 @@ async def test_errors_of_messages_have_the_form_of_anthropic():
             assert error["error"]["message"]
 
 
-@engine_server.run
 async def test_a_delay_comes_before_the_usual_answer():
     """The request is served after it."""
     async with engine_server.engine() as (_, client):
         assert (await ask(client, "delay=0.001")).status == 200
 
 
-@engine_server.run
 async def test_not_ready_fails_health_and_requests_and_leaves_metrics():
     """As during the start of an engine; cleared, it serves."""
     async with engine_server.engine(faults=("not-ready",)) as (_, client):
@@ -137,7 +127,6 @@ async def test_not_ready_fails_health_and_requests_and_leaves_metrics():
         assert (await ask(client)).status == 200
 
 
-@engine_server.run
 async def test_metrics_faults_freeze_garble_empty_and_fail_the_page():
     """Each changes the page only; without them it is alive again."""
     async with engine_server.engine() as (_, client):
@@ -200,7 +189,6 @@ def test_a_fault_prints_as_it_reads(text):
     assert str(faults.parse(text)) == text
 
 
-@engine_server.run
 async def test_a_bad_fault_is_a_bad_request():
     """In the header and in the admin body."""
     async with engine_server.engine() as (_, client):

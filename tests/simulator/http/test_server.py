@@ -14,7 +14,6 @@ from tests.simulator.engine_server import chat
 LONG = "tell me about rivers " * 40
 
 
-@engine_server.run
 async def test_a_chat_answer_has_text_usage_and_the_request_id():
     """One word of four bytes per token, tokens counted, id from X-Request-Id."""
     async with engine_server.engine() as (server, client):
@@ -33,7 +32,6 @@ async def test_a_chat_answer_has_text_usage_and_the_request_id():
         assert reply.headers["x-inference-port"] == str(server.port)
 
 
-@engine_server.run
 async def test_the_same_prompt_gets_the_same_answer():
     """Answers depend on the prompt alone, not on the engine or its history."""
     texts = []
@@ -45,7 +43,6 @@ async def test_the_same_prompt_gets_the_same_answer():
     assert len(set(texts)) == 1
 
 
-@engine_server.run
 async def test_cached_tokens_grow_when_a_follow_up_carries_the_answer():
     """The second turn finds the first prompt and the generated answer in the cache."""
     async with engine_server.engine() as (_, client):
@@ -64,7 +61,6 @@ async def test_cached_tokens_grow_when_a_follow_up_carries_the_answer():
         assert known - 16 <= cached <= known
 
 
-@engine_server.run
 async def test_cached_tokens_can_be_hidden():
     """Without --enable-prompt-tokens-details a real engine does not tell."""
     async with engine_server.engine(show_cached=False) as (_, client):
@@ -72,7 +68,6 @@ async def test_cached_tokens_can_be_hidden():
         assert "prompt_tokens_details" not in body["usage"]
 
 
-@engine_server.run
 async def test_adapters_and_cache_salts_do_not_share_blocks():
     """The same prompt is a miss under another adapter or another salt."""
     async with engine_server.engine(loras=("a",)) as (_, client):
@@ -84,7 +79,6 @@ async def test_adapters_and_cache_salts_do_not_share_blocks():
         assert cached[3] > 0
 
 
-@engine_server.run
 async def test_a_stream_is_chunks_then_usage_then_done():
     """Role first, text in pieces, the finish reason, usage on request, [DONE]; and equal text."""
     async with engine_server.engine() as (_, client):
@@ -103,7 +97,6 @@ async def test_a_stream_is_chunks_then_usage_then_done():
 
 
 @pytest.mark.parametrize(("coalesce_s", "fewest"), [(0.0, 40), (10.0, 1)])
-@engine_server.run
 async def test_chunks_are_not_tokens(coalesce_s, fewest):
     """Tokens that come close together share a chunk; 0 sends every token by itself."""
     async with engine_server.engine(speed=100, coalesce_s=coalesce_s) as (_, client):
@@ -129,7 +122,6 @@ async def test_chunks_are_not_tokens(coalesce_s, fewest):
         ("/v1/messages", {"max_tokens": 9, "messages": chat("hi")["messages"], "system": "s"}),
     ],
 )
-@engine_server.run
 async def test_every_surface_answers_whole_and_streamed(path, body):
     """Each API has its shape; unknown fields are ignored, a missing model is the base model."""
     async with engine_server.engine() as (server, client):
@@ -146,7 +138,6 @@ async def test_every_surface_answers_whole_and_streamed(path, body):
 @pytest.mark.parametrize(
     ("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")]
 )
-@engine_server.run
 async def test_prompts_may_be_lists_of_tokens(path, field):
     """Clients send them one by one or several; two of a list are one here."""
     async with engine_server.engine() as (_, client):
@@ -155,7 +146,6 @@ async def test_prompts_may_be_lists_of_tokens(path, field):
             assert answer["usage"]["prompt_tokens"] == tokens
 
 
-@engine_server.run
 async def test_tokens_are_four_bytes_of_the_rendered_prompt():
     """The stand-in for a tokenizer; /tokenize agrees with usage."""
     async with engine_server.engine() as (_, client):
@@ -171,7 +161,6 @@ async def test_tokens_are_four_bytes_of_the_rendered_prompt():
         ] == 11
 
 
-@engine_server.run
 async def test_input_of_messages_is_without_cached_tokens():
     """The second request has the same tokens, most of them read from the cache."""
     async with engine_server.engine() as (_, client):
@@ -197,7 +186,6 @@ async def test_input_of_messages_is_without_cached_tokens():
         (b'{"prompt": "' + b"a" * 100_000 + b'"}', 400, "BadRequestError"),
     ],
 )
-@engine_server.run
 async def test_bad_requests_get_error_bodies(body, status, kind):
     """`{"error": {message, type, param, code}}`, as vLLM answers."""
     async with engine_server.engine() as (_, client):
@@ -210,7 +198,6 @@ async def test_bad_requests_get_error_bodies(body, status, kind):
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/tokenize", "/v1/chat/completions/render"]
 )
-@engine_server.run
 async def test_a_body_that_nests_too_deep_is_a_bad_request(path):
     """3,000 arrays in a message, which is valid JSON."""
     nested = b"[" * 3000 + b"]" * 3000
@@ -221,7 +208,6 @@ async def test_a_body_that_nests_too_deep_is_a_bad_request(path):
         assert (await reply.json())["error"]["type"] == "BadRequestError"
 
 
-@engine_server.run
 async def test_unknown_paths_answer_like_fastapi():
     """404 `{"detail": "Not Found"}` for any method; 405 for a known path."""
     async with engine_server.engine() as (_, client):
@@ -236,7 +222,6 @@ async def test_unknown_paths_answer_like_fastapi():
             assert set(await reply.json()) == {"detail"}
 
 
-@engine_server.run
 async def test_echo_hashes_the_body_as_received_on_any_path():
     """Also for a body of 5 MiB to an unknown path, and for one that is no JSON."""
     async with engine_server.engine() as (_, client):
@@ -251,7 +236,6 @@ async def test_echo_hashes_the_body_as_received_on_any_path():
             }
 
 
-@engine_server.run
 async def test_models_lists_base_and_adapters_with_their_parent():
     """An adapter loaded at run time is listed and served; unloaded it is gone."""
     async with engine_server.engine(loras=("a",)) as (_, client):
@@ -275,7 +259,6 @@ async def test_models_lists_base_and_adapters_with_their_parent():
         ).status == 404
 
 
-@engine_server.run
 async def test_adapters_need_a_name_and_a_path():
     """Fields that are missing or empty are errors of vLLM's form, and nothing is loaded."""
     async with engine_server.engine(loras=("a",)) as (server, client):
@@ -296,7 +279,6 @@ async def test_adapters_need_a_name_and_a_path():
         assert server.adapters.names == ["a"]
 
 
-@engine_server.run
 async def test_over_the_queue_limit_it_is_busy():
     """503 without Retry-After once so many requests are in the engine."""
     async with engine_server.engine(speed=0.001, machine={"max_queued": 1}) as (server, client):
@@ -310,7 +292,6 @@ async def test_over_the_queue_limit_it_is_busy():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@engine_server.run
 async def test_a_client_that_leaves_frees_the_engine(stream):
     """The running gauge is back and the abort counted, before any token came."""
     async with engine_server.engine(speed=0.001) as (server, client):
@@ -329,7 +310,7 @@ async def test_a_client_that_leaves_frees_the_engine(stream):
         await engine_server.until(lambda: server.in_flight == 0)
 
 
-def test_a_client_that_leaves_as_an_answer_is_written_is_no_error(monkeypatch, caplog):
+async def test_a_client_that_leaves_as_an_answer_is_written_is_no_error(monkeypatch, caplog):
     """Its connection closes before the handler is cancelled."""
     generate = responses.generate
 
@@ -337,20 +318,15 @@ def test_a_client_that_leaves_as_an_answer_is_written_is_no_error(monkeypatch, c
         request.transport.abort()
         return await generate(request, *others)
 
-    @engine_server.run
-    async def ask():
-        async with engine_server.engine() as (server, client):
-            with pytest.raises(aiohttp.ClientError):
-                await client.post("/v1/chat/completions", json=chat("hi", stream=True))
-            await engine_server.until(lambda: server.in_flight == 0)
-            assert server.engine.running + server.engine.waiting == 0
-
     monkeypatch.setattr(responses, "generate", leave_and_generate)
-    ask()
+    async with engine_server.engine() as (server, client):
+        with pytest.raises(aiohttp.ClientError):
+            await client.post("/v1/chat/completions", json=chat("hi", stream=True))
+        await engine_server.until(lambda: server.in_flight == 0)
+        assert server.engine.running + server.engine.waiting == 0
     assert not caplog.records
 
 
-@engine_server.run
 async def test_load_is_piggybacked_on_an_answer_for_who_asks():
     """ORCA as text or JSON, in a response header."""
     async with engine_server.engine() as (_, client):
@@ -363,7 +339,6 @@ async def test_load_is_piggybacked_on_an_answer_for_who_asks():
             assert reply.headers["endpoint-load-metrics"].startswith(start)
 
 
-@engine_server.run
 async def test_forty_clients_at_once_are_all_answered():
     """More than the batch holds: the rest waits its turn, and nothing stays behind."""
     async with engine_server.engine(machine={"max_num_seqs": 8}) as (_, client):
@@ -382,7 +357,6 @@ async def test_forty_clients_at_once_are_all_answered():
         assert state["most_in_flight"] > 8
 
 
-@engine_server.run
 async def test_resetting_the_prefix_cache_forgets_everything():
     """The next equal prompt is a miss."""
     async with engine_server.engine() as (_, client):
