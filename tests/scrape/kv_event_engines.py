@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import random
 
-import uvloop
-
 from extproc.endpoint import Endpoint
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, kv_events
@@ -134,11 +132,6 @@ def depth(subscriber, words, *, adapter=""):
     keys = kv_events.block_keys(kv_events.root_key(adapter), packed, SIZE)
     ends = subscriber.exact.index.holders(keys, len(keys))
     return max((end for end, _ in ends), default=0)
-
-
-def run_async(test):
-    """Run a test on the event loop of `extproc serve`."""
-    uvloop.run(asyncio.wait_for(test, 300))  # noqa: TID251 - a test cancels none
 
 
 async def copy_stream(reader, writer):

@@ -9,7 +9,7 @@ import pytest
 from extproc.scrape import kv_event_connection
 from extproc.scrape.kv_event_connection import EngineConnection, EngineConnector
 from extproc.supervision import Supervisor
-from tests.scrape.kv_event_engines import HOST, run_async
+from tests.scrape.kv_event_engines import HOST
 from tests.support.waiting import until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -122,20 +122,16 @@ class RecordingOwner:
 
 
 @pytest.mark.parametrize("sent", BROKEN)
-def test_a_peer_that_does_not_keep_to_the_protocol_is_connected_to_again(sent, monkeypatch):
+async def test_a_peer_that_does_not_keep_to_the_protocol_is_connected_to_again(sent, monkeypatch):
     """The connection is closed by us, whatever came."""
     monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.001)
-
-    async def test():
-        async with PublisherPeer(sent).running() as peer:
-            await until(lambda: peer.num_accepted >= 3)
-            assert len(peer.lost) == peer.num_opened - (peer.num_opened > len(peer.lost))
-            assert not any(why == "the connection is gone" for why in peer.lost)
-
-    run_async(test())
+    async with PublisherPeer(sent).running() as peer:
+        await until(lambda: peer.num_accepted >= 3)
+        assert len(peer.lost) == peer.num_opened - (peer.num_opened > len(peer.lost))
+        assert not any(why == "the connection is gone" for why in peer.lost)
 
 
-def test_attempts_are_further_and_further_apart(monkeypatch):
+async def test_attempts_are_further_and_further_apart(monkeypatch):
     """The wait doubles up to a bound, with a part by chance."""
     waits, sleep = [], asyncio.sleep
 
@@ -143,22 +139,19 @@ def test_attempts_are_further_and_further_apart(monkeypatch):
         waits.append(seconds)
         await sleep(0.001)
 
-    async def test():
-        async with PublisherPeer(GREETING + READY, closes=True).running() as peer:
-            monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
-            async with asyncio.timeout(300):
-                while len(waits) < 9:
-                    await sleep(0.001)
-            assert set(peer.lost) == {"the connection is gone"}
-        bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
-        for bound, wait in zip(bounds, waits, strict=False):
-            assert 0.5 * bound <= wait <= bound
-        assert len(set(waits)) == len(waits)
-
-    run_async(test())
+    async with PublisherPeer(GREETING + READY, closes=True).running() as peer:
+        monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
+        async with asyncio.timeout(300):
+            while len(waits) < 9:
+                await sleep(0.001)
+        assert set(peer.lost) == {"the connection is gone"}
+    bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    for bound, wait in zip(bounds, waits, strict=False):
+        assert 0.5 * bound <= wait <= bound
+    assert len(set(waits)) == len(waits)
 
 
-def test_the_first_attempt_may_wait(monkeypatch):
+async def test_the_first_attempt_may_wait(monkeypatch):
     """It begins once the seconds are over."""
     waits, sleep = [], asyncio.sleep
 
@@ -166,65 +159,50 @@ def test_the_first_attempt_may_wait(monkeypatch):
         waits.append(seconds)
         await sleep(0.001)
 
-    async def test():
-        monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
-        async with PublisherPeer(GREETING + READY).running(wait_s=0.3) as peer:
-            async with asyncio.timeout(300):
-                while not peer.num_opened:
-                    await sleep(0.001)
-            assert waits == [0.3]
-
-    run_async(test())
+    monkeypatch.setattr(kv_event_connection.asyncio, "sleep", note)
+    async with PublisherPeer(GREETING + READY).running(wait_s=0.3) as peer:
+        async with asyncio.timeout(300):
+            while not peer.num_opened:
+                await sleep(0.001)
+        assert waits == [0.3]
 
 
-def test_a_silent_peer_that_knows_no_heartbeats_is_left_to_the_system():
+async def test_a_silent_peer_that_knows_no_heartbeats_is_left_to_the_system():
     """ZMTP 3.0 has none: it may have nothing to publish."""
-
-    async def test():
-        async with PublisherPeer(GREETING + READY).running() as peer:
-            await until(lambda: peer.num_opened)
-            for _ in range(20):
-                peer.now += 1.0
-                peer.connector.check(peer.now)
-            assert not peer.lost
-
-    run_async(test())
+    async with PublisherPeer(GREETING + READY).running() as peer:
+        await until(lambda: peer.num_opened)
+        for _ in range(20):
+            peer.now += 1.0
+            peer.connector.check(peer.now)
+        assert not peer.lost
 
 
-def test_a_silent_peer_with_heartbeats_is_lost():
+async def test_a_silent_peer_with_heartbeats_is_lost():
     """ZMTP 3.1 answers to pings."""
-
-    async def test():
-        sent = GREETING.replace(b"\x7f\x03\x00", b"\x7f\x03\x01") + READY
-        async with PublisherPeer(sent).running() as peer:
-            await until(lambda: peer.num_opened)
-            for _ in range(4):
-                peer.now += 1.0
-                peer.connector.check(peer.now)
-            assert peer.lost == ["the connection is gone"]
-
-    run_async(test())
+    sent = GREETING.replace(b"\x7f\x03\x00", b"\x7f\x03\x01") + READY
+    async with PublisherPeer(sent).running() as peer:
+        await until(lambda: peer.num_opened)
+        for _ in range(4):
+            peer.now += 1.0
+            peer.connector.check(peer.now)
+        assert peer.lost == ["the connection is gone"]
 
 
-def test_a_peer_that_never_greets_is_given_up():
+async def test_a_peer_that_never_greets_is_given_up():
     """It is no publisher."""
+    async with PublisherPeer(b"").running() as peer:
 
-    async def test():
-        async with PublisherPeer(b"").running() as peer:
+        def is_connected_again():
+            # The peer may have accepted a connection before there is one here.
+            peer.now += 6.0
+            peer.connector.check(peer.now)
+            return peer.num_accepted >= 2
 
-            def is_connected_again():
-                # The peer may have accepted a connection before there is one here.
-                peer.now += 6.0
-                peer.connector.check(peer.now)
-                return peer.num_accepted >= 2
-
-            await until(is_connected_again)
-            assert not peer.lost
-
-    run_async(test())
+        await until(is_connected_again)
+        assert not peer.lost
 
 
-def test_a_connection_whose_time_runs_out_as_it_is_made_is_closed(monkeypatch):
+async def test_a_connection_whose_time_runs_out_as_it_is_made_is_closed(monkeypatch):
     """The loop closes its transport without a word to it."""
     transport = SentBytes()
 
@@ -232,14 +210,11 @@ def test_a_connection_whose_time_runs_out_as_it_is_made_is_closed(monkeypatch):
         factory().connection_made(transport)
         raise TimeoutError
 
-    async def test():
-        async with PublisherPeer(b"").running() as peer:
-            monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", make)
-            await until(lambda: transport.is_aborted)
-            assert peer.connector.receive() is None
-            assert not peer.lost
-
-    asyncio.run(test())
+    async with PublisherPeer(b"").running() as peer:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", make)
+        await until(lambda: transport.is_aborted)
+        assert peer.connector.receive() is None
+        assert not peer.lost
 
 
 def test_a_connection_may_be_closed_while_it_goes_on_reading(monkeypatch):
@@ -258,28 +233,24 @@ def test_a_connection_may_be_closed_while_it_goes_on_reading(monkeypatch):
 
 
 @pytest.mark.parametrize(("host", "port"), [(HOST, 70_000), ("a..b", 5557), (HOST, 9)])
-def test_an_address_that_cannot_be_connected_to_is_tried_again(host, port, monkeypatch):
+async def test_an_address_that_cannot_be_connected_to_is_tried_again(host, port, monkeypatch):
     """A rank's port may be beyond the last one, and a name no name."""
     monkeypatch.setattr(kv_event_connection, "_RECONNECT_S", 0.001)
-
-    async def test():
-        rng = random.Random(1)
-        before = rng.getstate()
-        nothing = lambda *_: None  # noqa: E731
-        connector = EngineConnector(
-            (host, port),
-            b"SUB",
-            clock=lambda: 0.0,
-            rng=rng,
-            supervisor=Supervisor(),
-            on_open=nothing,
-            on_readable=nothing,
-            on_lost=nothing,
-        )
-        async with asyncio.timeout(300):
-            while rng.getstate() == before:
-                await asyncio.sleep(0.001)
-        assert connector.receive() is None
-        connector.close()
-
-    run_async(test())
+    rng = random.Random(1)
+    before = rng.getstate()
+    nothing = lambda *_: None  # noqa: E731
+    connector = EngineConnector(
+        (host, port),
+        b"SUB",
+        clock=lambda: 0.0,
+        rng=rng,
+        supervisor=Supervisor(),
+        on_open=nothing,
+        on_readable=nothing,
+        on_lost=nothing,
+    )
+    async with asyncio.timeout(300):
+        while rng.getstate() == before:
+            await asyncio.sleep(0.001)
+    assert connector.receive() is None
+    connector.close()
