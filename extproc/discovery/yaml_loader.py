@@ -49,8 +49,8 @@ class LoaderLimits:
                 if isinstance(part, yaml.MappingNode):
                     self.flatten_mapping(part)
                     self._merged += len(part.value)
-            if self._merged > _MAX_MERGED:
-                raise yaml.YAMLError(f"more than {_MAX_MERGED} keys by <<")
+                if self._merged > _MAX_MERGED:
+                    raise yaml.YAMLError(f"more than {_MAX_MERGED} keys by <<")
         super().flatten_mapping(node)  # type: ignore[misc]  # of the loader
 
 

@@ -3,8 +3,9 @@ import pathlib
 import threading
 
 import pytest
+import yaml
 
-from extproc.discovery import static_discovery
+from extproc.discovery import static_discovery, yaml_loader
 from extproc.errors import ConfigError
 
 
@@ -51,6 +52,16 @@ def test_merged_labels_are_read(tmp_path):
         {"gpu": "h100", "zone": "a"},
         {"gpu": "h100", "zone": "b"},
     ]
+
+
+def test_merged_keys_are_counted_before_they_are_collected(monkeypatch):
+    """A list of the same mapping thousands of times is refused at the one that exceeds the bound."""
+    monkeypatch.setattr(yaml_loader, "_MAX_MERGED", 100)
+    text = f"a: &a {{k: 1, l: 2}}\nb: {{<<: [{', '.join(['*a'] * 1_000)}]}}"
+    loader = yaml_loader.YAML_LOADER(text)
+    with pytest.raises(yaml.YAMLError, match="more than 100 keys by <<"):
+        loader.get_single_data()
+    assert loader._merged == 102
 
 
 @pytest.mark.parametrize(
