@@ -219,10 +219,8 @@ class BrokenPicker:
         raise KeyError
 
 
-def test_an_exception_of_a_shadow_is_counted():
-    """It is sent to no peer."""
-    profile = msgspec.structs.replace(registry.profiles()["adaptive"], picker=BrokenPicker())
-    parts = build()
+def put_shadow(parts, profile):
+    """Let a shadow with this profile look at every request; returns it."""
     second = shadow.ShadowScheduler(
         profile,
         sample_ratio=1.0,
@@ -230,8 +228,15 @@ def test_an_exception_of_a_shadow_is_counted():
         stopwatch=lambda: 0.0,
         on_pending=lambda: None,
     )
-    routing = msgspec.structs.replace(parts.director.routing, shadow=second)
-    parts.director.reconfigure(routing)
+    parts.director.reconfigure(msgspec.structs.replace(parts.director.routing, shadow=second))
+    return second
+
+
+def test_an_exception_of_a_shadow_is_counted():
+    """It is sent to no peer."""
+    profile = msgspec.structs.replace(registry.profiles()["adaptive"], picker=BrokenPicker())
+    parts = build()
+    second = put_shadow(parts, profile)
     parts.director.reserve(parts.director.route(chat(random.Random(1)), 1.0), 1.0)
     second.run_pending(1.0)
     assert second.counts.results == {"failed": 1}
@@ -252,14 +257,7 @@ def test_plugins_of_a_shadow_follow_what_it_rejects():
     affinity = SessionAffinityScorer(strategy="session_id")
     profile = SchedulerProfile("p", (Unwilling(),), ((affinity, 1.0),), RoundRobin())
     parts = build("round-robin")
-    second = shadow.ShadowScheduler(
-        profile,
-        sample_ratio=1.0,
-        rng=random.Random(1),
-        stopwatch=lambda: 0.0,
-        on_pending=lambda: None,
-    )
-    parts.director.reconfigure(msgspec.structs.replace(parts.director.routing, shadow=second))
+    second = put_shadow(parts, profile)
     raw = chat(random.Random(1))
     headers = {**raw.headers, "x-session-id": "s"}
     decision = parts.director.route(HttpRequest(headers, raw.body), 1.0)
