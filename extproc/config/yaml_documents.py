@@ -107,10 +107,11 @@ def _duplicate_key_error(where: str, key: object, line: str) -> ConfigError:
 
 
 def _reject_duplicates(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _duplicate_key_error(where, next(key for key in keys if keys.count(key) > 1), "")
+    tree: dict[str, object] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise _duplicate_key_error(where, key, "")
+        tree[key] = value
     return tree
 
 

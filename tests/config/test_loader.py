@@ -197,6 +197,13 @@ def test_a_file_without_version_and_kind_is_refused(text, wanted, actual, fix):
     assert fix in raised.value.fix
 
 
+def test_a_late_duplicate_in_json_is_reported_in_linear_time():
+    """Time grows with the keys of a mapping, not with their square: this would take minutes."""
+    keys = [*(f"k{at}" for at in range(200_000)), "k199999"]
+    with pytest.raises(ConfigError, match="k199999 twice"):
+        settings("{" + ",".join(f'"{key}":1' for key in keys) + "}", head="")
+
+
 def test_empty_file_body_means_defaults():
     """A file with only version and kind is the default configuration."""
     assert settings("") == Settings()
