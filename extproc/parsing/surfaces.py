@@ -223,7 +223,7 @@ def path_of(raw: HttpRequest) -> str:
 
 
 def surface_of(path: str) -> Surface:
-    """The surface of a path without query and trailing slashes; `OPAQUE` if there is none."""
+    """The surface of a path without query and empty segments; `OPAQUE` if there is none."""
     return _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
 
 
@@ -232,7 +232,8 @@ def _find(path: str) -> Surface:
     # Engines decode a path, which a data plane forwards as it is. That of 1 MiB takes 160 ms.
     if "%" in name and len(path) <= _MAX_CACHED_LENGTH:
         name = unquote(name)
-    segments = name.rstrip("/").split("/")
+    # What merges slashes behind the data plane makes one path of all of these; other engines answer 404.
+    segments = [segment for segment in name.split("/") if segment]
     for depth in range(min(_MAX_SEGMENTS, len(segments)), 0, -1):
         surface = _BY_PATH.get("/".join(segments[-depth:]))
         if surface is not None:

@@ -57,6 +57,8 @@ def test_other_paths_are_opaque(path):
         ("/v1%2Fchat%2fcompletions/%2F?a=%3F", "chat"),
         ("/v1/%e9%FF/comp%6Cetions", "completions"),
         ("/v1//chat/completions", "chat"),
+        ("/v1/chat//completions", "chat"),
+        ("/v1/messages//count_tokens//", "count_tokens"),
         ("/v1/chat/completions%3Fa", "opaque"),
         ("/v1/%2563ompletions", "opaque"),
         ("/v1/%zzcompletions", "opaque"),
@@ -65,7 +67,7 @@ def test_other_paths_are_opaque(path):
     ],
 )
 def test_encoded_paths_are_decoded_once(path, api):
-    """As engines do, up to a length; what is decoded to a question mark begins no query."""
+    """As engines do, up to a length, and slashes are merged; a decoded question mark begins no query."""
     assert surfaces.surface_of(path).api == api
 
 
