@@ -26,11 +26,12 @@ from extproc.diagnostics.pages import (
     EnvoyPages,
     PickerPages,
 )
+from extproc.discovery.static_discovery import look_up_in_thread
 from extproc.endpoint import Endpoint, find_metrics_ports, join_host_port
-from extproc.errors import TOO_MANY_FILES, ConfigError
+from extproc.errors import TOO_MANY_FILES, ConfigError, describe_connection_error
 from extproc.pool.store import PoolStore
 from extproc.scrape import client, model_list
-from extproc.scrape.client import FetchedPage, ScrapeClient
+from extproc.scrape.client import FetchedPage, ScrapeClient, ScrapeTarget
 from extproc.supervision import Supervisor
 
 #: Time limit of everything (seconds), and engines read at once (count).
@@ -258,7 +259,10 @@ class Collector:
             http = ScrapeClient(timeout_s=timeout_s, cap_bytes=cap_bytes, tls=tls)
             where = client.target(url.host, url.port, path=path, accept=accept, more=more)
             try:
-                return await http.get_page(where)
+                async with asyncio.timeout(timeout_s):
+                    return await _get_from_any(http, where)
+            except TimeoutError:
+                return FetchedPage(failure="timeout")
             finally:
                 http.close()
 
@@ -363,6 +367,27 @@ class Collector:
             server_info=server_info,
             kv_events=await get("/kv_event_sources") if is_vllm else NO_PAGE,
         )
+
+
+async def _get_from_any(http: ScrapeClient, where: ScrapeTarget) -> FetchedPage:
+    """Fetch a page from the first address of a host that takes a connection.
+
+    The lookup has a thread of its own: the event loop would wait at its end for one that hangs.
+    """
+    if ":" in where.host:  # a literal, whose zone a lookup would drop
+        return await http.get_page(where)
+    try:
+        addresses = await look_up_in_thread(where.host)
+    except OSError as error:
+        return FetchedPage(failure=describe_connection_error(error))
+    page = FetchedPage(failure="unreachable")
+    for address in addresses:
+        page = await http.get_page(
+            msgspec.structs.replace(where, host=address, server_name=where.host)
+        )
+        if page.failure not in ("refused", "unreachable"):
+            break
+    return page
 
 
 def diagnose(pages: InstallationPages, settings: Settings) -> InstallationReport:

@@ -179,11 +179,13 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
     Attributes:
         host: IP literal without brackets.
         request: Encoded request, from request line to blank line.
+        server_name: Name that the certificate is for (TLS); empty for that of `host`.
     """
 
     host: str
     port: int
     request: bytes
+    server_name: str = ""
 
 
 class FetchedPage(msgspec.Struct, frozen=True):
@@ -409,7 +411,10 @@ class ScrapeClient:
     async def _connect(self, where: ScrapeTarget) -> _Connection:
         create = asyncio.get_running_loop().create_connection
         tls = self._tls() if callable(self._tls) else self._tls
-        _, connection = await create(_Connection, where.host, where.port, ssl=tls)
+        name = (where.server_name or None) if tls else None
+        _, connection = await create(
+            _Connection, where.host, where.port, ssl=tls, server_hostname=name
+        )
         return connection
 
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import socket
+import threading
 
 import pytest
 
@@ -163,6 +165,43 @@ async def test_a_name_that_hangs_leaves_the_other_endpoints(monkeypatch):
     )
     pages = await reader.collect(envoy=None, picker=None)
     assert [member.address for member in pages.endpoints[""]] == ["127.0.0.1:1", "127.0.0.2:2"]
+
+
+def test_a_lookup_that_hangs_does_not_outlive_the_time_of_its_page(monkeypatch):
+    """The name of an admin port may have name servers that never answer."""
+    released, ended = threading.Event(), []
+
+    def getaddrinfo(*_, **__):
+        released.wait(30.0)
+        ended.append(1)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    url = collector.parse_url("hanging.example", where="--envoy", port=9901)
+    reader = collector.Collector(Settings(), timeout_s=0.01)
+    pages = asyncio.run(reader.collect(envoy=url, picker=None))
+    assert not ended
+    released.set()
+    assert pages.envoy.server_info.failure == "timeout"
+
+
+async def test_the_addresses_of_a_name_are_tried_in_turn(monkeypatch):
+    """The first may be of a family on which nothing listens."""
+
+    async def respond(_, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def look_up(name):
+        return {"envoy.example": ["127.0.0.2", "127.0.0.1"]}[name]
+
+    monkeypatch.setattr(collector, "look_up_in_thread", look_up)
+    async with serving(respond) as address:
+        port = int(address.rpartition(":")[2])
+        url = collector.parse_url("envoy.example", where="--envoy", port=port)
+        pages = await collector.Collector(Settings(), timeout_s=30.0).collect(
+            envoy=url, picker=None
+        )
+    assert pages.envoy.server_info.body == b"{}"
 
 
 async def test_pages_of_envoy_and_extproc_share_the_deadline():
