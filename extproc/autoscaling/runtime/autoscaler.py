@@ -366,11 +366,11 @@ class Autoscaler:
                 async with asyncio.timeout(self._save_s):
                     await self._changed.wait()
             self._changed.clear()
-            if self._writes():
-                await self._save(store)
+            await self._save(store)
             self._supervisor.record_success("autoscaling", _STATE_INSTANCE)
 
     async def _save(self, store: state_store.StateStore) -> None:
+        """Save the state, where this replica writes it; drop that of pools that are gone anywhere."""
         if not self._is_state_loaded:
             # A read that failed at the start must not cost what was saved.
             await self._restore_states()
@@ -378,8 +378,9 @@ class Autoscaler:
                 return
         if self._registry.is_discovery_synced:
             self._drop_saved_states(store)
-        states = {name: loop.state() for name, loop in self.loops.items()}
-        await store.save(self._saved_states | self._last_states | states)
+        if self._writes():
+            states = {name: loop.state() for name, loop in self.loops.items()}
+            await store.save(self._saved_states | self._last_states | states)
 
     def _drop_saved_states(self, store: state_store.StateStore) -> None:
         """Drop saved states of pools that no annotation can scale again: discovery is complete."""

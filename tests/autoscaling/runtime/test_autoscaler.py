@@ -32,7 +32,7 @@ class AutoscalerFixture:
         text = f"{HEAD}flow_control: {{enabled: true}}\nautoscaling: {{discovered_pools: {rules}}}\n{more}"
         settings = loader.settings(loader.parse(text, where="f.yaml"))
         self.now = 0.0
-        self.listed = True
+        self.listed = self.leads = True
         self.counters = counters = ProcessCounters()
         self.supervisor = counters.supervisor
         http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
@@ -50,7 +50,7 @@ class AutoscalerFixture:
             settings,
             self.registry,
             counters,
-            is_leader=lambda: True,
+            is_leader=lambda: self.leads,
             clock=lambda: self.now,
             addresses=PeerAddresses((), where="autoscaling.peers"),
             on_step=on_step,

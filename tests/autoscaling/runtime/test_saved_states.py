@@ -139,6 +139,30 @@ async def test_saved_state_without_a_pool_is_dropped_with_a_warning(tmp_path, ca
     assert '"a/old"' not in path.read_text()
 
 
+async def test_a_standby_drops_saved_state_without_a_pool(remembered):
+    """A later pool of its name is a new one there, too; a standby writes nothing."""
+    other = AutoscalerFixture()
+    other.bring("a/x")
+    loop = other.subject.loops["a/x"]
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
+    remembered["load"] = ({"a/x": loop.state()}, 120.0)
+    fixture = AutoscalerFixture()
+    fixture.leads = False
+    fixture.subject._cluster = StateCluster()
+    await fixture.subject.start()
+    running = asyncio.ensure_future(fixture.subject.run())
+    fixture.bring("a/y")
+    fixture.take_away("a/y")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    fixture.bring("a/x")
+    assert fixture.subject.loops["a/x"].state().scaler.at == 0.0
+    assert remembered["saved"] == {}
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
 async def test_a_state_that_cannot_be_read_at_the_start_is_read_before_it_is_written(remembered):
     """A refused read costs nothing that was learned; the number requested meanwhile stays."""
     other = AutoscalerFixture()
