@@ -18,11 +18,12 @@ from typing import ClassVar, Final, Literal, get_args
 import msgspec
 
 from extproc.decision import Decision, Disaggregation, Rejection
+from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.request import MAX_ID_BYTES, shorten_id
 from extproc.scheduling import registry
 from extproc.scheduling.estimated_time import EstimatedTime
-from extproc.scheduling.framework import SchedulingContext
+from extproc.scheduling.framework import SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
 #: What engines put in front of the request id, by API, to make the id of an answer.
@@ -299,6 +300,13 @@ def _weigh_stages(stages: Disaggregation) -> int:
 #: Strategies that need neither prompt nor headers; `adaptive` reads the first message to settle ties.
 COMPARED: Final = ("adaptive", "balanced", "weighted", "lmetric", "least-request", "round-robin")
 
+#: Filters that read labels alone, such as those of roles.
+_LABEL_FILTERS: Final = frozenset(
+    kind
+    for kind, plugin in registry.FILTERS.items()
+    if getattr(plugin, "needs", None) == {Signal.LABELS}
+)
+
 #: Blocks of a prompt whose cached part is known: costs read that there are some.
 _KNOWN_BLOCKS: Final = (0,)
 
@@ -374,6 +382,7 @@ class StrategyComparison:
         decision = record.decision
         if not decision.candidates:  # a rescue, of which nothing else is known
             return
+        candidates = _find_eligible(decision)
         context = SchedulingContext(
             request=decision.request,
             now=record.at,
@@ -381,12 +390,12 @@ class StrategyComparison:
             blocks=_KNOWN_BLOCKS,
             adapter=decision.request.adapter,
         )
-        predict = self._cost.cost(context, decision.candidates).predict_ttft
+        predict = self._cost.cost(context, candidates).predict_ttft
         if predict is None:
             return
         by_address = {
             candidate.endpoint.address: (predict(candidate), candidate.matched_tokens)
-            for candidate in decision.candidates
+            for candidate in candidates
         }
         chosen = decision.endpoints[0].address
         if chosen not in by_address:
@@ -394,7 +403,7 @@ class StrategyComparison:
         self._names[decision.profile] = None
         self._actual.add(chosen, decision, *by_address[chosen])
         for name, profile in self._profiles.items():
-            address = _choose(profile, context, decision)
+            address = _choose(profile, context, candidates)
             if address:
                 self._tallies[name].add(address, decision, *by_address[address])
 
@@ -411,9 +420,25 @@ class StrategyComparison:
         return [actual, *(tally.result(name) for name, tally in self._tallies.items())]
 
 
-def _choose(profile: SchedulerProfile, context: SchedulingContext, decision: Decision) -> str:
+def _find_eligible(decision: Decision) -> Sequence[Candidate]:
+    """Candidates that no filter by labels excluded: those of another stage suit no strategy."""
+    excluded: set[str] = set()
+    before = decision.candidates
+    for step in decision.filters:
+        if step.name in _LABEL_FILTERS:
+            excluded.update(candidate.endpoint.address for candidate in before)
+            excluded.difference_update(candidate.endpoint.address for candidate in step.survivors)
+        before = step.survivors
+    if not excluded:
+        return decision.candidates
+    return [c for c in decision.candidates if c.endpoint.address not in excluded]
+
+
+def _choose(
+    profile: SchedulerProfile, context: SchedulingContext, candidates: Sequence[Candidate]
+) -> str:
     """Address that a strategy chooses; empty where it refuses the request."""
-    outcome = profile.run(context, decision.candidates)
+    outcome = profile.run(context, candidates)
     if not isinstance(outcome, Decision):
         return ""
     for observer in profile.observers:

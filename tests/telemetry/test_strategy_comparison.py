@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from extproc.endpoint import Candidate, Endpoint, Load
@@ -13,6 +14,7 @@ from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import eligibility
 from extproc.scheduling import registry
 from extproc.scheduling.framework import SchedulingContext
+from extproc.scheduling.labels import DecodeFilter
 from extproc.telemetry.decision_log import COMPARED, DecisionRecord, StrategyComparison
 
 IDLE, BUSY = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
@@ -71,6 +73,29 @@ def test_results_say_what_another_strategy_would_have_chosen():
     assert adaptive.first_token_s < least.first_token_s
     turns = by_name["round-robin"]
     assert (turns.num_endpoints, turns.agreement_ratio, turns.max_share) == (2, 0.5, 0.5)
+
+
+def test_engines_of_another_stage_are_no_candidates_of_a_comparison():
+    """A strategy without a filter of roles would take its turn on the engine that only prefills."""
+    plain = registry.profiles()["adaptive"]
+    profile = msgspec.structs.replace(plain, filters=(DecodeFilter(), *plain.filters))
+    candidates = [
+        Candidate(
+            Endpoint(f"10.0.0.{number}:8000", labels={"llm-d.ai/role": role}),
+            load=Load(at=0.0, waiting=0.0, running=running, kv_usage=0.1),
+            in_flight=int(running),
+            estimated_requests=running,
+        )
+        for number, role, running in ((1, "prefill", 0.0), (2, "decode", 8.0), (3, "both", 9.0))
+    ]
+    request = InferenceRequest("chat", prompt_tokens=1000)
+    context = SchedulingContext(request, 0.0, random.Random(1), blocks=(1,))
+    comparison = StrategyComparison()
+    for number in range(6):
+        decision = profile.run(context, candidates)
+        comparison.add(DecisionRecord(f"id-{number}", float(number), decision))
+    by_name = {result.name: result for result in comparison.results()[1:]}
+    assert by_name["round-robin"].num_endpoints == 2
 
 
 def test_without_requests_there_is_nothing_to_compare():
