@@ -1,8 +1,9 @@
 """Shadow scheduling: a second profile decides on routed requests, outside of their path.
 
 It sees the candidates and the context of the decision that was taken, later. Its choice is compared
-and dropped: endpoints are charged, prefixes recorded and plugins notified by what was routed. A queue
-that is full drops requests, which are counted.
+and dropped: endpoints are charged, prefixes recorded and plugins notified by what was routed; of a move
+to a fallback its plugins learn nothing, as no decision of it is kept. A queue that is full drops requests,
+which are counted.
 """
 
 from __future__ import annotations
