@@ -17,7 +17,7 @@ import msgspec
 from extproc.decision import BodyEdit
 from extproc.parsing import envelope, surfaces
 from extproc.parsing.surfaces import ModelPlace
-from extproc.request import HttpRequest, RequestBody
+from extproc.request import HttpRequest, RequestBody, path_of
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
 MAX_TRIES: Final = 3
@@ -51,7 +51,7 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
     content_type = raw.headers.get("content-type", "")
     if not raw.body or content_type.startswith("application/grpc"):
         return None
-    find_model = surfaces.surface_of(surfaces.path_of(raw)).find_model
+    find_model = surfaces.surface_of(path_of(raw.headers)).find_model
     if find_model is not None:
         span = find_model(raw)
         if span is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
-from urllib.parse import unquote
 
 import msgspec
 
@@ -20,7 +19,15 @@ from extproc import decision
 from extproc.decision import BodyEdit, Rejection
 from extproc.parsing import canonical_prompt, envelope, openai_api, other_apis, vllm_grpc
 from extproc.parsing.envelope import EPP_MODEL, GATEWAY_MODEL
-from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
+from extproc.request import (
+    MAX_DECODED_PATH,
+    MAX_NAME_BYTES,
+    HttpRequest,
+    InferenceRequest,
+    is_long_name,
+    path_of,
+    split_path,
+)
 
 
 class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -196,44 +203,23 @@ UNOBSERVED: Final = frozenset(
 #: Names of the surfaces whose prompt is plain text.
 PLAIN_TEXT: Final = frozenset(surface.api for surface in SURFACES if surface.is_plain_text)
 
-#: Where the path is read, in order, and what it is when none of them is there.
-PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
-DEFAULT_PATH = "/v1/completions"
-
 #: Methods that carry a prompt; without `:method` the data plane did not say.
 _POSTING = frozenset({"", "POST", "PUT", "PATCH"})
 
 _BY_PATH = {surface.path: surface for surface in SURFACES}
 _MAX_SEGMENTS = max(path.count("/") for path in _BY_PATH) + 1
 
-#: Paths that are remembered, far more than real traffic has, and their longest (characters). Longer
-#: ones are not decoded either.
+#: Paths that are remembered, far more than real traffic has; those that are decoded.
 _MAX_CACHED_PATHS = 512
-_MAX_CACHED_LENGTH = 256
-
-
-def path_of(raw: HttpRequest) -> str:
-    """The path as sent, from the first header that has one; query string included."""
-    headers = raw.headers
-    for name in PATH_HEADERS:
-        path = headers.get(name)
-        if path:
-            return path
-    return DEFAULT_PATH
 
 
 def surface_of(path: str) -> Surface:
     """The surface of a path without query and empty segments; `OPAQUE` if there is none."""
-    return _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
+    return _find_cached(path) if len(path) <= MAX_DECODED_PATH else _find(path)
 
 
 def _find(path: str) -> Surface:
-    name = path.partition("?")[0]
-    # Engines decode a path, which a data plane forwards as it is. That of 1 MiB takes 160 ms.
-    if "%" in name and len(path) <= _MAX_CACHED_LENGTH:
-        name = unquote(name)
-    # What merges slashes behind the data plane makes one path of all of these; other engines answer 404.
-    segments = [segment for segment in name.split("/") if segment]
+    segments = split_path(path)
     for depth in range(min(_MAX_SEGMENTS, len(segments)), 0, -1):
         surface = _BY_PATH.get("/".join(segments[-depth:]))
         if surface is not None:
@@ -299,8 +285,8 @@ def _is_encoded(encoding: str) -> bool:
 
 
 def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
-    path = raw.headers.get(":path") or path_of(raw)
-    surface = _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
+    path = raw.headers.get(":path") or path_of(raw.headers)
+    surface = _find_cached(path) if len(path) <= MAX_DECODED_PATH else _find(path)
     if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
         surface = GRPC
     encoding = raw.headers.get("content-encoding")

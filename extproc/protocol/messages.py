@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.request import RequestBody
+from extproc.request import RequestBody, path_of, split_path
 
 
 class MessageKind(enum.IntEnum):
@@ -350,8 +350,8 @@ CANONICAL_CODES: Mapping[int, tuple[str, int]] = {
 UNKNOWN_CODE: Final = ("Unknown", 2)
 
 
-#: Paths of Anthropic's API, by their ends.
-_ANTHROPIC_PATHS = ("/messages", "/messages/count_tokens")
+#: Last segments of paths of Anthropic's API.
+_ANTHROPIC_PATHS = (["messages"], ["messages", "count_tokens"])
 
 
 def immediate_response(
@@ -362,10 +362,9 @@ def immediate_response(
     The body of a response for gRPC is the text alone: Envoy makes `grpc-message` of it.
     """
     grpc = request_headers.get("content-type", "").startswith("application/grpc")
-    path = request_headers.get(":path", "").partition("?")[0].rstrip("/")
     if grpc:
         body = _error_message(rejection).encode()
-    elif path.endswith(_ANTHROPIC_PATHS):
+    elif _is_anthropic(path_of(request_headers)):
         body = _anthropic_error_body(rejection, request_headers.get("x-request-id", ""))
     else:
         body = error_body(rejection)
@@ -380,6 +379,11 @@ def immediate_response(
         body=body,
         grpc_status=CANONICAL_CODES.get(rejection.status, UNKNOWN_CODE)[1] if grpc else None,
     )
+
+
+def _is_anthropic(path: str) -> bool:
+    segments = split_path(path)
+    return any(segments[-len(last) :] == last for last in _ANTHROPIC_PATHS)
 
 
 def error_body(rejection: Rejection) -> bytes:

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from extproc.parsing import surfaces
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, path_of
 
 
 @pytest.mark.parametrize("surface", surfaces.SURFACES, ids=lambda surface: surface.api)
@@ -90,4 +90,4 @@ def test_longest_suffix_wins():
 )
 def test_path_source(headers, path):
     """`:path`, then x-original-path, then x-forwarded-path, then /v1/completions (docs/spec/protocol.md#request-paths)."""
-    assert surfaces.path_of(HttpRequest(headers)) == path
+    assert path_of(headers) == path

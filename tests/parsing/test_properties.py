@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Rejection
 from extproc.parsing import bounded_decoder, other_apis, surfaces, vllm_grpc
-from extproc.request import HttpRequest, InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest, path_of
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
 from tests.support.canary import CANARY
@@ -47,7 +47,7 @@ def check(path, body, *, method="POST", truncated=False, **headers):
         assert outcome.status == 400
         assert CANARY not in outcome.message
         assert not truncated
-        assert surfaces.surface_of(surfaces.path_of(raw)) != surfaces.OPAQUE
+        assert surfaces.surface_of(path_of(raw.headers)) != surfaces.OPAQUE
         return
     assert isinstance(outcome, InferenceRequest)
     assert isinstance(outcome.prompt, bytes)

@@ -191,7 +191,15 @@ def test_079_grpc_clients_get_a_grpc_status():
     assert "content-type" not in reply.headers
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens/?beta=true"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/messages",
+        "/v1/messages/count_tokens/?beta=true",
+        "/v1/%6Dessages",
+        "//v1//messages//count_tokens",
+    ],
+)
 def test_refusals_on_paths_of_anthropic_have_its_form(path: str):
     """Clients of Anthropic read `type` beside the error, and an id."""
     queued = ext_proc_script.Talk(PoolFixture({}).decide)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import soak, soak_kinds, soak_messages
-from extproc.parsing import envelope, surfaces
+from extproc.parsing import envelope
 from extproc.protocol.headers import CONTROL_HEADERS
-from extproc.request import FlowHeaders
+from extproc.request import PATH_HEADERS, FlowHeaders
 from tests.support.seeded import examples
 
 #: Bytes that a hostile request may leave on average while tables of fixed sizes fill: its place among
@@ -62,7 +62,7 @@ _NAMES = (
     *(":method", ":authority", "content-type", "content-length", "x-request-id", "traceparent"),
     *CONTROL_HEADERS,
     *envelope.SESSION_HEADERS,
-    *surfaces.PATH_HEADERS,
+    *PATH_HEADERS,
     *FlowHeaders().timeout_headers,
 )
 _VALUES = st.one_of(
