@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -19,12 +19,9 @@ from extproc import election
 from extproc.config import kubernetes_plan
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import api_responses
+from extproc.discovery.kubernetes.request_client import ApiRequestClient
 from extproc.election import ElectionSettings, LeaseRecord, LeaseState, LeaseWrite
-from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
-
-if TYPE_CHECKING:
-    from extproc.discovery.kubernetes import api_client
 
 _log = logging.getLogger("extproc.server")
 
@@ -243,29 +240,16 @@ _INFO_EVENTS = frozenset({"elected", "follows", "recovered", "resigned"})
 _CONFLICT_STATUSES = frozenset({404, 409})
 
 
-class LeaseClient:
+class LeaseClient(ApiRequestClient):
     """Reads and writes a Lease."""
 
     def __init__(self, plan: kubernetes_plan.ElectionPlan) -> None:
-        self._plan = plan
+        super().__init__(plan.api_settings)
         self._lease = plan.lease
         # Two calls, a read and a write, fit in the time that a leader has.
         self._timeout_s = plan.lease.renew_s / 2.0
-        self._server: api_client.KubernetesApiClient | None = None
         self._stored: election.Object | None = None
         self._denials = api_responses.Denials()
-
-    async def open(self) -> None:
-        """Load the configuration and credentials; see `LeaseStore`."""
-        from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
-
-        self._server = api_client.KubernetesApiClient(self._plan.api_settings)
-        await self._server.open()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._server is not None:
-            await self._server.close()
 
     async def read(self) -> LeaseRecord | LeaseRequestFailed | None:
         """Read the Lease; None where it does not exist."""
@@ -313,17 +297,8 @@ class LeaseClient:
     async def _send(
         self, method: str, path: str, body: election.Object | None = None
     ) -> bytes | api_responses.ApiError:
-        if self._server is None:
-            return api_responses.ApiError(0, "not connected")
-        generation = self._server.generation
-        answer = await self._server.send(method, path, body=body, seconds=self._timeout_s)
-        if isinstance(answer, api_responses.ApiError) and answer.credentials_expired:
-            try:
-                # For the next attempt: tokens are rotated under our feet.
-                await self._server.renew(generation)
-            except ConfigError as error:
-                return api_responses.ApiError(0, str(error))
-        return answer
+        # Tokens are rotated under our feet; the next attempt has the new one.
+        return await self.send_once(method, path, body, seconds=self._timeout_s)
 
     @property
     def _title(self) -> str:

@@ -12,16 +12,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from extproc.discovery.kubernetes import api_responses, objects
+from extproc.discovery.kubernetes.request_client import ApiRequestClient
 from extproc.discovery.kubernetes.settings import KubernetesSettings
-from extproc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from extproc.discovery.kubernetes import api_client
 
 _log = logging.getLogger("extproc.server")
 
@@ -170,26 +167,13 @@ class _AccessReview(msgspec.Struct):
     status: _AccessStatus
 
 
-class KubernetesReviewer:
+class KubernetesReviewer(ApiRequestClient):
     """Reviewer that asks an API server."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
-        self._settings = settings
-        self._server: api_client.KubernetesApiClient | None = None
+        super().__init__(settings)
         #: Status of the failure that was logged last; None while nothing fails.
         self._logged_status: int | None = None
-
-    async def open(self) -> None:
-        """Load address and credentials; see `Reviewer`."""
-        from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
-
-        self._server = api_client.KubernetesApiClient(self._settings)
-        await self._server.open()
-
-    async def close(self) -> None:
-        """End all connections."""
-        if self._server is not None:
-            await self._server.close()
 
     async def review(self, token: str) -> ReviewResult:
         """Review a token, and then the right of its user."""
@@ -230,18 +214,9 @@ class KubernetesReviewer:
         )
 
     async def _send(self, path: str, body: object) -> bytes | api_responses.ApiError:
-        answer: bytes | api_responses.ApiError = api_responses.ApiError(0, "not connected")
-        if self._server is None:
-            return answer
-        for _ in range(2):  # with the credentials at hand, and with new ones if those have expired
-            generation = self._server.generation
-            answer = await self._server.send("POST", path, body=body, seconds=REVIEW_S)
-            if not (isinstance(answer, api_responses.ApiError) and answer.credentials_expired):
-                break
-            try:
-                await self._server.renew(generation)
-            except ConfigError as error:
-                return api_responses.ApiError(0, str(error))
+        answer = await self.send_once("POST", path, body, seconds=REVIEW_S)
+        if isinstance(answer, api_responses.ApiError) and answer.credentials_expired:
+            answer = await self.send_once("POST", path, body, seconds=REVIEW_S)
         return answer
 
     def _fail(self, error: api_responses.ApiError, path: str) -> ReviewResult:

@@ -11,7 +11,7 @@ import datetime as dt
 import logging
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -19,13 +19,10 @@ from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime.actuator import Actuator, ActuatorContext, ActuatorError
 from extproc.config.autoscaling import ScaleTarget, ScalingSection
 from extproc.discovery.kubernetes import api_responses, objects, watch_plan
+from extproc.discovery.kubernetes.request_client import ApiRequestClient
 from extproc.discovery.kubernetes.settings import KubernetesSettings
-from extproc.errors import ConfigError
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor
-
-if TYPE_CHECKING:
-    from extproc.discovery.kubernetes import api_client
 
 _log = logging.getLogger("extproc.server")
 
@@ -157,7 +154,7 @@ def build_event(
     }
 
 
-class ScaleClient:
+class ScaleClient(ApiRequestClient):
     """Client of the API server for all scale targets of this process.
 
     Args:
@@ -165,23 +162,10 @@ class ScaleClient:
     """
 
     def __init__(self, settings: KubernetesSettings, identity: str, handover_s: float) -> None:
+        super().__init__(settings)
         self.identity = identity
         self._timeout_s = min(_TIMEOUT_S, _TIMEOUT_SHARE * handover_s)
-        self._settings = settings
-        self._server: api_client.KubernetesApiClient | None = None
         self._warned = False
-
-    async def open(self) -> None:
-        """Load configuration and credentials; raises `ConfigError` if these are broken."""
-        from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
-
-        self._server = api_client.KubernetesApiClient(self._settings)
-        await self._server.open()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._server is not None:
-            await self._server.close()
 
     async def send(
         self, method: str, path: str, body: dict[str, Any] | None = None
@@ -191,8 +175,6 @@ class ScaleClient:
         A change is not sent again after the time limit: another replica may lead by then. Loading
         credentials may take longer, and completes for the next request.
         """
-        if self._server is None:
-            return api_responses.ApiError(0, "not connected")
         kind = MERGE if method == "PATCH" else "application/json"
         answer: bytes | api_responses.ApiError = api_responses.ApiError(0, "not asked")
         half_s, now_s = self._timeout_s / 2.0, asyncio.get_running_loop().time
@@ -201,14 +183,9 @@ class ScaleClient:
             left_s = half_s if method == "GET" else min(half_s, last_s - now_s())
             if left_s <= 0.0:
                 break
-            generation = self._server.generation
-            answer = await self._server.send(method, path, body=body, seconds=left_s, kind=kind)
+            answer = await self.send_once(method, path, body, seconds=left_s, kind=kind)
             if not isinstance(answer, api_responses.ApiError) or not answer.credentials_expired:
-                return answer
-            try:
-                await self._server.renew(generation)
-            except ConfigError as error:
-                return api_responses.ApiError(0, str(error))
+                break
         return answer
 
     async def write_event(
