@@ -1,4 +1,3 @@
-import asyncio
 import socket
 
 from aiohttp import test_utils, web
@@ -56,7 +55,7 @@ def test_a_decision_is_told_in_words():
     assert demo.render_decision(alone).endswith("so the request went there.")
 
 
-def test_requests_that_were_refused_are_no_decisions():
+async def test_requests_that_were_refused_are_no_decisions():
     """Some are where engines are not ready: the demo shows their number, and ends."""
     pages = {
         "/debug/decisions": {
@@ -69,30 +68,24 @@ def test_requests_that_were_refused_are_no_decisions():
     async def show(request):
         return web.json_response(pages[request.path])
 
-    async def run():
-        app = web.Application()
-        app.router.add_get("/{path:.*}", show)
-        async with test_utils.TestServer(app) as server:
-            place = demo.DemoInstallation(1, 2, server.port, ("a:1", "b:1"))
-            return await demo.find_decision(place, 2)
-
-    assert asyncio.run(run()) == demo.render_decision(DECISION)
+    app = web.Application()
+    app.router.add_get("/{path:.*}", show)
+    async with test_utils.TestServer(app) as server:
+        place = demo.DemoInstallation(1, 2, server.port, ("a:1", "b:1"))
+        assert await demo.find_decision(place, 2) == demo.render_decision(DECISION)
 
 
-def test_results_are_shown_without_children_that_have_ended():
+async def test_results_are_shown_without_children_that_have_ended():
     """One may have been killed as a test: its counters are missing, and the others count."""
 
     async def show(_):
         text = "vllm:prefix_cache_queries_total 40\nvllm:prefix_cache_hits_total 30\n"
         return web.Response(text=text)
 
-    async def run():
-        app = web.Application()
-        app.router.add_get("/metrics", show)
-        dead_port = stack.free_port()
-        dead = f"127.0.0.1:{dead_port}"
-        async with test_utils.TestServer(app) as server:
-            assert await demo.find_hit_ratio((dead, f"127.0.0.1:{server.port}")) == 0.75
-        assert await demo.find_decision(demo.DemoInstallation(1, 2, dead_port, (dead,)), 2) == ""
-
-    asyncio.run(run())
+    app = web.Application()
+    app.router.add_get("/metrics", show)
+    dead_port = stack.free_port()
+    dead = f"127.0.0.1:{dead_port}"
+    async with test_utils.TestServer(app) as server:
+        assert await demo.find_hit_ratio((dead, f"127.0.0.1:{server.port}")) == 0.75
+    assert await demo.find_decision(demo.DemoInstallation(1, 2, dead_port, (dead,)), 2) == ""

@@ -183,7 +183,7 @@ class LeasesFixture:
         return self.written
 
 
-def test_elector_reports_a_failure_that_needs_an_operator():
+async def test_elector_reports_a_failure_that_needs_an_operator():
     """Once when it begins, again when it turns out to be a missing right, and not each time."""
     facts, leases = [], LeasesFixture()
     subject = leader_elector.LeaderElector(
@@ -199,7 +199,7 @@ def test_elector_reports_a_failure_that_needs_an_operator():
     forbidden = leader_elector.LeaseRequestFailed("403; add to a Role", reason="forbidden")
     for answer in (away, away, forbidden, forbidden, away, forbidden, None):
         leases.answer = answer
-        asyncio.run(subject.step())
+        await subject.step()
     assert [(fact.kind, fact.detail) for fact in facts] == [
         ("failed", "no answer"),
         ("failed", "403; add to a Role"),
@@ -207,7 +207,7 @@ def test_elector_reports_a_failure_that_needs_an_operator():
     ]
 
 
-def test_a_lease_that_can_only_be_read_is_not_reported_as_recovered():
+async def test_a_lease_that_can_only_be_read_is_not_reported_as_recovered():
     """A candidate without the right to write reports that once, also while its reads succeed."""
     facts, leases = [], LeasesFixture()
     subject = leader_elector.LeaderElector(
@@ -215,10 +215,10 @@ def test_a_lease_that_can_only_be_read_is_not_reported_as_recovered():
     )
     leases.written = leader_elector.LeaseRequestFailed("403; add to a Role", reason="forbidden")
     for _ in range(5):
-        asyncio.run(subject.step())
+        await subject.step()
     assert [fact.kind for fact in facts] == ["failed"]
     leases.written = LeaseRecord("a", 15, 0, "1")
-    asyncio.run(subject.step())
+    await subject.step()
     assert [fact.kind for fact in facts] == ["failed", "recovered", "elected"]
 
 
