@@ -59,7 +59,9 @@ def parse_documents(text: str, *, where: str) -> list[object]:
 
 
 def check_tree(tree: object, place: validation.Place) -> None:
-    """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML.
+    """Reject .inf, .nan, half surrogate pairs, recursive mappings and trees that are too large.
+
+    All of them are valid YAML.
 
     Raises:
         ConfigError: It has one of them.
@@ -84,10 +86,13 @@ def _check_subtree(tree: object, place: validation.Place, counter: Iterator[int]
         )
     if isinstance(tree, dict):
         for key, value in tree.items():
+            _check_text(str(key), place)
             _check_subtree(value, place / str(key), counter)
     elif isinstance(tree, list):
         for at, value in enumerate(tree):
             _check_subtree(value, place / at, counter)
+    elif isinstance(tree, str):
+        _check_text(tree, place)
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise ConfigError(
             place,
@@ -95,6 +100,19 @@ def _check_subtree(tree: object, place: validation.Place, counter: Iterator[int]
             got=str(tree),
             fix="write a number; a very large one is as good as infinity",
         )
+
+
+def _check_text(text: str, place: validation.Place) -> None:
+    """Reject half of a surrogate pair, which neither metrics nor JSON nor protobuf can have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            place,
+            wanted="text of Unicode characters",
+            got=f"half of a surrogate pair, \\u{ord(text[error.start]):x}",
+            fix="write the character itself",
+        ) from None
 
 
 def _duplicate_key_error(where: str, key: object, line: str) -> ConfigError:

@@ -93,6 +93,14 @@ WRONG = {
         "scrape: {timeout_s: .inf}",
         ("scrape.timeout_s", "a finite number", "inf", "write a number"),
     ),
+    "half of a surrogate pair": (
+        'pool: {name: "a\\ud800"}',
+        ("pool.name", "text of Unicode characters", "half of a surrogate pair, \\ud800", "itself"),
+    ),
+    "half of a surrogate pair in a key": (
+        'scheduling: {models: {"a\\ud800": {}}}',
+        ("scheduling.models", "text of Unicode characters", "\\ud800", "itself"),
+    ),
     "key twice": (
         "scrape: {timeout_s: 1, timeout_s: 2}",
         ("pool.yaml", "every key once", "timeout_s twice (again in line 3)", "keep one"),
