@@ -172,16 +172,18 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         `same_id_sequences` has the sequence numbers of the newest ten. `?sequence=` and `?result=`
         select among them.
         """
-        return self._describe_decision(request, request.match_info["id"])
+        return await self._describe_decision(request, request.match_info["id"])
 
     async def decision_of_query(self, request: web.Request) -> web.Response:
         """Recorded request of `?id=`, as of `/debug/decisions/{id}`, or of `?sequence=` alone.
 
         Browsers drop the ids `.` and `..` from a path.
         """
-        return self._describe_decision(request, request.query.get("id"))
+        return await self._describe_decision(request, request.query.get("id"))
 
-    def _describe_decision(self, request: web.Request, request_id: str | None) -> web.Response:
+    async def _describe_decision(
+        self, request: web.Request, request_id: str | None
+    ) -> web.Response:
         result, text = request.query.get("result", ""), request.query.get("sequence")
         if result and result not in RESULTS:
             return debug_pages.refuse(_UNKNOWN_RESULT)
@@ -198,7 +200,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         if record is None:
             return debug_pages.refuse(_build_missing(request_id, num_decisions=len(log)))
         same_id = log.list_same_id(record)
-        return web.json_response(explanation.explain_record(record, self.clock(), same_id=same_id))
+        return await _respond(explanation.explain_record(record, self.clock(), same_id=same_id))
 
     async def shadow(self, _: web.Request) -> web.Response:
         """Shadows by name of their pool: agreement, expected seconds, their cost, last differences."""
@@ -267,7 +269,7 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
         outcome = await self.dry_run(HttpRequest(headers, body))
         match outcome:
             case Decision():
-                return self._explained(outcome)
+                return await self._explained(outcome)
             case Deferral():
                 return debug_pages.refuse(outcome.rejection)
             case Rejection():
@@ -279,14 +281,14 @@ class AdminPages(msgspec.Struct, frozen=True, kw_only=True):
             case _:
                 assert_never(outcome)
 
-    def _explained(self, decision: Decision) -> web.Response:
+    async def _explained(self, decision: Decision) -> web.Response:
         pool = self.pools().get(decision.pool)
         health = (
             None
             if pool is None
             else explanation.health(pool_state.describe_pool_state(pool, self.clock()))
         )
-        return web.json_response(explanation.explain(decision, health=health))
+        return await _respond(explanation.explain(decision, health=health))
 
 
 class AdminServer:
@@ -441,6 +443,11 @@ def _to_seconds(text: str) -> float | None:
     except ValueError:
         return None
     return seconds if seconds >= 0.0 else None
+
+
+async def _respond(page: explanation.Json) -> web.Response:
+    body = await _join_in_turns(debug_pages.render(page))
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
 async def _join_in_turns(pieces: Iterable[bytes]) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -61,6 +62,23 @@ def format_index() -> str:
         rows.append((page.method, f"{path}{'?' if names else ''}{names}", page.summary))
     width = max(len(address) for _, address, _ in rows)
     return "".join(f"{method:<4}  {address:<{width}}  {text}\n" for method, address, text in rows)
+
+
+def render(page: Mapping[str, object]) -> Iterator[bytes]:
+    """Render a page as a JSON object, in pieces: those of its lists, of one element each."""
+    separator = "{"
+    for name, value in page.items():
+        yield f"{separator}{json.dumps(name)}: ".encode()
+        separator = ", "
+        if not isinstance(value, list) or not value:
+            yield json.dumps(value).encode()
+            continue
+        before = "["
+        for element in value:
+            yield f"{before}{json.dumps(element)}".encode()
+            before = ", "
+        yield b"]"
+    yield b"}" if page else b"{}"
 
 
 def refuse(rejection: Rejection) -> web.Response:

@@ -8,17 +8,24 @@ import errno
 import json
 import logging
 import os
+import random
 import re
+import types
 
 import pytest
 from aiohttp import web
 
 from extproc.cli import main
 from extproc.demo import stack
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
+from extproc.request import InferenceRequest
+from extproc.scheduling import registry
+from extproc.scheduling.framework import SchedulingContext
 from extproc.server import admin, admin_access, app
+from extproc.telemetry import explanation
+from extproc.telemetry.decision_log import DecisionLog
 from tests.docs import http_reference
 from tests.e2e import http1
 from tests.support.canary import CANARY
@@ -298,6 +305,26 @@ async def test_pages_of_large_pools_leave_turns_to_requests(monkeypatch):
     assert num_turns >= 100
     pools = json.loads((await rendering).body)["pools"]
     assert [len(pools[name]["endpoints"]) for name in ("a", "b")] == [50, 50]
+
+
+async def test_a_decision_of_a_large_pool_leaves_turns_to_requests(monkeypatch):
+    """Its candidates are rendered one by one, with other work in between."""
+    monkeypatch.setattr(admin, "_RENDER_TURN_S", 0.0)  # a turn after each candidate
+    candidates = [Candidate(Endpoint(f"10.0.0.{at}:8000")) for at in range(50)]
+    context = SchedulingContext(InferenceRequest("chat"), 0.0, random.Random(1))
+    log = DecisionLog(10)
+    record = log.add("a", registry.profiles()["least-request"].run(context, candidates), 0.0)
+    facts = dict.fromkeys(admin.AdminPages.__struct_fields__)
+    facts |= {"decisions": log, "clock": lambda: 1.0}
+    request = types.SimpleNamespace(query={"id": "a"})
+    rendering = asyncio.ensure_future(admin.AdminPages(**facts).decision_of_query(request))
+    num_turns = 0
+    while not rendering.done():
+        num_turns += 1
+        await asyncio.sleep(0)
+    assert num_turns >= 100  # those that were scored, too
+    page = json.loads((await rendering).body)
+    assert page == json.loads(json.dumps(explanation.explain_record(record, 1.0)))
 
 
 async def test_browsers_get_indented_json():
