@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from extproc.decision import Decision
-from extproc.endpoint import Candidate
+from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, MediaSpan
 
 #: Items that are remembered for all endpoints together (count), some 40 MB.
@@ -38,6 +38,12 @@ class _Items:
         self.tokens += tokens - self.items.pop(digest, 0)
         self.items[digest] = tokens
 
+    def remove(self, digests: Iterable[int]) -> int:
+        """Forget items; returns how many were known."""
+        removed = [self.items.pop(digest) for digest in digests if digest in self.items]
+        self.tokens -= sum(removed)
+        return len(removed)
+
     def remove_oldest(self) -> None:
         self.tokens -= self.items.popitem(last=False)[1]
 
@@ -63,10 +69,19 @@ class EncoderCaches:
 
     def record_sent(self, decision: Decision) -> None:
         """Remember the items of a committed request for its first endpoint."""
+        self._add(decision.endpoints[0].address, tokens_by_digest(decision.request.media))
+
+    def record_moved(self, decision: Decision, served: Endpoint) -> None:
+        """Remember them for the endpoint that answered instead; the first one may have lost all."""
         items = tokens_by_digest(decision.request.media)
+        known = self._by_address.get(decision.endpoints[0].address)
+        if known is not None:
+            self._num_items -= known.remove(items)
+        self._add(served.address, items)
+
+    def _add(self, address: str, items: Mapping[int, int]) -> None:
         if not items:
             return
-        address = decision.endpoints[0].address
         known = self._by_address.pop(address, None) or _Items()
         self._by_address[address] = known
         self._num_items -= len(known.items)

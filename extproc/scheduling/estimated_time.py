@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 import msgspec
 
 from extproc.decision import CostResult, Decision
-from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
+from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate, Endpoint
 from extproc.scheduling.encoder_caches import KEPT_TOKENS, EncoderCaches
 from extproc.scheduling.engine_waits import (
     FRESH_RATIO,
@@ -339,6 +339,11 @@ class EstimatedTime(PluginParameters, frozen=True, dict=True, kw_only=True):
         prompt_tokens, matched = decision.request.prompt_tokens, decision.matched_tokens
         if prompt_tokens:
             self._works.update(prompt_tokens - matched if matched < prompt_tokens else 1, now)
+
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        """Learn which endpoint was sent the media of a request."""
+        del now
+        self._encoder_caches.record_moved(decision, served)
 
     @cached_property
     def _encoder_caches(self) -> EncoderCaches:

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Final, Literal
 import msgspec
 
 from extproc.decision import Decision
-from extproc.endpoint import Candidate
+from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling import framework
 from extproc.scheduling.encoder_caches import EncoderCaches
 from extproc.scheduling.framework import (
@@ -257,3 +257,8 @@ class MmEmbeddingsCacheScorer(UpstreamParameters, frozen=True, kw_only=True, dic
         """Remember the items of a request for its endpoint."""
         del now
         self._caches.record_sent(decision)
+
+    def on_moved(self, decision: Decision, served: Endpoint, now: float) -> None:
+        """Remember them for the endpoint that answered."""
+        del now
+        self._caches.record_moved(decision, served)

@@ -38,6 +38,17 @@ def test_an_image_costs_the_time_of_its_encoder_once():
     assert len(set(costs(model, media=(other,)))) == 1
 
 
+def test_an_image_is_encoded_where_its_request_was_answered():
+    """An endpoint that could not be used still has it to encode."""
+    model = EstimatedTime()
+    commit(model, "a")
+    first, other = (builders.candidate(name).endpoint for name in "ab")
+    request = builders.context(**FIELDS).request
+    model.on_moved(Decision(request=request, endpoints=(first, other)), other, 2.0)
+    passed_over, served = costs(model)
+    assert passed_over - served == pytest.approx(250 * builders.candidate("a").rates.prefill_s)
+
+
 def test_an_image_that_comes_twice_is_encoded_once():
     """Its second copy costs the time of a prefix alone; items without identity may differ."""
     model, blind = EstimatedTime(), EstimatedTime(encoder_share=0.0)

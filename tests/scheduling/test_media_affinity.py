@@ -39,6 +39,19 @@ def test_the_share_of_tokens_counts():
     assert scores(scorer) == [0.0, 0.0]
 
 
+def test_items_follow_a_request_that_another_endpoint_answered(monkeypatch):
+    """The endpoint that could not be used does not count as having them, nor against the bounds."""
+    monkeypatch.setattr(encoder_caches, "MAX_ENTRIES", 2)
+    scorer = prefix_affinity.MmEmbeddingsCacheScorer()
+    first, other = (builders.candidate(name).endpoint for name in "ab")
+    send(scorer, "a", item(2))
+    send(scorer, "a", item(1, 300))
+    request = InferenceRequest("chat", media=(item(1, 300),))
+    scorer.on_moved(Decision(request=request, endpoints=(first, other)), other, 2.0)
+    assert scores(scorer, item(1, 300)) == [0.0, 1.0]
+    assert scores(scorer, item(2)) == [1.0, 0.0]
+
+
 def test_items_without_identity_do_not_count():
     """Items within tool results have no digest: neither for nor against an endpoint."""
     scorer = prefix_affinity.MmEmbeddingsCacheScorer()
