@@ -359,6 +359,8 @@ class Exchange(msgspec.Struct):
         is_request = event.kind is _REQUEST_BODY
         if is_request and self._is_websocket and self.request_state is _ROUTED:
             return chunks(_REQUEST_BODY, event.body, end_of_stream=event.end_of_stream)
+        if not is_request:
+            self._abandon_request()
         mode = modes.request if is_request else modes.response
         return _NO_REPLIES if BODY_MODE_TRAITS[mode].is_returned else self._continue(event.kind)
 

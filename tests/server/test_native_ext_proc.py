@@ -70,10 +70,12 @@ class NativeScene:
         self.servicer = NativeExternalProcessor(self.fixture.shared)
         self.budget = ReceiveBudget(budget_bytes)
 
-    def call(self, name):
-        """A call whose request keeps the endpoint busy."""
+    def call(self, name, *before):
+        """A call whose request keeps the endpoint busy, after other messages."""
         connection = ConnectionFake(self.budget)
         call = self.servicer.open(connection, 1)
+        for message in before:
+            call.on_message(message)
         headers = {
             ":method": "POST",
             ":path": "/v1/completions",
@@ -132,6 +134,22 @@ async def test_an_admission_on_its_way_is_taken_back_with_the_answer_of_envoy():
     assert scene.fixture.pool_fixture.in_flight == 0
     await asyncio.sleep(0)
     assert connection.replies == ["response_headers"]
+
+
+async def test_more_of_an_ended_response_takes_a_request_out_of_the_queue_for_good():
+    """Its body ended before the request began: the next message does not queue the request again."""
+    scene = NativeScene()
+    first, _ = scene.call("first")
+    ended = ext_proc_script.response_body(b"", ends=True)
+    call, connection = scene.call("second", ended.encode(("DUPLEX", "BUFFERED")))
+    assert scene.fixture.flow_controller.queue.count == 1
+    call.on_message(ended.encode(None))
+    call.on_message(LATE)
+    assert scene.fixture.flow_controller.queue.count == 0
+    first.on_terminated()
+    call.on_half_close()
+    assert connection.replies == ["response_body", "response_body"]
+    assert connection.log == ["paused", "resumed", GrpcStatus.OK]
 
 
 async def test_messages_that_waited_are_taken_in_turns():
