@@ -15,6 +15,9 @@ _MAX_USAGE_BYTES = 2048
 #: Members `usage` looked at from the end: Anthropic splits its usage over two events.
 _MAX_MEMBERS = 4
 
+#: Marks looked at for these. A piece of text may be just that word, as in code that is written.
+_MAX_MARKS = 256
+
 #: Most tokens of one kind that one answer can have used; a report of more counts as none.
 MAX_TOKENS: Final = 2**31 - 1
 
@@ -121,15 +124,16 @@ def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float
 def _read_json(tail: bytes) -> dict[str, int]:
     """Tokens that an answer in JSON reports, by kind."""
     counts: dict[str, int] = {}
-    end = len(tail)
-    for _ in range(_MAX_MEMBERS):
+    end, members_left = len(tail), _MAX_MEMBERS
+    for _ in range(_MAX_MARKS):
         at = tail.rfind(_MARK, 0, end)
-        if at < 0:
+        if at < 0 or not members_left:
             break
         end = at
         member = _MEMBER.match(tail, at)
         if member is None:
             continue
+        members_left -= 1
         # The search for an event is a slow scan of a body of one line; that for a byte is not.
         line = tail.rfind(_EVENT, 0, at) if tail.find(b"\n", 0, at) >= 0 else -1
         reported = _count(_find_usage(tail, member, line))

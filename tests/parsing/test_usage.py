@@ -132,6 +132,12 @@ _BEGUN = b'{"input_tokens":4,"output_tokens":1,"cache_read_input_tokens":3}'
             {"prompt": 4, "completion": 0},
         ),
         (_START % _ZEROS + _END % b'{"output_tokens":2}', {"completion": 2}),
+        (
+            _START % _BEGUN
+            + _DELTA.replace(b'"x"', b'"usage"') * 8
+            + _END % b'{"output_tokens":9}',
+            {"prompt": 7, "completion": 9, "cached": 3},
+        ),
     ],
 )
 def test_the_start_of_an_anthropic_stream_reports_no_answer(before, events, expected):
