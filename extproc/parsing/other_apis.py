@@ -248,7 +248,7 @@ _ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
 
 def parse_opaque(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read model and prompt if the body is a small JSON object that has them."""
-    body = _decode(_DECODER, raw)
+    body = None if len(raw.body) > MAX_OPAQUE_BYTES else _decode(_DECODER, raw)
     if body is None:
         return envelope.unparsed_request(raw, api)
     if body.lora_name is not None:
@@ -277,7 +277,7 @@ def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
 def _decode(
     decoder: msgspec.json.Decoder[envelope.BodyT], raw: HttpRequest
 ) -> envelope.BodyT | None:
-    if len(raw.body) > MAX_OPAQUE_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
+    if not raw.body[:64].lstrip().startswith(b"{"):
         return None
     try:
         return bounded_decoder.decode(decoder, raw.body)

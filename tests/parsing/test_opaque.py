@@ -5,6 +5,8 @@ from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
 
+COUNTS = ["/tokenize", "/v1/messages/count_tokens"]
+
 
 def truncated(path, body, **headers):
     return surfaces.parse(HttpRequest({":path": path, **headers}, body, truncated=True))
@@ -38,7 +40,7 @@ def test_loading_an_adapter_is_no_request_for_one():
     assert builders.parsed("/invocations", {"prompt": "hi", "lora_path": "sql"}).adapter == "sql"
 
 
-@pytest.mark.parametrize("path", ["/invocations", "/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("path", ["/invocations", *COUNTS])
 def test_lone_surrogates_are_mended(path):
     """As on the paths of chats: JavaScript clients cut strings inside an emoji."""
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi \\ud83d"}]}'
@@ -69,6 +71,14 @@ def test_large_bodies_are_not_decoded():
     """An upload on an unknown path costs no decode."""
     body = b'{"model": "m", "x": "' + b"x" * other_apis.MAX_OPAQUE_BYTES + b'"}'
     assert builders.parsed("/upload", body).model == ""
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_large_counts_are_decoded(path):
+    """Conversations with images are counted in bodies of any size, and their model may be renamed."""
+    text = "x" * other_apis.MAX_OPAQUE_BYTES
+    request = builders.parsed(path, {"messages": [{"role": "user", "content": text}], "model": "m"})
+    assert (request.model, request.prompt) == ("m", b"")
 
 
 def test_truncated_body():
@@ -103,9 +113,11 @@ def test_truncated_bodies_are_never_refused(path, body):
     assert truncated(path, body, **{"x-llm-d-model-name-rewrite": "t"}).model == "t"
 
 
-def test_truncated_token_counts_have_no_prompt():
-    """A cut body that is only counted still leaves nothing in a cache."""
-    assert truncated("/v1/messages/count_tokens", b'{"model": "m"').prompt == b""
+@pytest.mark.parametrize("path", COUNTS)
+def test_truncated_token_counts_have_no_prompt(path):
+    """A cut body that is only counted still names its model, and leaves nothing in a cache."""
+    request = truncated(path, b'{"model": "m", "messages": [{"content": "x')
+    assert (request.model, request.prompt, request.prompt_tokens) == ("m", b"", 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/completions/render"])
