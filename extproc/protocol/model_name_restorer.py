@@ -36,6 +36,10 @@ _MAX_KEY_BYTES: Final = 12
 #: first dozen members; beyond it an answer stays as it is, and costs nothing more.
 _MAX_TOKENS: Final = 16_384
 
+#: Lines of one piece with the key `model` that are looked at (count), 15 to 30 ms; those after them
+#: stay as they are. Data planes send up to a megabyte at once, and an event with a model has 200 bytes.
+MAX_LINES: Final = 4096
+
 _token = re.compile(rb'["{}\[\]]').search
 _named = re.compile(rb'"model"[ \t\r\n]{0,16}+:').match
 
@@ -96,17 +100,21 @@ class ModelNameRestorer:
         """Rewrite the next bytes of the response; empty while they may begin a match."""
         text = self._held + chunk if self._held else chunk
         changed: list[bytes] = []
-        at, size = 0, len(text)
+        at, size, lines_left = 0, len(text), MAX_LINES
         while at < size:
+            if self._events and not self._depth and not self._inside:
+                key = text.find(_KEY, at) if lines_left > 0 else -1
+                passed = text.rfind(b"\n", at, key if key >= 0 else size) + 1
+                if passed:
+                    changed.append(text[at:passed])
+                    self._start_document()
+                    at = passed
+                    continue
+            lines_left -= 1
             line = text.find(b"\n", at) + 1 if self._events else 0
             end = line or size
-            if line and not self._depth and not self._inside and text.find(_KEY, at, end) < 0:
-                reached = end
-                changed.append(text[at:end])
-            else:
-                reached = self._scan(text, at, end, complete=bool(line) or last, changed=changed)
-            at = reached
-            if reached < end:
+            at = self._scan(text, at, end, complete=bool(line) or last, changed=changed)
+            if at < end:
                 break
             if line:
                 self._start_document()

@@ -213,6 +213,15 @@ def test_restorer_leaves_a_document_after_many_members():
     ) + b"\n" + body + b"\n" + restored(SSE, few)
 
 
+def test_restorer_leaves_events_after_many_in_one_piece():
+    """Lines without end in one piece cost bounded work, and the next piece is rewritten again."""
+    event = b'data: {"model":"big-v2"}\n'
+    renamed = event.replace(b"big-v2", b"big")
+    limit = model_name_restorer.MAX_LINES
+    pieces = changed(SSE, b"\n" * 100_000 + event * (limit + 7), event * 2)
+    assert pieces == [b"\n" * 100_000 + renamed * limit + event * 7, renamed * 2]
+
+
 class CountingBytes(bytes):
     """Bytes that count what is copied of them, and how often."""
 
