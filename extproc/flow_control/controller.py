@@ -9,11 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from extproc.decision import Deferral, Rejection, all_busy
+from extproc.flow_control.eviction import Evictor
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import (
     Blocked,
@@ -120,6 +121,7 @@ class FlowController(Generic[ItemT, GrantT]):
         settings: Bounds, order and timeouts; `queue.reconfigure` replaces them.
         timer: Clock of the driver; no callback is scheduled while the queue is empty.
         budget: Work per call of `pump`; None for no limit.
+        evictor: Requests that may be evicted for queued ones; None evicts none.
 
     Attributes:
         outcomes: Departures of queued requests by outcome: `dispatched`, `expired`, `displaced`,
@@ -134,9 +136,13 @@ class FlowController(Generic[ItemT, GrantT]):
         timer: Timer,
         *,
         budget: LookBudget | None = None,
+        evictor: Evictor[Any] | None = None,
     ) -> None:
         self._callbacks = callbacks
         self._timer = timer
+        self._evictor = evictor
+        #: Requests that one call of `pump` cannot dispatch, and why.
+        self._blocked: list[tuple[QueuedItem, Deferral]] = []
         self._budget = budget
         self._changed = False
         self._is_pump_due = False
@@ -212,6 +218,8 @@ class FlowController(Generic[ItemT, GrantT]):
         self.queue.set_preferred_endpoint(queued, outcome.preferred_endpoint)
         self._callbacks.on_waiting(item, outcome.preferred_endpoint)
         self._wake(self.next_pump_s(outcome.retry_in_s, now), now)
+        if self._can_evict_for(queued.priority):
+            self._pump_soon()
         return queued
 
     def cancel(self, queued: QueuedItem) -> bool:
@@ -288,9 +296,11 @@ class FlowController(Generic[ItemT, GrantT]):
                 queued, "expired", self._expired_rejection(self._items[queued][1].rejection, now)
             )
         self._follow_endpoints()
+        self._blocked = []
         if not self.queue.is_sweeping:
             self._changed, self._soonest_s = False, math.inf
         is_complete = self.queue.pump(partial(self._try_dispatch, now), now, enough=enough)
+        self._evict(now)
         if self.queue.count and (self._changed or not is_complete):
             return 0.0
         return self.next_pump_s(self._soonest_s, now)
@@ -322,6 +332,8 @@ class FlowController(Generic[ItemT, GrantT]):
             return DepartureCause.DISPATCHED
         self._items[queued] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
+        if self._evictor is not None:
+            self._blocked.append((queued, outcome))
         self._callbacks.on_waiting(item, outcome.preferred_endpoint)
         # One that no longer waits for an endpoint must not be held up by those that do.
         preferred = outcome.preferred_endpoint if may_defer else ""
@@ -334,6 +346,26 @@ class FlowController(Generic[ItemT, GrantT]):
             waits_for_slot=outcome.waits_for_slot,
             is_held=outcome.is_held,
         )
+
+    def _can_evict_for(self, priority: int) -> bool:
+        """True if requests in flight may be evicted for one of this priority."""
+        if self._evictor is None or self.queue.settings.evict_after_s is None:
+            return False
+        return self._evictor.may_help(priority)
+
+    def _evict(self, now: float) -> None:
+        """Evict requests in flight for those that were just looked at, and wait too long.
+
+        Not while the queue is swept: what is evicted gives tokens back to its tenant.
+        """
+        blocked, self._blocked = self._blocked, []
+        evictor, after_s = self._evictor, self.queue.settings.evict_after_s
+        if evictor is None or after_s is None:
+            return
+        for queued, deferral in blocked:
+            if queued.is_queued and now - queued.arrived + deferral.retry_in_s > after_s:
+                num_waiting = self.queue.count_from(queued.priority)
+                evictor.make_room(queued.priority, deferral, num_waiting=num_waiting, now=now)
 
     def _follow_endpoints(self) -> None:
         """Detect that endpoints or their models changed."""

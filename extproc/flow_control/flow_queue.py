@@ -447,3 +447,21 @@ class TenantQueues:
 def _here(entry: _Entry) -> bool:
     """True if the item is still queued at this place."""
     return entry[3].is_queued and entry[3].place == entry[2]
+
+
+def first_time(heap: list[tuple[float, int, QueuedItem]]) -> float | None:
+    """The first time of a heap of queued requests; None for an empty one."""
+    while heap and not heap[0][2].is_queued:
+        heapq.heappop(heap)
+    return heap[0][0] if heap else None
+
+
+def without_gone(
+    heap: list[tuple[float, int, QueuedItem]], count: int
+) -> list[tuple[float, int, QueuedItem]]:
+    """The heap without requests that left, where most of its entries are of such."""
+    if len(heap) <= 2 * count + 64:
+        return heap
+    heap = [entry for entry in heap if entry[2].is_queued]
+    heapq.heapify(heap)
+    return heap

@@ -16,7 +16,14 @@ import msgspec
 from extproc.decision import Rejection
 from extproc.flow_control.drain_rate import DrainRateEstimator
 from extproc.flow_control.fair_share import FairShare
-from extproc.flow_control.flow_queue import EndpointBits, EndpointSets, Order, QueuedItem
+from extproc.flow_control.flow_queue import (
+    EndpointBits,
+    EndpointSets,
+    Order,
+    QueuedItem,
+    first_time,
+    without_gone,
+)
 from extproc.flow_control.priority_band import (
     BandSettings,
     Fairness,
@@ -61,6 +68,8 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
         bands: Settings of single priorities, each priority once.
         default_band: Settings of each priority that `bands` does not have; None for none.
         default_negative_band: In place of `default_band`, of those below 0; None for `default_band`.
+        evict_after_s: Seconds of waiting, those to come included, from which on requests of lower
+            priorities are evicted; None for never.
     """
 
     timeout_s: float = 60.0
@@ -76,6 +85,7 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     bands: tuple[PrioritySettings, ...] = ()
     default_band: BandSettings | None = None
     default_negative_band: BandSettings | None = None
+    evict_after_s: float | None = None
 
     def find_band(self, priority: int) -> BandSettings | None:
         """The settings of a priority; None if it has none of its own."""
@@ -247,8 +257,8 @@ class Queue:
         band.remove(item)
         if not band.count:
             del self._bands[item.priority]
-        self._deadlines = _without_gone(self._deadlines, self.count)
-        self._preferences = _without_gone(self._preferences, self.count)
+        self._deadlines = without_gone(self._deadlines, self.count)
+        self._preferences = without_gone(self._preferences, self.count)
 
     def set_preferred_endpoint(self, item: QueuedItem, preferred_endpoint: str) -> None:
         """Change the preferred endpoint of a queued request; it keeps its rank."""
@@ -368,11 +378,11 @@ class Queue:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline (monotonic seconds); None for an empty queue."""
-        return _first_time(self._deadlines)
+        return first_time(self._deadlines)
 
     def next_preference_end(self) -> float:
         """The earliest end of a wait for a preferred endpoint (monotonic seconds); infinity for none."""
-        first = _first_time(self._preferences)
+        first = first_time(self._preferences)
         return math.inf if first is None else first
 
     def has_claim_on(self, address: str, priority: int) -> bool:
@@ -387,6 +397,10 @@ class Queue:
             for rank, band in self._bands.items()
             if rank >= priority
         )
+
+    def count_from(self, priority: int) -> int:
+        """Queued requests of this or a higher priority (count)."""
+        return sum(band.count for rank, band in self._bands.items() if rank >= priority)
 
     def full_rejection(self, now: float) -> Rejection:
         """The rejection for a full queue: 429 with a retry estimate."""
@@ -480,21 +494,3 @@ def _displaceable(
             with contextlib.closing(band.lasts()) as lasts:
                 yield from lasts
         yield from own_lasts
-
-
-def _first_time(heap: list[tuple[float, int, QueuedItem]]) -> float | None:
-    """The first time of a heap of queued requests; None for an empty one."""
-    while heap and not heap[0][2].is_queued:
-        heapq.heappop(heap)
-    return heap[0][0] if heap else None
-
-
-def _without_gone(
-    heap: list[tuple[float, int, QueuedItem]], count: int
-) -> list[tuple[float, int, QueuedItem]]:
-    """The heap without requests that left, where most of its entries are of such."""
-    if len(heap) <= 2 * count + 64:
-        return heap
-    heap = [entry for entry in heap if entry[2].is_queued]
-    heapq.heapify(heap)
-    return heap
