@@ -210,6 +210,14 @@ class RequestLabels(msgspec.Struct, frozen=True, gc=False):
     tenant: str
     priority: int
 
+    @classmethod
+    def from_request(
+        cls, request: InferenceRequest, *, tenant: str, client_model: str = ""
+    ) -> RequestLabels:
+        """Labels of a request of this tenant; an empty `client_model` is that of the request."""
+        model = request.target or UNNAMED
+        return cls(client_model or model, model, tenant or UNNAMED, request.priority)
+
 
 #: Digits of the longest number that is read from a header.
 _MAX_DIGITS: Final = 11

@@ -247,10 +247,7 @@ def convert_flow_control(
         **_bands(section, place, policy_type, warnings),
     }
     if section["enableEviction"]:
-        warnings.append(
-            "flowControl.enableEviction is not acted on: a request that was sent to an engine is never "
-            "ended for another one"
-        )
+        ours["eviction"] = True
     return ours, warnings
 
 

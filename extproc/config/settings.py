@@ -261,6 +261,9 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         default_band: The same for each priority that `bands` does not have. Null: the bounds,
             fairness and order of all.
         default_negative_band: The same for each of these priorities below 0. Null: `default_band`.
+        eviction: End requests of priorities below 0 that are in flight, for requests of higher
+            priorities that wait longer than `busy_s`: 429, or a response that is cut. False:
+            batches may rather finish late than begin anew.
         usage_limit: Ceilings of the saturation of the pool by priority, so that capacity is kept for
             higher priorities that come later. Null: requests wait for an endpoint only.
         half_life_s: Half-life of the service that a tenant attained (seconds). With 60, a burst is
@@ -291,6 +294,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     bands: tuple[PrioritySettings, ...] = ()
     default_band: BandSettings | None = None
     default_negative_band: BandSettings | None = None
+    eviction: bool = False
     usage_limit: UsageLimit | None = None
     half_life_s: validation.PositiveSeconds = 60.0
     tenant_header: str = ""
@@ -302,7 +306,10 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     @property
     def queue(self) -> FlowControlSettings:
         """The settings of the queue."""
-        return msgspec.convert(self, FlowControlSettings, from_attributes=True)
+        settings = msgspec.convert(self, FlowControlSettings, from_attributes=True)
+        if not self.eviction:
+            return settings
+        return msgspec.structs.replace(settings, evict_after_s=self.busy_s)
 
     @property
     def headers(self) -> FlowHeaders:

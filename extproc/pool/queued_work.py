@@ -136,6 +136,10 @@ class QueuedWork:
         left = self.sent - self.done - (now - self.at) * self.tokens_per_s
         return max(0.0, left)
 
+    def is_computed(self, request: OpenRequest, now: float) -> bool:
+        """True if the prompt of an open request is estimated as computed."""
+        return self.done + max(0.0, now - self.at) * self.tokens_per_s >= request.sent
+
     def set_drain_rate(self, rates: StepTimeModel, requests: float) -> None:
         """Set how fast queued work drains."""
         self.iteration_s = rates.iteration_s(requests)

@@ -20,6 +20,8 @@ from typing import Final
 
 from extproc.decision import Decision, Deferral, Outcome, Rejection, all_busy
 from extproc.endpoint import ADAPTER_LOAD_SHARES, AdapterResidency, Candidate
+from extproc.pool.inflight import Reservation
+from extproc.pool.snapshot import Pool
 from extproc.scheduling.load_bounds import SaturationRules, UtilizationDetector
 from extproc.scheduling.profile import SchedulerProfile
 
@@ -61,6 +63,10 @@ _SHORTEST_ANSWER_S: Final = 1e-3
 #: little, from 0 to 10, as requests wait for the endpoint of their choice anyway: l4-1600 serves 109
 #: to 111 requests per second.
 _SAVED_WAIT_FACTOR: Final = 1.0
+
+#: Seconds in which an engine notices that a client left, and frees what its request held: an iteration or
+#: two.
+_ABORT_S: Final = 0.25
 
 
 def wait_s(
@@ -176,6 +182,38 @@ def _count_requests_ahead(candidate: Candidate, excess_s: float, *, waiting: flo
     if waiting:
         in_front = max(in_front, candidate.estimated_requests - (candidate.load.running or 0.0))
     return max(0.0, in_front)
+
+
+def shortens_wait(pool: Pool, reservation: Reservation, *, priority: int, now: float) -> bool:
+    """True if the end of an open request shortens the wait on its endpoint, by the terms of `wait_s`.
+
+    Its prompt is still to be computed, requests wait in the engine for a place or memory, or memory is
+    short. Elsewhere the wait is that for other prompts, which go on.
+
+    Args:
+        priority: Priority of the request that waits.
+    """
+    member = pool.find(reservation.endpoint.address)
+    if member is None:
+        return False
+    account, load = member.account, member.load
+    if load.waiting or not account.is_computed(reservation, now):
+        return True
+    usage, blocks, size = load.kv_usage, load.kv_blocks, load.block_tokens
+    if usage is None or not blocks or not size:
+        return False
+    ceiling = _MAX_KV_USAGE if priority > 0 else _KV_TARGET_BESIDE_PRIORITY
+    unscraped_tokens = account.kv_tokens_sent - account.kv_tokens_scraped
+    return (usage - ceiling) * blocks * size + unscraped_tokens > 0.0
+
+
+def has_shown(pool: Pool, address: str, ended_at: float) -> bool:
+    """True if the last page of an endpoint shows what a request freed that ended at this time.
+
+    True as well where the endpoint left the pool.
+    """
+    member = pool.find(address)
+    return member is None or member.load.at >= ended_at + _ABORT_S
 
 
 def admit(

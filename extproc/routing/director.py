@@ -474,25 +474,25 @@ class Director:
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=False, ran=False)
 
-    def release(self, reservation: Reservation, now: float, *, answered: bool = True) -> None:
+    def release(
+        self, reservation: Reservation, now: float, *, answered: bool = True, evicted: bool = False
+    ) -> None:
         """Close the accounts of a request that ended, whatever the reason.
 
         Args:
             answered: Whether response headers were seen.
+            evicted: Whether it was ended for another one, which says nothing of its endpoint.
         """
-        ran = not reservation.refused
+        ran, endpoint = not reservation.refused, reservation.endpoint
         try:
             reservation.close(now, answered=answered and ran)
             if not answered:
                 # While another endpoint may still be at a stage, its silence says nothing.
-                sent_at = min(reservation.entered_at, now)
-                self._store.record_outcome(
-                    reservation.endpoint, _NO_RESPONSE, sent_at=sent_at, now=now
-                )
+                sent_at = now if evicted else min(reservation.entered_at, now)
+                self._store.record_outcome(endpoint, _NO_RESPONSE, sent_at=sent_at, now=now)
                 if ran:
-                    self._cache_model.record_abandoned(
-                        reservation.endpoint, reservation.prompt_tokens, reservation.cached_tokens
-                    )
+                    cached = reservation.cached_tokens
+                    self._cache_model.record_abandoned(endpoint, reservation.prompt_tokens, cached)
         finally:
             if reservation.parts:
                 self._release_parts(reservation, now, _NO_RESPONSE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Final
 from urllib.parse import unquote
@@ -52,6 +52,13 @@ class RoutingResult(msgspec.Struct, frozen=True, gc=False):
     pool: str = ""
     director: Director | None = None
     prepared: PreparedRequest | None = None
+
+    def render_ahead(self, raw: HttpRequest) -> Awaitable[None] | None:
+        """Wait for the tokens of the prompt before the endpoint is chosen; None for no wait."""
+        listener = None if self.director is None else self.director.prompt_listener
+        if listener is None or not isinstance(self.outcome, Decision) or self.prepared is None:
+            return None
+        return listener.render_ahead(self.outcome, raw)
 
 
 class ModelFit(IntEnum):

@@ -298,6 +298,11 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
     upstream_model: str = ""
     reparsable: bool = False
 
+    @property
+    def client_model(self) -> str:
+        """The client's name for the model, where the engine's is another one; empty elsewhere."""
+        return self.parsed.model if self.upstream_model else ""
+
     def without_prompt(self) -> PreparedRequest:
         """The request without its prompt, which `with_prompt` parses again from the body."""
         if not (self.reparsable and self.request.prompt):

@@ -125,8 +125,7 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
                 # No await beyond this point, until the answers are written.
                 for reply in handle(event):
                     await writes.run(context.write(codec.encode(reply)))
-                if stream.is_waiting:
-                    await self._finish_request(entry)
+                await self._go_on(task, entry)
             await self._refusal(task)
             result = "ok"
         except asyncio.CancelledError:
@@ -162,6 +161,14 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
         if not replies:
             await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
         await _write(context, replies)
+
+    async def _go_on(self, task: asyncio.Task[None], entry: _OpenStream) -> None:
+        """Do what the stream demands after a message."""
+        stream = entry.stream
+        if stream.is_waiting:
+            await self._finish_request(entry)
+        if stream.evictable is not None:
+            stream.evictable.evict = functools.partial(self._evict, task)
 
     async def _finish_request(self, entry: _OpenStream) -> None:
         """Wait for the parse of a large body, for tokens or for admission, and answer."""
@@ -224,6 +231,18 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
                     self._refused[task] = writes[-1]
             if writes:
                 await asyncio.wait(writes, timeout=_WRITE_S)
+
+    def _evict(self, task: asyncio.Task[None]) -> bool:
+        """End a routed request for one of higher priority; False where that is not possible now.
+
+        Not while a message is written: gRPC takes one at a time.
+        """
+        entry = self._streams.get(task)
+        if entry is None or not entry.reads.waits or not entry.stream.can_evict:
+            return False
+        replies = entry.stream.evict()
+        self._refused[task] = asyncio.ensure_future(_write(entry.context, replies))
+        return True
 
     def _ends(self) -> bool:
         """True while this process ends streams itself."""

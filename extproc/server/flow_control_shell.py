@@ -16,12 +16,14 @@ from extproc.flow_control.controller import (
     FlowController,
     LookBudget,
 )
+from extproc.flow_control.eviction import EvictableRequest, EvictionCallbacks, Evictor
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
-from extproc.request import UNNAMED, RequestLabels
+from extproc.request import RequestLabels
+from extproc.routing import admission
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
 from extproc.telemetry.counters import PoolCounters
@@ -111,6 +113,26 @@ class QueuedRequest:
             self.pending_share = None
 
 
+class EvictableStream:
+    """Request in flight that may be evicted, as its stream sees it.
+
+    Attributes:
+        request: The request among those of its pool.
+        evict: Ends the request where its transport can do that now; None before the transport knows.
+    """
+
+    __slots__ = ("evict", "request", "reservation")
+
+    def __init__(self, reservation: Reservation) -> None:
+        self.reservation = reservation
+        self.request: EvictableRequest[EvictableStream] | None = None
+        self.evict: Callable[[], bool] | None = None
+
+    def try_evict(self) -> bool:
+        """End the request, for one that waits; returns whether that was possible."""
+        return self.evict is not None and self.evict()
+
+
 class AsyncFlowController:
     """Queues requests of a pool until they are admitted or rejected.
 
@@ -146,9 +168,18 @@ class AsyncFlowController:
             on_pump_failed=on_exception,
             endpoint_bits=self._endpoint_bits,
         )
+        self.evictor = Evictor(
+            EvictionCallbacks(
+                evict=EvictableStream.try_evict,
+                shortens_wait=self._shortens_wait,
+                has_shown=lambda address, ended_at: admission.has_shown(
+                    director.pool, address, ended_at
+                ),
+            )
+        )
         budget = LookBudget(looks=_MAX_LOOKS, seconds=_MAX_PUMP_S)
         self._controller: FlowController[QueuedRequest, Decision] = FlowController(
-            section.queue, callbacks, LoopTimer(clock), budget=budget
+            section.queue, callbacks, LoopTimer(clock), budget=budget, evictor=self.evictor
         )
         self.rate_limiter = TenantRateLimiter() if rate_limiter is None else rate_limiter
         self.rate_limiter.reconfigure(section.limit or NO_LIMIT, section.limits)
@@ -307,6 +338,34 @@ class AsyncFlowController:
             self._director.unreserve(admission.reservation, now)
             self.notify_capacity()
 
+    def track(self, reservation: Reservation, decision: Decision) -> EvictableStream | None:
+        """Track a request that was sent to its endpoint; None where it is never evicted."""
+        priority = decision.request.priority
+        if priority >= 0 or self.queue.settings.evict_after_s is None:
+            return None
+        stream = EvictableStream(reservation)
+        address = reservation.endpoint.address
+        stream.request = self.evictor.track(stream, priority=priority, address=address)
+        return stream
+
+    def note_served(self, stream: EvictableStream) -> None:
+        """Note the endpoint that serves a request, which may be another one than was chosen."""
+        if stream.request is not None:
+            self.evictor.move(stream.request, stream.reservation.endpoint.address)
+
+    def on_ended(self, stream: EvictableStream | None) -> None:
+        """Forget a request that ended, if it was tracked, and look for capacity."""
+        if stream is not None:
+            stream.evict = None
+            if stream.request is not None:
+                self.evictor.untrack(stream.request, self._clock())
+        self.notify_capacity()
+
+    def refund_evicted(self, reservation: RateReservation, now: float) -> None:
+        """Return to the tenant of an evicted request what it took, as its client got no response."""
+        reservation.refund()
+        self.queue.charge(reservation.tenant, -reservation.prompt_tokens, now)
+
     def notify_capacity(self) -> None:
         """Look at the queue again soon: capacity may be free."""
         self._controller.notify_capacity()
@@ -343,6 +402,10 @@ class AsyncFlowController:
             )
         return self._bits
 
+    def _shortens_wait(self, stream: EvictableStream, priority: int) -> bool:
+        pool, now = self._director.pool, self._clock()
+        return admission.shortens_wait(pool, stream.reservation, priority=priority, now=now)
+
     def _reject_failed(self, queued: QueuedRequest, error: Exception) -> None:
         """Reject a queued request with 500 after an unexpected exception."""
         self._on_exception(error)
@@ -377,10 +440,8 @@ class AsyncFlowController:
 
 def _label(prepared: PreparedRequest, tenant: str) -> RequestLabels:
     """Labels of a request that waits."""
-    target = prepared.request.target or UNNAMED
-    client_model = prepared.parsed.model if prepared.upstream_model else ""
-    return RequestLabels(
-        client_model or target, target, tenant or UNNAMED, prepared.request.priority
+    return RequestLabels.from_request(
+        prepared.request, tenant=tenant, client_model=prepared.client_model
     )
 
 

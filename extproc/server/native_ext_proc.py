@@ -187,6 +187,13 @@ class ExtProcCall(ServerCall):
             self.count_limit("stalled_call")
             self.end(GrpcStatus.DEADLINE_EXCEEDED, "no message arrived")
 
+    def evict(self) -> bool:
+        """End the routed request for one of higher priority; False where that is not possible now."""
+        if self.is_waiting or self._is_closed or not self.stream.can_evict:
+            return False
+        self._run(_evict, self)
+        return True
+
     def _run(
         self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
     ) -> None:
@@ -231,6 +238,8 @@ class ExtProcCall(ServerCall):
             )
         elif stream.is_over:
             self.finish()
+        elif stream.evictable is not None:
+            stream.evictable.evict = self.evict
 
     def _encode_lazily(self, replies: Iterable[ProcessingResponse]) -> Iterator[MessagePieces]:
         """Encode the pieces of a body as the client takes them; the last lets the stream go on."""
@@ -339,6 +348,10 @@ class ExtProcCall(ServerCall):
 
 def _stall(call: ExtProcCall) -> Iterable[ProcessingResponse]:
     return call.stream.stall()
+
+
+def _evict(call: ExtProcCall) -> Iterable[ProcessingResponse]:
+    return call.stream.evict()
 
 
 class NativeExternalProcessor(ExtProcServicer[ExtProcCall]):

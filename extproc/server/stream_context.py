@@ -229,10 +229,23 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
         """True if large bodies are parsed, outside of the event loop."""
         return self.large_bodies is not None and self.pool_selector.parses_bodies
 
-    @property
-    def abandonment(self) -> Rejection:
-        """Rejection that stands for a stream that ended before an endpoint was chosen."""
+    def find_abandonment(self, status: str) -> Rejection:
+        """Rejection that stands for a stream that ended before an endpoint was chosen.
+
+        Args:
+            status: HTTP status of a response that came all the same; empty for none.
+        """
+        if len(status) == 3 and status.isdecimal():
+            message = "Envoy answered before an endpoint was chosen"
+            return Rejection(int(status), message, cause="answered-by-envoy")
         return SHUTTING_DOWN if self.is_draining else CLIENT_LEFT
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a step of a stream whose failure is a bug, which must not keep what follows."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            self.observer.on_exception(error)
 
     @property
     def overload_rejection(self) -> Rejection:

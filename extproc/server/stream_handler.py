@@ -10,21 +10,23 @@ from functools import partial
 import msgspec
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
+from extproc.flow_control.eviction import EVICTED
 from extproc.parsing import surfaces, usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol import messages
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
-from extproc.protocol.trace_context import sampled_trace_id
+from extproc.protocol.trace_context import TraceSampler, sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
-from extproc.request import MAX_ID_BYTES, UNNAMED, HttpRequest, InferenceRequest, RequestLabels
+from extproc.request import MAX_ID_BYTES, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
 from extproc.server.flow_control_shell import (
     Admission,
     AsyncFlowController,
+    EvictableStream,
     QueuedRequest,
     RateReservation,
 )
@@ -52,6 +54,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         queued: The queued request; None while it is not queued.
         unparsed: The request while its large body is parsed in the worker; None otherwise.
         unrendered: The request while it waits for the tokens of its prompt; None otherwise.
+        evictable: The routed request while it may be evicted; None otherwise.
         address: The endpoint it was sent to, `ip:port`; empty before that.
         is_over: True once no further response follows.
     """
@@ -64,6 +67,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     queued: QueuedRequest | None = None
     unparsed: HttpRequest | None = None
     unrendered: UnrenderedRequest | None = None
+    evictable: EvictableStream | None = None
     address: str = ""
     is_over: bool = False
     _routed_s: float = 0.0
@@ -73,6 +77,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     _reservation: Reservation | None = None
     _failed: bool = False
     _is_abandoned: bool = False
+    _evicted: bool = False
     #: Header for the engine; empty leaves the one that came, and None is before the trace began.
     _traceparent: str | None = None
 
@@ -85,6 +90,12 @@ class StreamHandler(msgspec.Struct, eq=False):
     def is_waiting(self) -> bool:
         """True while its request waits for a parse, for tokens or for admission."""
         return (self.unparsed, self.unrendered, self.queued) != (None, None, None)
+
+    @property
+    def can_evict(self) -> bool:
+        """True while `evict` can end the response: it is still to come, or under way."""
+        state = self.exchange.response_state
+        return not (self.evictable is None or self.is_over or state is ResponseState.ENDED)
 
     def end(self) -> None:
         """Send no further response."""
@@ -112,10 +123,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                     is_stream=exchange.is_stream,
                     is_shown=exchange.is_response_streamed,
                 )
-                try:
-                    self._on_response_headers(event, now)
-                except Exception as error:  # noqa: BLE001 - a failed estimate must not cost the response
-                    context.observer.on_exception(error)
+                context.attempt(partial(self._on_response_headers, event, now))
         elif exchange.rejection is not None and not self.is_over:
             self._report_rejection(exchange.rejection)
             self.is_over = True
@@ -132,7 +140,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Answer a message of a response that came while the request waits: Envoy made it itself."""
         context, flow_controller, queued = self._context, self._flow_controller, self.queued
         replies = self.exchange.receive(event)
-        self._attempt(self._report_abandoned)
+        self._context.attempt(self._report_abandoned)
         if flow_controller is not None and queued is not None:
             flow_controller.cancel(queued, context.clock())
         self.queued = self.unparsed = self.unrendered = None
@@ -143,14 +151,20 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Reject the request, because its body stopped arriving."""
         return (self._reject(STALLED),)
 
+    def evict(self) -> Iterable[ProcessingResponse]:
+        """End the routed request for another one: with 429, or by a cut where its response began."""
+        flow_controller, reservation = self._flow_controller, self._rate_reservation
+        self.is_over = self._evicted = True
+        if flow_controller is not None and reservation is not None and not self.exchange.status:
+            flow_controller.refund_evicted(reservation, self._context.clock())
+        self._report_rejection(EVICTED)
+        return (self.exchange.reject(EVICTED),)
+
     def fail(self) -> Iterable[ProcessingResponse]:
         """Answer an unexpected exception: 500 before the response begins, nothing later."""
         self.is_over = self._failed = True
-        exchange = self.exchange
-        if (
-            exchange.request_state is RequestState.REFUSED
-            or exchange.response_state is not ResponseState.IDLE
-        ):
+        request, response = self.exchange.request_state, self.exchange.response_state
+        if request is RequestState.REFUSED or response is not ResponseState.IDLE:
             return ()
         return (self._reject(BUG),)
 
@@ -180,32 +194,27 @@ class StreamHandler(msgspec.Struct, eq=False):
         self, request: InferenceRequest, headers: Mapping[str, str], *, client_model: str = ""
     ) -> RequestLabels:
         """Labels of a parsed request."""
-        target, reservation = request.target, self._rate_reservation
-        if reservation is None:
-            tenant = self._context.settings.flow_headers.tenant(headers, target)
-        else:
-            tenant = reservation.tenant
-        model = target or UNNAMED
-        return RequestLabels(client_model or model, model, tenant or UNNAMED, request.priority)
+        reservation, flow_headers = self._rate_reservation, self._context.settings.flow_headers
+        tenant = reservation.tenant if reservation else flow_headers.tenant(headers, request.target)
+        return RequestLabels.from_request(request, tenant=tenant, client_model=client_model)
 
     def _label_refused(self, prepared: PreparedRequest) -> RequestLabels:
         """Labels of a request that was prepared and not routed."""
-        client_model = prepared.parsed.model if prepared.upstream_model else ""
-        return self._label(prepared.request, prepared.raw.headers, client_model=client_model)
+        headers, client_model = prepared.raw.headers, prepared.client_model
+        return self._label(prepared.request, headers, client_model=client_model)
 
     def _start_trace(self) -> None:
         """Observe the request as part of a trace, where it is sampled and no step did so before."""
-        context, sampler = self._context, self._context.trace_sampler
-        if sampler is None or self._traceparent is not None:
-            return
-        self._traceparent = ""
-        try:
-            trace = sampler.start(self.exchange.headers, self._read_call_traceparent)
-            if trace is not None:
-                self._traceparent = trace.traceparent
-                self._observer.on_traced(trace, started_s=self._started_s)
-        except Exception as error:  # noqa: BLE001 - a trace must not cost the request
-            context.observer.on_exception(error)
+        sampler = self._context.trace_sampler
+        if sampler is not None and self._traceparent is None:
+            self._traceparent = ""
+            self._context.attempt(partial(self._sample, sampler))
+
+    def _sample(self, sampler: TraceSampler) -> None:
+        trace = sampler.start(self.exchange.headers, self._read_call_traceparent)
+        if trace is not None:
+            self._traceparent = trace.traceparent
+            self._observer.on_traced(trace, started_s=self._started_s)
 
     def _refund(self) -> None:
         """Return the tokens of a rejected request to its tenant's allowance."""
@@ -225,8 +234,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         return self._route_fallback(raw, self._context.clock(), error)
 
     def _route(self, raw: HttpRequest) -> Iterable[ProcessingResponse]:
-        context = self._context
-        now = context.clock()
+        context, now = self._context, self._context.clock()
         try:
             result = context.pool_selector.route(raw, now)
         except Exception as error:  # noqa: BLE001 - see `_route_fallback`
@@ -235,11 +243,8 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def _waits_for_tokens(self, result: RoutingResult, raw: HttpRequest) -> bool:
         """True if the request is to wait until its prompt is rendered; see `unrendered`."""
-        listener = None if result.director is None else result.director.prompt_listener
-        if listener is None or not isinstance(result.outcome, Decision) or result.prepared is None:
-            return False
         try:
-            wait = listener.render_ahead(result.outcome, raw)
+            wait = result.render_ahead(raw)
         except Exception as error:  # noqa: BLE001 - a bug there must not cost the request
             self._context.observer.on_exception(error)
             return False
@@ -357,8 +362,10 @@ class StreamHandler(msgspec.Struct, eq=False):
         )
         # Nothing of the response is needed: the stream ends and Envoy goes on without us.
         self.is_over = context.is_draining or decision.request.api in surfaces.UNOBSERVED
+        if self._flow_controller is not None and not self.is_over:
+            self.evictable = self._flow_controller.track(self._reservation, decision)
         if director.prompt_listener is not None:
-            self._attempt(partial(director.prompt_listener.note, decision, raw))
+            self._context.attempt(partial(director.prompt_listener.note, decision, raw))
         replies = exchange.apply_outcome(
             decision, request_id=new_id, traceparent=self._traceparent or ""
         )
@@ -379,6 +386,8 @@ class StreamHandler(msgspec.Struct, eq=False):
             status, decision = self.exchange.status, self._observer.decision
             director.on_response_headers(reservation, status, now, served=served, decision=decision)
             self.address = reservation.endpoint.address
+            if self._flow_controller is not None and self.evictable is not None:
+                self._flow_controller.note_served(self.evictable)
             if reservation.refused and self._rate_reservation is not None:
                 self._rate_reservation.refund_tokens()
         engine_id = event.headers.get("x-request-id", "")
@@ -409,17 +418,14 @@ class StreamHandler(msgspec.Struct, eq=False):
                 # One that failed before its response is not counted.
                 director.unreserve(reservation, now)
             else:
-                director.release(reservation, now, answered=bool(status))
+                director.release(reservation, now, answered=bool(status), evicted=self._evicted)
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
-        try:
-            if flow_controller is not None:
-                flow_controller.notify_capacity()
-        except Exception as error:  # noqa: BLE001 - counted and logged
-            context.observer.on_exception(error)
+        if flow_controller is not None:
+            context.attempt(partial(flow_controller.on_ended, self.evictable))
         if exchange.tail is not None:
             tail = exchange.tail.joined()
-            self._attempt(partial(self._record_usage, tail, director, reservation))
+            self._context.attempt(partial(self._record_usage, tail, director, reservation))
         try:
             self._observer.on_finished(
                 endpoint=self.address if director.has_endpoint(self.address) else None,
@@ -431,20 +437,17 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def _end_unrouted(self, result: StreamResult) -> None:
         """Refund a request that was not routed, and report it unless it was answered."""
-        self._attempt(self._refund)
+        self._context.attempt(self._refund)
         if not (self.is_over or self._is_abandoned) and result in _WITHOUT_ERROR:
-            self._attempt(self._report_abandoned)
+            self._context.attempt(self._report_abandoned)
         self.queued = self.unrendered = None
 
     def _report_abandoned(self) -> None:
         """Report a request whose stream ended before it was answered."""
-        exchange, rejection, labels = self.exchange, self._context.abandonment, None
+        exchange, prepared, labels = self.exchange, None, None
         if exchange.request_state is RequestState.IDLE:
             return
-        if len(exchange.status) == 3 and exchange.status.isdecimal():
-            message = "Envoy answered before an endpoint was chosen"
-            rejection = Rejection(int(exchange.status), message, cause="answered-by-envoy")
-        prepared = None
+        rejection = self._context.find_abandonment(exchange.status)
         if self.queued is not None:
             prepared = self.queued.prepared
         elif self.unrendered is not None:
@@ -456,13 +459,6 @@ class StreamHandler(msgspec.Struct, eq=False):
             rejection, request_id=exchange.request_id, labels=labels, now=self._context.clock()
         )
 
-    def _attempt(self, step: Callable[[], None]) -> None:
-        """Take a step at the end of the stream."""
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - counted and logged
-            self._context.observer.on_exception(error)
-
     def _read_usage(self, tail: bytes) -> Mapping[str, int]:
         """Tokens that the end of the response reports, by kind."""
         # Without a reservation there is no decision to ask for.
@@ -472,17 +468,21 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _record_usage(self, tail: bytes, director: Director, reservation: Reservation) -> None:
         """Record the usage that the end of the response reports, and charge it to the tenant."""
         tokens = self._read_usage(tail)
-        self._attempt(lambda: self._observer.on_usage(tokens, self.exchange.response_bytes))
+        self._context.attempt(lambda: self._observer.on_usage(tokens, self.exchange.response_bytes))
         ids = usage.read_ids(tail)
         if ids:
-            self._attempt(lambda: self._observer.on_answer_ids(ids))
+            self._context.attempt(lambda: self._observer.on_answer_ids(ids))
         decision, flow_controller = self._observer.decision, self._flow_controller
         rate_reservation = self._rate_reservation
         if decision is not None:
-            self._attempt(lambda: director.on_usage(decision, tokens, served=reservation.endpoint))
+            self._context.attempt(
+                lambda: director.on_usage(decision, tokens, served=reservation.endpoint)
+            )
         if flow_controller is not None and rate_reservation is not None and not reservation.refused:
             now = self._context.clock()
-            self._attempt(lambda: flow_controller.record_usage(rate_reservation, tokens, now))
+            self._context.attempt(
+                lambda: flow_controller.record_usage(rate_reservation, tokens, now)
+            )
 
 
 def open_stream(

@@ -422,6 +422,7 @@ class LoggedRequestRecorder(RequestRecorder):
         RequestRecorder.on_rejected(
             self, rejection, request_id=request_id, labels=labels, now=now, started_s=started_s
         )
+        labels = self.labels if self.is_routed else labels
         self._log_unrouted("request refused", rejection, request_id, labels)
 
     def on_abandoned(

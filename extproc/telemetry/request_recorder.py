@@ -154,6 +154,8 @@ class RequestRecorder(DecisionRecord):
         started_s: float | None = None,
     ) -> None:
         """Count a rejection, and record it where the request has an id."""
+        if self.is_routed:
+            labels = self.labels
         self.pool_counters.record_rejection(rejection)
         self.refusal_status = str(rejection.status)
         if self.trace is not None:

@@ -135,6 +135,14 @@ flowControl:
     assert (holding.fairness, holding.order) == ("round-robin", "slo")
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_eviction_is_a_switch_of_ours(written):
+    """Off by default, as upstream."""
+    section = f"flowControl: {{enableEviction: {str(written).lower()}}}\n"
+    assert read(GATE + section)[0].eviction is written
+    assert read(GATE)[0].eviction is False
+
+
 def test_unsupported_fields_are_warnings():
     """Each field with its place, and what happens in its stead."""
     holding, warnings = read(
@@ -143,7 +151,6 @@ def test_unsupported_fields_are_warnings():
 flowControl:
   defaultRequestTTL: 2h
   noEndpointRequestTTL: 3h
-  enableEviction: true
   usageLimitPolicyPluginRef: soft-reflective-ceiling-policy
   defaultPriorityBand: {fairnessPolicyRef: program-aware-fairness}
 """
@@ -153,7 +160,6 @@ flowControl:
         "flowControl.defaultRequestTTL: 7200 s",
         "flowControl.noEndpointRequestTTL: 10800 s",
         "flowControl.defaultPriorityBand.fairnessPolicyRef: program-aware-fairness is not built",
-        "flowControl.enableEviction is not acted on",
         "flowControl.usageLimitPolicyPluginRef: soft-reflective-ceiling-policy is not acted on",
     ]
     assert len(warnings) == len(begins)

@@ -26,6 +26,7 @@ from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import ext_proc_servicer, health, native_ext_proc, native_server, stream_context
 from extproc.server.app import EndpointPickerProcess
+from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.server.http2_protocol import CallFactory
 from extproc.server.native_server import Http2Server
 from extproc.server.transport import ExtProcServicer, Keepalive, ListenAddresses, RpcServer
@@ -159,6 +160,7 @@ async def serving(
     describe_decision: Callable[[Decision], str] | None = None,
     request_cost: Mapping[usage.UsageKind, float] = {},
     trace_sampler: TraceSampler | None = None,
+    flow_controllers: Mapping[str, AsyncFlowController] = {},
     transport: Literal["grpcio", "native"] = TRANSPORT,
     client_options: Sequence[tuple[str, int]] = (),
 ) -> AsyncIterator[Serving]:
@@ -183,6 +185,7 @@ async def serving(
             request_cost=request_cost,
         ),
         trace_sampler=trace_sampler,
+        flow_controllers=flow_controllers,
     )
     servicer, server, port = _bind_grpcio(shared) if transport == "grpcio" else _bind_native(shared)
     await server.start()
