@@ -46,7 +46,7 @@ IMAGE := tests/containers/test_image.py
 
 # Tests that run on each transport. Behind Envoy: what streams, waits, ends or fails.
 TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
-  lifecycle.py rollout.py stalled.py bodies.py modes.py requests.py feedback.py flow_control.py grpc.py)
+  lifecycle.py rollout.py stalled.py bodies.py modes.py requests.py feedback.py flow_control.py eviction.py grpc.py)
 
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =

@@ -168,7 +168,7 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
         if stream.is_waiting:
             await self._finish_request(entry)
         if stream.evictable is not None:
-            stream.evictable.evict = functools.partial(self._evict, task)
+            stream.evictable.allow(functools.partial(self._evict, task))
 
     async def _finish_request(self, entry: _OpenStream) -> None:
         """Wait for the parse of a large body, for tokens or for admission, and answer."""

@@ -118,19 +118,26 @@ class EvictableStream:
 
     Attributes:
         request: The request among those of its pool.
-        evict: Ends the request where its transport can do that now; None before the transport knows.
     """
 
-    __slots__ = ("evict", "request", "reservation")
+    __slots__ = ("_evict", "request", "reservation")
 
     def __init__(self, reservation: Reservation) -> None:
         self.reservation = reservation
         self.request: EvictableRequest[EvictableStream] | None = None
-        self.evict: Callable[[], bool] | None = None
+        self._evict: Callable[[], bool] | None = None
 
-    def try_evict(self) -> bool:
+    def allow(self, evict: Callable[[], bool]) -> None:
+        """Let the transport end the request by `evict`, which returns whether it can do that now."""
+        self._evict = evict
+
+    def forbid(self) -> None:
+        """Let nothing end the request any longer."""
+        self._evict = None
+
+    def evict(self) -> bool:
         """End the request, for one that waits; returns whether that was possible."""
-        return self.evict is not None and self.evict()
+        return self._evict is not None and self._evict()
 
 
 class AsyncFlowController:
@@ -170,7 +177,7 @@ class AsyncFlowController:
         )
         self.evictor = Evictor(
             EvictionCallbacks(
-                evict=EvictableStream.try_evict,
+                evict=EvictableStream.evict,
                 shortens_wait=self._shortens_wait,
                 has_shown=lambda address, ended_at: admission.has_shown(
                     director.pool, address, ended_at
@@ -356,7 +363,7 @@ class AsyncFlowController:
     def on_ended(self, stream: EvictableStream | None) -> None:
         """Forget a request that ended, if it was tracked, and look for capacity."""
         if stream is not None:
-            stream.evict = None
+            stream.forbid()
             if stream.request is not None:
                 self.evictor.untrack(stream.request, self._clock())
         self.notify_capacity()

@@ -239,7 +239,7 @@ class ExtProcCall(ServerCall):
         elif stream.is_over:
             self.finish()
         elif stream.evictable is not None:
-            stream.evictable.evict = self.evict
+            stream.evictable.allow(self.evict)
 
     def _encode_lazily(self, replies: Iterable[ProcessingResponse]) -> Iterator[MessagePieces]:
         """Encode the pieces of a body as the client takes them; the last lets the stream go on."""

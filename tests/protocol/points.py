@@ -18,7 +18,6 @@ class Status(Enum):
     """A test without Envoy exists."""
     E2E = "e2e"
     """A test with a real Envoy exists."""
-    NOT_HERE = "does not apply: a request that was routed is never taken back"
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -55,7 +54,6 @@ SECTIONS = {
 }
 
 _E2E = Status.E2E
-_NOT_HERE = Status.NOT_HERE
 
 POINTS = (
     Point(1, "A", "S", "the ext_proc method is served under Envoy's name"),
@@ -131,7 +129,7 @@ POINTS = (
     Point(71, "E", "R", "missing messages, prompt or input: 400 in the reference's words"),
     Point(72, "E", "S", "sheddable and saturated: 429"),
     Point(73, "E", "R", "plugins left no endpoint: 429"),
-    Point(74, "E", "R", "evicted in flight: 429", _NOT_HERE),
+    Point(74, "E", "R", "evicted in flight: 429", _E2E),
     Point(75, "E", "R", "after a refusal the stream ends with OK"),
     Point(76, "E", "X", "an exception in a decision still answers"),
     Point(77, "E", "X", "errors never leak accounts"),

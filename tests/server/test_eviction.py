@@ -52,7 +52,7 @@ def arm(stream, evicted):
         stream.finish()
         return True
 
-    stream.evictable.evict = evict
+    stream.evictable.allow(evict)
 
 
 def batch(fixture, **fields):
