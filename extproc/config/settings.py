@@ -228,6 +228,11 @@ class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_message_bytes: validation.Positive = 36 * _MIB
 
 
+#: Wait for which requests are evicted, as a multiple of `busy_s`: after a shorter one the endpoint has
+#: capacity for priorities above 0 anyway, and what a batch loses is more than what others gain.
+_EVICTION_FACTOR: Final = 5.0
+
+
 class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Queueing of requests while no endpoint is ready or free, and rate limits of tenants.
 
@@ -262,8 +267,8 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             fairness and order of all.
         default_negative_band: The same for each of these priorities below 0. Null: `default_band`.
         eviction: End requests of priorities below 0 that are in flight, for requests of higher
-            priorities that wait longer than `busy_s`: 429, or a response that is cut. False:
-            batches may rather finish late than begin anew.
+            priorities that wait longer than five times `busy_s`: 429, or a response that is cut.
+            False: batches may rather finish late than begin anew.
         usage_limit: Ceilings of the saturation of the pool by priority, so that capacity is kept for
             higher priorities that come later. Null: requests wait for an endpoint only.
         half_life_s: Half-life of the service that a tenant attained (seconds). With 60, a burst is
@@ -309,7 +314,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         settings = msgspec.convert(self, FlowControlSettings, from_attributes=True)
         if not self.eviction:
             return settings
-        return msgspec.structs.replace(settings, evict_after_s=self.busy_s)
+        return msgspec.structs.replace(settings, evict_after_s=_EVICTION_FACTOR * self.busy_s)
 
     @property
     def headers(self) -> FlowHeaders:

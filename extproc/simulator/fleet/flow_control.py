@@ -11,6 +11,7 @@ import msgspec
 from extproc.config.settings import FlowControlSection
 from extproc.decision import Deferral, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, GrantT
+from extproc.flow_control.eviction import Evictor
 from extproc.flow_control.flow_queue import QueuedItem
 from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.simulator.fleet.event_queue import EventQueue
@@ -59,6 +60,7 @@ class SimFlowController(Generic[GrantT]):
 
     Args:
         section: Settings of flow control; rate limits of tenants are not simulated.
+        evictor: Requests that may be evicted for queued ones; None evicts none.
     """
 
     def __init__(
@@ -67,12 +69,15 @@ class SimFlowController(Generic[GrantT]):
         *,
         timeline: EventQueue,
         callbacks: FlowCallbacks[SimRequest, GrantT],
+        evictor: Evictor[SimRequest] | None = None,
     ) -> None:
         self._headers = section.headers
         self._timeline = timeline
         self._callbacks = callbacks
         own = msgspec.structs.replace(callbacks, dispatch=self._dispatch, reject=self._reject)
-        self._controller = FlowController(section.queue, own, VirtualTimer(timeline))
+        self._controller = FlowController(
+            section.queue, own, VirtualTimer(timeline), evictor=evictor
+        )
         self._items: dict[str, QueuedItem] = {}
 
     @property

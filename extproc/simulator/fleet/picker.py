@@ -14,12 +14,19 @@ from extproc.config.settings import Settings
 from extproc.decision import Decision, Deferral, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel, split_ranks
 from extproc.flow_control import controller
+from extproc.flow_control.eviction import (
+    EVICTED,
+    EvictableRequest,
+    EvictionCallbacks,
+    Evictor,
+)
 from extproc.flow_control.flow_queue import EndpointBits
 from extproc.parsing.surfaces import OPAQUE
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.pool.observed_page import ScrapeToken
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
+from extproc.routing import admission
 from extproc.scheduling.framework import Signal
 from extproc.scrape import schedule
 from extproc.simulator.fleet import flow_control
@@ -140,12 +147,23 @@ class ExtprocPicker:
         self._resting: dict[int, float] = {}
         self._touched: set[int] = set()
         self._bits: EndpointBits | None = None
+        self._evictor: Evictor[SimRequest] = Evictor(
+            EvictionCallbacks(
+                evict=self._evict,
+                shortens_wait=self._shortens_wait,
+                has_shown=lambda address, ended_at: admission.has_shown(
+                    self.parts.store.pool, address, ended_at
+                ),
+            )
+        )
+        self._evictable: dict[str, EvictableRequest[SimRequest]] = {}
         self.flow_controller: flow_control.SimFlowController[Decision] | None = None
         if on_dequeued is not None and settings.flow_control.enabled:
             self.flow_controller = flow_control.SimFlowController(
                 settings.flow_control,
                 timeline=timeline,
                 callbacks=self._flow_callbacks(on_dequeued),
+                evictor=self._evictor,
             )
 
     def _flow_callbacks(
@@ -300,7 +318,9 @@ class ExtprocPicker:
         if self._kv_events is not None:
             self._kv_events.map_prompt(work, outcome.block_hashes)
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
-        n = self._nodes_of[outcome.endpoints[0].address]
+        address = outcome.endpoints[0].address
+        self._track(sim_request, address)
+        n = self._nodes_of[address]
         self._mark_busy(n)
         stages = outcome.disaggregation
         if stages is not None and stages.prefill is not None:
@@ -309,6 +329,32 @@ class ExtprocPicker:
         if self._resting:
             self._end_rest()
         return n
+
+    def _track(self, sim_request: SimRequest, address: str) -> None:
+        """Track a request that was sent to an endpoint, where it may be evicted."""
+        if (
+            self.flow_controller is None
+            or self.flow_controller.queue.settings.evict_after_s is None
+        ):
+            return
+        priority = sim_request.work.priority
+        evictable = self._evictor.track(sim_request, priority=priority, address=address)
+        if evictable is not None:
+            self._evictable[sim_request.id] = evictable
+
+    def _evict(self, sim_request: SimRequest) -> bool:
+        """End a request on its engine; not while another one computes its prompt."""
+        node = self._nodes[sim_request.node]
+        if sim_request.id not in node.requests:
+            return False
+        sim_request.refused(EVICTED, self._timeline.now)
+        node.cancel(sim_request, sim_request.failure)
+        return True
+
+    def _shortens_wait(self, sim_request: SimRequest, priority: int) -> bool:
+        pool, now = self.parts.store.pool, self._timeline.now
+        reservation = self._reservations[sim_request.id]
+        return admission.shortens_wait(pool, reservation, priority=priority, now=now)
 
     def _mark_busy(self, n: int) -> None:
         if n not in self._busy:
@@ -357,10 +403,13 @@ class ExtprocPicker:
         """See `SimPicker`."""
         reservation = self._reservations.pop(sim_request.id)
         director, now = self.parts.director, self._timeline.now
-        status = _status(sim_request)
+        status, evictable = _status(sim_request), self._evictable.pop(sim_request.id, None)
+        if evictable is not None:
+            self._evictor.untrack(evictable, now)
         if status and reservation.prefilled_at is None:
             director.on_response_headers(reservation, status, now)
-        director.release(reservation, now, answered=bool(status))
+        evicted = not math.isnan(sim_request.refused_s)
+        director.release(reservation, now, answered=bool(status), evicted=evicted)
         if self.flow_controller is not None and not sim_request.failure:
             self.flow_controller.charge(sim_request)
         self._changed()
@@ -446,6 +495,6 @@ def _status(sim_request: SimRequest) -> str:
     """HTTP status a proxy would have returned; empty if the client left before it."""
     if not sim_request.failure or not math.isnan(sim_request.first_s):
         return "200"
-    if sim_request.failure == "timeout":
+    if sim_request.failure == "timeout" or not math.isnan(sim_request.refused_s):
         return ""
     return "503" if sim_request.failure in _LOST else "400"

@@ -228,6 +228,46 @@ def test_a_usage_limit_keeps_capacity_for_a_priority():
     assert limited["big"] > plain["big"]
 
 
+def run_batch(**holding):
+    """Few users beside a batch of long answers, which fills the memory of an engine."""
+    batch = independent(10_000, prompt=exactly(2000), output=exactly(1500))
+    users = independent(10_000, prompt=exactly(500), output=exactly(50))
+    groups = [
+        workloads.Group(tenant="batch", priority=-1, rate_per_s=10, until_s=45, workload=batch),
+        workloads.Group(tenant="users", rate_per_s=2, until_s=45, workload=users),
+    ]
+    fleet = [scenario.EngineGroup(count=1, profile="l4-8b-fp8", set={"token_budget": 2048})]
+    definition = a_scenario(workloads.Groups(groups=groups), fleet=fleet, client=client.Client())
+    run = Simulation(definition, held(**holding), seed=1)
+    requests = run.run().requests
+    picker = run.pickers[0]
+    assert all(not member.account.in_flight for member in picker.parts.store.pool.members)
+    return [
+        [sim_request for sim_request in requests if sim_request.work.tenant == tenant]
+        for tenant in ("batch", "users")
+    ]
+
+
+def test_evictions_make_room_for_a_priority():
+    """Users wait for seconds less, and of the batch few requests more end with 429."""
+    batch, users = run_batch(eviction=True)
+    late_batch, late_users = run_batch()
+    assert not any(sim_request.failure for sim_request in users)
+    first_s, late_s = [
+        spread([sim_request.first_s for sim_request in some]).mean for some in (users, late_users)
+    ]
+    assert first_s < 0.2 * late_s
+    assert {sim_request.failure for sim_request in batch} == {"", "rejected 429"}
+    evicted = [
+        sim_request for sim_request in batch if sim_request.failure and sim_request.node >= 0
+    ]
+    assert evicted
+    served, late_served = [
+        sum(not sim_request.failure for sim_request in some) for some in (batch, late_batch)
+    ]
+    assert served > 0.7 * late_served
+
+
 def p95_s(*tenants) -> float:
     """The small tenant's time to the first token, on the fleet of `bench/scenarios/tenants.yaml`."""
     workload = independent(
