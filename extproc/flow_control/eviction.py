@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
@@ -98,6 +98,11 @@ class Evictor(Generic[ItemT]):
         self._numbers = 0
         self.issued: Counter[int] = Counter()
         self.outcomes: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> tuple[Mapping[int, int], Mapping[str, int]]:
+        """Evictions by `issued`, and by `outcomes`."""
+        return self.issued, self.outcomes
 
     def track(self, item: ItemT, *, priority: int, address: str) -> EvictableRequest[ItemT] | None:
         """Track a request that was sent to an endpoint; None where its priority protects it."""

@@ -282,6 +282,7 @@ class PoolRuntime:
             queue=None if queue is None else (queue.count, queue.bytes),
             media_factors=store.bytes_per_token.media.factors,
             queue_outcomes={} if flow_controller is None else flow_controller.outcomes,
+            evictions=({}, {}) if flow_controller is None else flow_controller.evictor.counts,
             conversations=self.parts.director.conversation_stats,
             match_state=self.match_state,
             dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,

@@ -263,7 +263,7 @@ def _count_routed(series: RequestSeries) -> int:
 def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
     for suffix, read in _POOL_LOADS:
         known = {
-            pool: [value for load in _loads(view) if (value := read(load)) is not None]
+            pool: [value for m in view.pool.members if (value := read(m.load)) is not None]
             for pool, view in views.items()
         }
         for name, text, summarize in (
@@ -326,6 +326,7 @@ def _queue_families(
             "gauge", f"flow_control_queue_{name}", text, _QUEUE_LABELS, sizes.items()
         )
     yield from _departure_families(queues)
+    yield from _eviction_families(views)
     yield from _capacity_families(queues, views)
 
 
@@ -352,6 +353,20 @@ def _departure_families(queues: Mapping[str, QueueCounters]) -> Iterator[MetricF
         ("outcome", "priority", "inference_pool"),
         outcomes.items(),
     )
+
+
+def _eviction_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
+    for at, name, text, label in (
+        (0, "revocations_issued", "Evictions by priority of the waiting request.", "priority"),
+        (1, "revocations", "Evictions by outcome.", "outcome"),
+    ):
+        samples = [
+            ((str(value), pool), count)
+            for pool, view in views.items()
+            for value, count in view.evictions[at].items()
+        ]
+        labels = (label, "inference_pool")
+        yield from build_values("counter", f"flow_control_{name}", text, labels, samples)
 
 
 def _capacity_families(
@@ -437,10 +452,6 @@ def _deviation(values: Sequence[float]) -> float:
     """Standard deviation; `statistics.pstdev` computes with fractions, which takes 1 ms."""
     mean = statistics.fmean(values)
     return math.sqrt(sum([(value - mean) ** 2 for value in values]) / len(values))
-
-
-def _loads(view: PoolView) -> list[Load]:
-    return [member.load for member in view.pool.members]
 
 
 def _saturation(view: PoolView, now: float) -> float:

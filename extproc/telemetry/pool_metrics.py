@@ -270,6 +270,13 @@ _POOL_ROWS: tuple[_PoolRow, ...] = (
         lambda view: labeled(view.queue_outcomes),
     ),
     (
+        "counter",
+        "extproc_flow_control_evictions",
+        "Requests in flight that were evicted for others, by outcome: ended, or not within 5 s.",
+        ("outcome",),
+        lambda view: labeled(view.evictions[1]),
+    ),
+    (
         "gauge",
         "extproc_pool_match_state",
         "State of the match in the annotations of an InferencePool, as a label; always 1.",

@@ -211,6 +211,7 @@ class PoolView(msgspec.Struct, frozen=True):
         probes: Probe requests to ejected endpoints, by result.
         queue: Queued requests, and bytes of their bodies; None without flow control.
         queue_outcomes: Requests that left the queue, by outcome.
+        evictions: Requests evicted by priority of the one that waited, and by outcome; see `Evictor`.
         conversations: Ratio of requests that continue a conversation, and idle conversations
             expected to continue per in-flight request; None where they are not estimated.
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
@@ -233,6 +234,7 @@ class PoolView(msgspec.Struct, frozen=True):
     probes: Mapping[str, int] = {}
     queue: tuple[int, int] | None = None
     queue_outcomes: Mapping[str, int] = {}
+    evictions: tuple[Mapping[int, int], Mapping[str, int]] = ({}, {})
     conversations: tuple[float, float] | None = None
     match_state: MatchState = "none"
     dropped_addresses: int = 0

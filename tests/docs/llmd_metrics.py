@@ -120,11 +120,16 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         (
             "flow_control_revocations_issued_total",
             "flow_control_revocations_total",
+        ),
+        "`extproc_flow_control_evictions_total`, and by priority of the request that waited",
+    ),
+    (
+        (
             "flow_control_reclaim_target",
             "flow_control_pending_reclaim",
             "flow_control_revocation_confirmation_seconds",
         ),
-        "not provided: requests that were sent to an endpoint are not revoked",
+        "not provided: an eviction frees what a request needs on its endpoint, not saturation",
     ),
     (
         ("disagg_decision_total",),

@@ -169,6 +169,9 @@ STREAM = backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n")
 async def test_074_a_silent_request_is_answered_with_429(place, engine, listeners, modes):
     """Its engine loses the connection, and the request of higher priority is served."""
     check_refusal(await evict(place, engine, listeners[modes]))
+    metrics = await place.metrics()
+    assert metrics['extproc_flow_control_evictions_total{outcome="confirmed"}'] >= 1
+    assert 'extproc_flow_control_evictions_total{outcome="timed_out"}' not in metrics
 
 
 @pytest.mark.parametrize("modes", SEEING, ids="-".join)

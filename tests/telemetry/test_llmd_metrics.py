@@ -93,6 +93,7 @@ def exported(*, has_llmd_names, saturation=None):
     view = build_view(
         store.pool,
         queue=(3, 30),
+        evictions=({2: 3}, {"confirmed": 2, "timed_out": 1}),
         queue_capacity=100,
         queue_capacity_bytes=1000,
         kv_events=KvEventStats(
@@ -240,6 +241,16 @@ def value(name, /, **labels):
             )
             for stage in ("decode", "effective")
         ],
+        (
+            "flow_control_revocations_issued_total",
+            {"priority": "2", "inference_pool": "pool"},
+            3,
+        ),
+        (
+            "flow_control_revocations_total",
+            {"outcome": "timed_out", "inference_pool": "pool"},
+            1,
+        ),
         (
             "flow_control_capacity_utilization_requests",
             {"priority": "2", "inference_pool": "pool"},
