@@ -332,7 +332,7 @@ class FlowController(Generic[ItemT, GrantT]):
             return DepartureCause.DISPATCHED
         self._items[queued] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
-        if self._evictor is not None:
+        if self.queue.settings.evict_after_s is not None:
             self._blocked.append((queued, outcome))
         self._callbacks.on_waiting(item, outcome.preferred_endpoint)
         # One that no longer waits for an endpoint must not be held up by those that do.

@@ -126,10 +126,10 @@ class Evictor(Generic[ItemT]):
     def untrack(self, request: EvictableRequest[ItemT], now: float) -> None:
         """Forget a request that ended; idempotent."""
         self._remove(request)
-        for eviction in self._pending.values():
-            if eviction.request is request and eviction.ended_at is None:
-                eviction.ended_at = now
-                self.outcomes["confirmed"] += 1
+        eviction = self._pending.get(request.address)
+        if eviction is not None and eviction.request is request and eviction.ended_at is None:
+            eviction.ended_at = now
+            self.outcomes["confirmed"] += 1
 
     def may_help(self, priority: int) -> bool:
         """True if a request below this priority is in flight."""

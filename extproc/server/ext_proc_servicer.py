@@ -102,6 +102,8 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
         super().__init__(shared)
         self._streams: dict[asyncio.Task[None], _OpenStream] = {}
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
+        #: The same of evictions since `refuse_stalled` was called.
+        self._evicted: dict[asyncio.Task[None], asyncio.Task[None]] = {}
 
     async def process(self, _: AsyncIterator[ProcessingRequest], context: Context) -> None:
         """Serve a stream to its end."""
@@ -207,7 +209,7 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
             if known is not None:
                 known.give_up()
                 task.cancel()
-        self._refused = {}
+        self._refused, self._evicted = self._evicted, {}
         sizes = {
             task: 0 if entry.is_silent else entry.arriving_bytes
             for task, entry in self._streams.items()
@@ -241,7 +243,7 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
         if entry is None or not entry.reads.waits or not entry.stream.can_evict:
             return False
         replies = entry.stream.evict()
-        self._refused[task] = asyncio.ensure_future(_write(entry.context, replies))
+        self._evicted[task] = asyncio.ensure_future(_write(entry.context, replies))
         return True
 
     def _ends(self) -> bool:
@@ -249,9 +251,10 @@ class ExternalProcessorServicer(ExtProcServicer[asyncio.Task[None]]):
         return self.shared.is_draining
 
     async def _refusal(self, task: asyncio.Task[None]) -> None:
-        """Wait until a stream's refusal is written, where `refuse_stalled` writes one."""
-        if task in self._refused:
-            await asyncio.wait([self._refused[task]], timeout=_WRITE_S)
+        """Wait until a stream's refusal is written, where another task writes one."""
+        write = self._refused.get(task) or self._evicted.get(task)
+        if write is not None:
+            await asyncio.wait([write], timeout=_WRITE_S)
 
     async def drain_streams(self, within_s: float, *, apart_s: float = _DRAIN_SPREAD_S) -> None:
         """End every open stream with OK: Envoy goes on without the processor.

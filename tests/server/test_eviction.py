@@ -361,3 +361,27 @@ async def test_a_drain_ends_evicted_streams_as_well(transport):
         assert await stream.call.code() is grpc.StatusCode.OK
         await scene.idle()
         assert fixture.pool_fixture.in_flight == 0
+
+
+async def test_a_data_plane_has_time_to_end_an_evicted_stream():
+    """It is cut off by the second check for stalled requests from then on, on grpcio."""
+    fixture = EvictionFixture(A)
+    async with serving.serving(
+        fixture.pool_fixture,
+        flow_controllers={"": fixture.flow_controller},
+        transport="grpcio",
+    ) as scene:
+        stream = await open_batch(scene)
+        fixture.busy(A)
+        waiting, _ = fixture.send(headers=GOLD)
+        fixture.flow_controller.pump()
+        waiting.finish("cancelled")
+        await scene.servicer.refuse_stalled()
+        (answer,) = await stream.hear()
+        assert answer.part == "immediate_response"
+        assert fixture.pool_fixture.in_flight == 1
+        await scene.servicer.refuse_stalled()
+        assert await stream.rest() == []
+        assert await stream.call.code() is grpc.StatusCode.OK
+        await scene.idle()
+        assert fixture.pool_fixture.in_flight == 0
