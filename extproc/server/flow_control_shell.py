@@ -16,7 +16,12 @@ from extproc.flow_control.controller import (
     FlowController,
     LookBudget,
 )
-from extproc.flow_control.eviction import EvictableRequest, EvictionCallbacks, Evictor
+from extproc.flow_control.eviction import (
+    EVICTED,
+    EvictableRequest,
+    EvictionCallbacks,
+    Evictor,
+)
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import EnqueueRequest, Queue
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
@@ -368,10 +373,16 @@ class AsyncFlowController:
                 self.evictor.untrack(stream.request, self._clock())
         self.notify_capacity()
 
-    def refund_evicted(self, reservation: RateReservation, now: float) -> None:
-        """Return to the tenant of an evicted request what it took, as its client got no response."""
-        reservation.refund()
-        self.queue.charge(reservation.tenant, -reservation.prompt_tokens, now)
+    def reject_evicted(self, refunded: RateReservation | None, now: float) -> Rejection:
+        """Rejection of an evicted request, with the queue's own retry estimate.
+
+        Args:
+            refunded: What its tenant gets back, as there was no response; None where one began.
+        """
+        if refunded is not None:
+            refunded.refund()
+            self.queue.charge(refunded.tenant, -refunded.prompt_tokens, now)
+        return msgspec.structs.replace(EVICTED, retry_after_s=self.queue.wait_s(now))
 
     def notify_capacity(self) -> None:
         """Look at the queue again soon: capacity may be free."""

@@ -10,7 +10,6 @@ from functools import partial
 import msgspec
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
-from extproc.flow_control.eviction import EVICTED
 from extproc.parsing import surfaces, usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol import messages
@@ -153,12 +152,14 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def evict(self) -> Iterable[ProcessingResponse]:
         """End the routed request for another one: with 429, or by a cut where its response began."""
-        flow_controller, reservation = self._flow_controller, self._rate_reservation
+        flow_controller, exchange = self._flow_controller, self.exchange
+        if flow_controller is None:
+            raise RuntimeError("only flow control evicts requests")
         self.is_over = self._evicted = True
-        if flow_controller is not None and reservation is not None and not self.exchange.status:
-            flow_controller.refund_evicted(reservation, self._context.clock())
-        self._report_rejection(EVICTED)
-        return (self.exchange.reject(EVICTED),)
+        refunded = None if exchange.status else self._rate_reservation
+        rejection = flow_controller.reject_evicted(refunded, self._context.clock())
+        self._report_rejection(rejection)
+        return (exchange.reject(rejection),)
 
     def fail(self) -> Iterable[ProcessingResponse]:
         """Answer an unexpected exception: 500 before the response begins, nothing later."""
@@ -270,9 +271,8 @@ class StreamHandler(msgspec.Struct, eq=False):
         self, raw: HttpRequest, now: float, error: Exception
     ) -> Iterable[ProcessingResponse]:
         """Log an unexpected exception, and route the request to a fallback endpoint."""
-        context = self._context
-        context.observer.on_exception(error)
-        result = context.pool_selector.route_fallback(raw, why=type(error).__name__)
+        self._context.observer.on_exception(error)
+        result = self._context.pool_selector.route_fallback(raw, why=type(error).__name__)
         return self._apply(result, raw, now)
 
     def _apply(
