@@ -121,7 +121,7 @@ def shipped(request, live, engine, binary):
 
 
 async def evict(fixture, engine, port, *, says=b"", is_shown=True):
-    """Send a batch, and a user for whom it is evicted; everything that its client gets."""
+    """Send a batch, and a user who makes it end; returns everything that its client gets."""
     engine.says = says
     engine.left.clear()
     before = await fixture.total("extproc_rejections_total")

@@ -8,6 +8,7 @@ from extproc.decision import SATURATED, CostResult, Decision, Deferral, Rejectio
 from extproc.endpoint import AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.routing import admission
+from tests.support.pool_fixture import PoolFixture
 
 RATES = StepTimeModel(step_s=0.03, prefill_s=1e-4, decode_s=0.0, context_s=0.0)
 
@@ -181,3 +182,67 @@ def test_a_rejection_of_the_profile_is_returned():
     refused = admission.admit(lambda _: SATURATED, [BUSY, FREE], 0.1, priority=0, may_defer=True)
     assert isinstance(refused, Rejection)
     assert not math.isnan(refused.retry_after_s)
+
+
+A = "10.0.0.1:8000"
+
+
+def open_request(load=None, *, prompt_tokens=1000):
+    """A pool of one endpoint with this page, and a request that was just sent to it."""
+    fixture = PoolFixture({A: load})
+    account = fixture.store.pool.find(A).account
+    reservation = account.open("m", prompt_tokens, cached_tokens=0, now=fixture.now)
+    return fixture, reservation
+
+
+def page(**values):
+    """A page with free memory and no queue, but for these values."""
+    usual = {"waiting": 0.0, "running": 1.0, "kv_usage": 0.2, "kv_blocks": 1000, "block_tokens": 16}
+    return Load(at=100.0, engine="vllm", **{**usual, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "priority", "is_shorter"),
+    [
+        ({}, 0, False),
+        ({"waiting": 1.0}, 0, True),
+        ({"kv_usage": 0.86}, 0, True),
+        ({"kv_usage": 0.86}, 1, False),
+        ({"kv_usage": 0.98}, 1, True),
+        ({"kv_usage": None}, 0, False),
+    ],
+)
+def test_the_end_of_a_computed_prompt_helps_where_places_or_memory_lack(
+    values, priority, is_shorter
+):
+    """Those in front of a request are other prompts otherwise, which go on."""
+    fixture, reservation = open_request(page(**values), prompt_tokens=10)
+    later = fixture.now + 60.0
+    pool = fixture.store.pool
+    shortens = admission.shortens_wait(pool, reservation, priority=priority, now=later)
+    assert shortens is is_shorter
+
+
+def test_the_end_of_a_prompt_that_is_not_computed_helps():
+    """Until it is computed by estimate, or the endpoint left the pool."""
+    fixture, reservation = open_request()
+    now = fixture.now
+
+    def shortens(at):
+        pool = fixture.store.pool
+        return admission.shortens_wait(pool, reservation, priority=0, now=at)
+
+    assert shortens(now)
+    assert not shortens(now + 60.0)
+    fixture.store.set_endpoints([], now)
+    assert not shortens(now)
+
+
+def test_a_page_shows_what_ended_a_moment_before_it():
+    """An engine frees what a client held after its iteration."""
+    fixture, _ = open_request(page())
+    pool = fixture.store.pool
+    assert admission.has_shown(pool, A, 99.7)
+    assert not admission.has_shown(pool, A, 99.8)
+    assert not admission.has_shown(pool, A, 100.0)
+    assert admission.has_shown(pool, "10.0.0.9:8000", 100.0)
