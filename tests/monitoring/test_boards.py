@@ -22,6 +22,7 @@ NOT_CHARTED = {
     "extproc_disaggregation_routed_stages": "only with stages of other endpoints",
     "extproc_endpoint_max_num_seqs": "explains a cost of `adaptive`",
     "extproc_endpoint_output_tokens": "explains a cost of `adaptive`",
+    "extproc_flow_control_evictions": "rejections by cause, which are charted, have them",
     "extproc_http2_connections_open": "of the native transport only",
     "extproc_http2_limits": "of the native transport only",
     "extproc_http2_unsent_bytes": "of the native transport only",
