@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from extproc.config import pool_annotations, pools
+from extproc.config import pool_annotations, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.errors import ConfigError
@@ -222,6 +222,9 @@ class PoolRegistry:
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
+        if settings.cluster.discover_pools != "none":
+            # A pool that is discovered later is built with these rules, and none may be there yet.
+            profile_builder.build_profile(settings, where="the configuration")
         plans = {plan.name: plan for plan in pools.pool_plans(settings)}
         grants: dict[str, pool_annotations.MatchGrant] = {}
         for name in self._discovered:

@@ -6,6 +6,7 @@ import pytest
 
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
 from tests.server.test_reload_fields import busy
 from tests.support.reloading import ReloadingScene, read
 
@@ -43,3 +44,16 @@ async def test_pools_discovered_later_use_the_new_settings():
     assert runtime.flow_controller is None
     assert runtime.profile == "random"
     assert runtime.parts.settings.prefix.capacity_blocks == 7
+
+
+def test_rules_that_no_pool_discovered_later_could_have_are_refused():
+    """No pool is there yet to build them, and a pool that comes would not be served."""
+    discovering = "cluster: {discover_pools: cluster}\n"
+    without_prefixes = "prefix: {capacity_blocks: 0}\nscheduling: {strategy: random}\n"
+    scene = ReloadingScene(read(discovering + without_prefixes))
+    with pytest.raises(ConfigError, match="no source of prefix"):
+        scene.read_again(read(discovering + "scheduling: {strategy: adaptive}\n"))
+    scene.picker.pool_registry.on_pools_changed(
+        {"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ()
+    )
+    assert scene.picker.pool_registry.by_name["n/p"].profile == "random"
