@@ -290,6 +290,11 @@ class QueueDepthState(msgspec.Struct, frozen=True):
     changed_at: float | None = None
     busy_at: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse saved state of a step that left no sample; raises ValueError."""
+        if self.spec is not None and not self.depths.samples:
+            raise ValueError("expected the sample of the last step, got none")
+
     def shift_time(self, by_s: float) -> QueueDepthState:
         """The same on a clock that shows so many seconds more."""
         return QueueDepthState(

@@ -368,7 +368,12 @@ async def test_control_loop_continues_from_restored_state():
 
 
 @pytest.mark.parametrize(
-    ("policy", "memory", "level"), [("kubeai", {}, "INFO"), ("queue-depth", 7, "WARNING")]
+    ("policy", "memory", "level"),
+    [
+        ("kubeai", {}, "INFO"),
+        ("queue-depth", 7, "WARNING"),
+        ("queue-depth", {"spec": 2}, "WARNING"),
+    ],
 )
 async def test_state_that_the_policy_cannot_read_costs_nothing_else(policy, memory, level, caplog):
     """Requested replicas and what was learned of engines are of no policy; a log line says so."""
