@@ -130,7 +130,7 @@ ALERTS: Sequence[Alert] = (
         summary="{{ $value | humanizePercentage }} of the requests of pool {{ $labels.pool }} fail",
         meaning="Clients get 5xx of engines, or extproc rejects their requests with 429 or 503: for more than 5 % of the requests and more than one a minute.",
         look="Board [Overview](dashboards.md#overview), panels Requests by status, Rejections by cause and Server errors; `extproc explain --failed`; [troubleshooting](troubleshooting.md#by-status-code).",
-        action="By cause: `busy` and `queue-full` need engines, `no-endpoints` a look at discovery, errors of one endpoint its log.",
+        action="By cause: `busy`, `queue-full` and `evicted` need engines, `no-endpoints` a look at discovery, errors of one endpoint its log.",
     ),
     Alert(
         name="ExtprocEndpointErrors",
