@@ -114,8 +114,8 @@ class Evictor(Generic[ItemT]):
         return request
 
     def move(self, request: EvictableRequest[ItemT], address: str) -> None:
-        """Note that another endpoint serves a request."""
-        if request.address != address:
+        """Note that another endpoint serves a request; without effect once it is evicted or ended."""
+        if request.address != address and self._is_tracked(request):
             self._remove(request)
             request.address = address
             self._put(request)

@@ -178,6 +178,29 @@ def test_a_request_that_another_endpoint_serves_is_found_there():
     assert fixture.evicted == ["later", "moved"]
 
 
+def test_a_request_that_moves_while_it_is_evicted_is_not_evicted_again():
+    """Its end confirms the eviction on the endpoint where it was evicted."""
+    fixture = EvictorFixture()
+    fixture.send("moved", -1, A)
+    fixture.ends_late = True
+    assert fixture.make_room()
+    fixture.evictor.move(fixture.tracked["moved"], B)
+    assert not fixture.make_room(num_waiting=2)
+    fixture.end("moved")
+    assert fixture.evicted == ["moved"]
+    assert fixture.evictor.outcomes == {"confirmed": 1}
+
+
+def test_a_request_that_moves_after_its_end_is_not_tracked_again():
+    """It would stay for ever."""
+    fixture = EvictorFixture()
+    fixture.send("ended", -1, A)
+    request = fixture.tracked["ended"]
+    fixture.end("ended")
+    fixture.evictor.move(request, B)
+    assert not fixture.evictor.may_help(0)
+
+
 REQUESTS = st.lists(st.tuples(st.integers(-3, 2), st.sampled_from([A, B])), max_size=12)
 STEPS = st.lists(
     st.tuples(st.integers(-3, 3), st.integers(0, 3), st.floats(0.0, 3.0), st.booleans()),
