@@ -274,8 +274,13 @@ def test_each_request_of_an_id_is_explained(server, decisions, capsys):
     error = capsys.readouterr().err
     assert "lately as number 9" in error
     assert "no decision of that sequence number among the last 4" in error
-    assert main.main(["explain", *flags, "--sequence", "-1"]) == 1
-    assert "expected a number as ?sequence=" in capsys.readouterr().err
+    for wrong in ("-1", "x", "9" * 19):
+        assert main.main(["explain", *flags, f"--sequence={wrong}"]) == 2
+        assert f"expected a number such as 17, got '{wrong}'" in capsys.readouterr().err
+    with pytest.raises(urllib.error.HTTPError, match="400") as caught:
+        urllib.request.urlopen(f"http://{server}/debug/decision?sequence=-1", timeout=300)
+    with caught.value as answer:
+        assert "expected a number as ?sequence=" in answer.read().decode()
 
 
 def test_any_recorded_id_is_found(server, decisions, capsys):
