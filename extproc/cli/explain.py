@@ -83,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     past.add_argument(
         "--sequence",
-        type=_read_sequence,
+        type=main.read_number,
         metavar="N",
         help="the same for a number of /debug/decisions, as an id may have several requests",
     )
@@ -114,12 +114,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--strategy", metavar="NAME", help="strategy to decide with, for --state")
     add("--allow-unsupported", action="store_true", help="as in serve, for --config-file")
     add("--json", action="store_true", help="print JSON instead of tables")
-
-
-def _read_sequence(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"expected a number such as 17, got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import io
 import math
 import os
 import platform
+import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -192,6 +193,13 @@ def seconds_parser(least_s: float, most_s: float) -> Callable[[str], float]:
         return seconds
 
     return parse
+
+
+def read_number(text: str) -> int:
+    """Read the number of a flag: digits only, 18 at most."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"expected a number such as 17, got {text!r}")
+    return int(text)
 
 
 def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:

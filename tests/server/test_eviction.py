@@ -280,6 +280,12 @@ async def test_native_calls_end_with_their_eviction():
     assert not call.evict()
 
 
+def serve(fixture, transport):
+    """A server of the fixture's pool and queue."""
+    controllers = {"": fixture.flow_controller}
+    return serving.serving(fixture.pool_fixture, flow_controllers=controllers, transport=transport)
+
+
 async def open_batch(scene):
     """A stream of a data plane whose request of priority -1 is routed."""
     stream = scene.stream(("DUPLEX", "NONE"))
@@ -294,11 +300,17 @@ async def open_batch(scene):
 
 
 async def evict(fixture):
-    """Pump until a request is evicted: grpcio may report a write later than its client reads it."""
+    """Send a request that waits, and pump until the batch is evicted for it; returns that request.
+
+    grpcio may report a write of a stream later than its client reads it.
+    """
+    fixture.busy(A)
+    waiting, _ = fixture.send(headers=GOLD)
     async with asyncio.timeout(60):
         while not fixture.flow_controller.evictor.issued:
             fixture.flow_controller.pump()
             await asyncio.sleep(0)
+    return waiting
 
 
 @pytest.mark.parametrize("transport", ["native", "grpcio"])
@@ -306,18 +318,12 @@ async def evict(fixture):
 async def test_the_data_plane_hears_of_an_eviction(transport, has_response):
     """Unasked, on both transports, and before the end of the stream."""
     fixture = EvictionFixture(A)
-    async with serving.serving(
-        fixture.pool_fixture,
-        flow_controllers={"": fixture.flow_controller},
-        transport=transport,
-    ) as scene:
+    async with serve(fixture, transport) as scene:
         stream = await open_batch(scene)
         if has_response:
             await stream.say(ext_proc_script.response_headers({":status": "200"}))
             await stream.hear()
-        fixture.busy(A)
-        waiting, _ = fixture.send(headers=GOLD)
-        await evict(fixture)
+        waiting = await evict(fixture)
         (answer,) = await stream.hear()
         assert (answer.part, answer.status) == ("immediate_response", 429)
         # As Envoy does after an immediate response.
@@ -332,11 +338,7 @@ async def test_the_data_plane_hears_of_an_eviction(transport, has_response):
 async def test_a_client_that_leaves_with_its_eviction_leaves_nothing(transport):
     """The reset may come before the answer was written, or after."""
     fixture = EvictionFixture(A)
-    async with serving.serving(
-        fixture.pool_fixture,
-        flow_controllers={"": fixture.flow_controller},
-        transport=transport,
-    ) as scene:
+    async with serve(fixture, transport) as scene:
         for _ in range(8):
             fixture.free(A)
             stream = await open_batch(scene)
@@ -355,16 +357,9 @@ async def test_a_client_that_leaves_with_its_eviction_leaves_nothing(transport):
 async def test_a_drain_ends_evicted_streams_as_well(transport):
     """Though their data plane says nothing."""
     fixture = EvictionFixture(A)
-    async with serving.serving(
-        fixture.pool_fixture,
-        flow_controllers={"": fixture.flow_controller},
-        transport=transport,
-    ) as scene:
+    async with serve(fixture, transport) as scene:
         stream = await open_batch(scene)
-        fixture.busy(A)
-        waiting, _ = fixture.send(headers=GOLD)
-        await evict(fixture)
-        waiting.finish("cancelled")
+        (await evict(fixture)).finish("cancelled")
         await scene.drain(5.0)
         assert [answer.part for answer in await stream.rest()] == ["immediate_response"]
         assert await stream.call.code() is grpc.StatusCode.OK
@@ -375,16 +370,9 @@ async def test_a_drain_ends_evicted_streams_as_well(transport):
 async def test_a_data_plane_has_time_to_end_an_evicted_stream():
     """It is cut off by the second check for stalled requests from then on, on grpcio."""
     fixture = EvictionFixture(A)
-    async with serving.serving(
-        fixture.pool_fixture,
-        flow_controllers={"": fixture.flow_controller},
-        transport="grpcio",
-    ) as scene:
+    async with serve(fixture, "grpcio") as scene:
         stream = await open_batch(scene)
-        fixture.busy(A)
-        waiting, _ = fixture.send(headers=GOLD)
-        await evict(fixture)
-        waiting.finish("cancelled")
+        (await evict(fixture)).finish("cancelled")
         await scene.servicer.refuse_stalled()
         (answer,) = await stream.hear()
         assert answer.part == "immediate_response"

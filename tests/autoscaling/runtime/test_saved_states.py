@@ -91,22 +91,29 @@ async def test_the_state_of_a_pool_is_saved_while_its_annotation_is_invalid(reme
     assert remembered["saved"] == {}
 
 
-async def test_saved_state_outlasts_a_start_while_the_annotation_is_invalid(remembered, caplog):
-    """It is kept without a warning while its pool exists; a later pool of its name is a new one."""
+def remember_pool(remembered):
+    """Save the state of the pool a/x as of two minutes ago; returns it."""
     other = AutoscalerFixture()
     other.bring("a/x")
     loop = other.subject.loops["a/x"]
     loop.scaler.step(demands.demand(now=1.0, spec=1))
-    remembered["load"] = ({"a/x": loop.state()}, 120.0)
+    state = loop.state()
+    remembered["load"] = ({"a/x": state}, 120.0)
+    return state
+
+
+async def test_saved_state_outlasts_a_start_while_the_annotation_is_invalid(remembered, caplog):
+    """It is kept without a warning while its pool exists; a later pool of its name is a new one."""
+    state = remember_pool(remembered)
     fixture = AutoscalerFixture()
     fixture.subject._cluster = StateCluster()
     await fixture.subject.start()
     fixture.bring("a/x", max="thre")
     await fixture.subject.hand_over()
-    assert remembered["saved"] == {"a/x": msgspec.structs.replace(loop.state(), shift_s=120.0)}
+    assert remembered["saved"] == {"a/x": msgspec.structs.replace(state, shift_s=120.0)}
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     fixture.bring("a/x", max="3")
-    assert fixture.subject.loops["a/x"].state().scaler.at == loop.state().scaler.at + 120.0
+    assert fixture.subject.loops["a/x"].state().scaler.at == state.scaler.at + 120.0
     again = AutoscalerFixture()
     again.subject._cluster = StateCluster()
     await again.subject.start()
@@ -141,11 +148,7 @@ async def test_saved_state_without_a_pool_is_dropped_with_a_warning(tmp_path, ca
 
 async def test_a_standby_drops_saved_state_without_a_pool(remembered):
     """A later pool of its name is a new one there, too; a standby writes nothing."""
-    other = AutoscalerFixture()
-    other.bring("a/x")
-    loop = other.subject.loops["a/x"]
-    loop.scaler.step(demands.demand(now=1.0, spec=1))
-    remembered["load"] = ({"a/x": loop.state()}, 120.0)
+    remember_pool(remembered)
     fixture = AutoscalerFixture()
     fixture.leads = False
     fixture.subject._cluster = StateCluster()
